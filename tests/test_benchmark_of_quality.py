@@ -21,7 +21,7 @@ def quality(*arguments, out, **environment):
 
 
 @pytest.mark.slow
-def test_quality_pairs_recipes_with_bf16_by_seed_and_goes_on_where_it_was(tmp_path):
+def test_quality_pairs_recipes_with_bf16_by_seed_and_can_be_resumed(tmp_path):
     config, out = write_config(tmp_path), tmp_path / "out"
     few = ("--config", str(config), "--steps", "4", "--last", "2", "--seed", "5", "--no-picture")
     done = quality(*few, "--recipe", "nvfp4", out=out)
@@ -80,7 +80,7 @@ def test_a_recipe_that_diverges_is_marked_and_does_not_end_the_sweep(tmp_path):
     assert again.stdout.partition("mean loss")[2] == done.stdout.partition("mean loss")[2]
 
 
-def test_quality_runs_every_named_recipe_unless_told_otherwise(monkeypatch):
+def test_quality_runs_every_named_recipe_by_default(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from quality import PEER, RECIPES
 
@@ -105,7 +105,7 @@ def test_quality_finds_mistakes_before_the_first_run(tmp_path, arguments, messag
 
 
 @pytest.mark.slow
-def test_quality_names_a_folder_that_is_none_and_a_run_that_is_damaged(tmp_path):
+def test_quality_names_a_path_that_is_no_folder_and_a_damaged_run(tmp_path):
     config = write_config(tmp_path)
     (tmp_path / "file").write_text("x")
     few = ("--config", str(config), "--recipe", "nvfp4", "--no-picture")
@@ -163,7 +163,7 @@ def drawn(monkeypatch, tmp_path, losses):
     return figures[0].axes
 
 
-def test_a_cut_axis_is_said_and_short_runs_are_not_called_means(monkeypatch, tmp_path):
+def test_a_truncated_axis_is_labelled_and_short_runs_are_not_called_means(monkeypatch, tmp_path):
     left, right = drawn(monkeypatch, tmp_path, [10.0, 9.0, 4.0, *[3.0] * 17])
     assert left.get_title() == "Loss\ny axis cut: fits from step 3 on"
     assert left.get_ylim()[1] < 9
@@ -171,7 +171,7 @@ def test_a_cut_axis_is_said_and_short_runs_are_not_called_means(monkeypatch, tmp
     assert left.get_xlabel() == right.get_xlabel() == "optimizer step (each step)"
 
 
-def test_an_axis_that_holds_all_values_is_not_called_cut(monkeypatch, tmp_path):
+def test_a_complete_axis_is_not_labelled_as_truncated(monkeypatch, tmp_path):
     left, _ = drawn(monkeypatch, tmp_path, [3.0, 4.0] * 20)
     assert left.get_title() == "Loss"
     assert left.get_xlabel() == "optimizer step (each value: mean over the last 2)"

@@ -45,7 +45,7 @@ def test_quantize_compares_with_a_copy_and_with_plain_torch():
 
 
 @pytest.mark.slow
-def test_speculation_compares_looks_with_a_layer_of_no_controller():
+def test_speculation_compares_checks_with_a_layer_without_a_controller():
     printed = run("speculation.py", "--rounds", "2", "--shape", "64x32x48", "--verify-size", "8")
     for name in ("no controller", "between checks", "check", "verified check"):
         lines = [line for line in printed.splitlines() if line.strip().startswith(f"{name}  ")]
@@ -105,7 +105,7 @@ def test_optimizer_compares_steps_with_torchs_deepspeeds_and_loops(tmp_path):
 
 
 @pytest.mark.slow
-def test_optimizer_passes_stand_beside_torchs():
+def test_optimizer_passes_are_compared_with_torchs():
     sizes = ("--layers", "1", "--hidden", "32", "--vocabulary", "96", "--threads", "1", "--rounds", "2")
     printed = run("optimizer.py", "--passes", *sizes)
     for name in (
@@ -172,14 +172,14 @@ def test_collectives_compares_ours_with_plain_deepspeeds():
 
 
 @pytest.mark.slow
-def test_restart_clocks_a_start_and_a_resume():
+def test_restart_times_a_start_and_a_resume():
     printed = run("restart.py", "--rounds", "1")
     for name in ("imports", "engine", "verification", "load", "save"):
         assert any(line.startswith(f"{name} ") for line in printed.splitlines()), name
 
 
 @pytest.mark.slow
-def test_watchdog_prints_what_a_mark_a_beat_and_a_failure_cost():
+def test_watchdog_prints_the_costs_of_a_mark_a_heartbeat_and_a_failure():
     printed = run("watchdog.py", "--rounds", "1", "--ranks", "300")
     for name in ("mark", "heartbeat", "all heartbeats"):
         assert any(line.startswith(f"  {name} ") and "×" in line for line in printed.splitlines()), name

@@ -87,7 +87,7 @@ def test_a_missing_broken_or_hanging_compiler_is_named(load, monkeypatch, tmp_pa
     assert "no C compiler found" in load()[0]
 
 
-def test_the_lack_of_a_library_is_said_once_with_the_reason(monkeypatch, caplog):
+def test_a_missing_library_is_reported_once_with_the_reason(monkeypatch, caplog):
     monkeypatch.setattr(kernels_cpu.LIBRARY, "_loaded", (None, "no C compiler found: install gcc"))
     with caplog.at_level(logging.WARNING):
         assert backends._backend_for.__wrapped__(torch.device("cpu"), "") == "torch"
@@ -105,7 +105,7 @@ def sources(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_library_without_threads_is_used_and_said_to_be_slow(load, monkeypatch):
+def test_a_library_without_threads_is_used_and_reported_as_slow(load, monkeypatch):
     monkeypatch.setattr(c_library, "EXTRA_FLAGS", (("-O0",),))
     reason, warnings = load()
     assert reason is None
@@ -170,9 +170,7 @@ def test_a_damaged_or_planted_library_is_built_again(quick_compiler, load, tmp_p
     "kind",
     ["writable by all", "below one writable by all", "writable by a group", "below one of a group", "a file"],
 )
-def test_a_cache_folder_that_cannot_be_had_or_trusted_is_passed_over(
-    quick_compiler, load, monkeypatch, tmp_path, kind
-):
+def test_an_unusable_or_untrusted_cache_folder_is_skipped(quick_compiler, load, monkeypatch, tmp_path, kind):
     folder = tmp_path / "shared"
     if kind == "a file":
         folder.write_text("")
@@ -210,7 +208,7 @@ def test_processes_that_compile_at_once_all_get_the_library_on_one_openmp(tmp_pa
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
 
 
-def test_what_is_wrong_with_cc_names_cc_and_no_disk(load, monkeypatch, tmp_path):
+def test_a_compiler_error_names_cc_and_not_the_disk(load, monkeypatch, tmp_path):
     write = "output=$(echo $* | sed 's/.*-o //'); test \"$output\" = --version ||"
     garbage = script(tmp_path, f'{write} echo "no library" > "$output"')
     cases = {
@@ -227,7 +225,7 @@ def test_what_is_wrong_with_cc_names_cc_and_no_disk(load, monkeypatch, tmp_path)
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_a_tilde_means_home_and_new_folders_are_ours_alone_whatever_the_umask(
+def test_a_tilde_means_home_and_new_folders_are_private_whatever_the_umask(
     quick_compiler, load, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -292,7 +290,7 @@ def test_without_names_for_open_files_a_private_copy_is_loaded(quick_compiler, l
     assert not any(exists(Path(path).parent) for path in loaded)
 
 
-def test_what_a_killed_build_left_is_deleted_a_day_later(quick_compiler, load, tmp_path):
+def test_leftovers_of_a_killed_build_are_deleted_a_day_later(quick_compiler, load, tmp_path):
     cache = tmp_path / "cache"
     for name, age in ((".build-old", 90000), (".build-new", 80000)):
         (cache / name).mkdir(parents=True)

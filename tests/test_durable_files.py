@@ -35,7 +35,7 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_new_text_takes_the_place_of_the_old_and_nothing_lies_beside_it(tmp_path):
+def test_new_text_replaces_the_old_and_leaves_no_other_file(tmp_path):
     for text in ("one", "zwölf"):
         with atomic_file(tmp_path / "a") as file:
             file.write(text)
@@ -43,14 +43,14 @@ def test_new_text_takes_the_place_of_the_old_and_nothing_lies_beside_it(tmp_path
     assert names_in(tmp_path) == ["a"]
 
 
-def test_bytes_are_written_as_they_are(tmp_path):
+def test_bytes_are_written_unchanged(tmp_path):
     with atomic_file(tmp_path / "a", "wb") as file:
         file.write(b"\0\r\n\xff")
     assert (tmp_path / "a").read_bytes() == b"\0\r\n\xff"
 
 
 @pytest.mark.parametrize("mode", ["a", "w"])
-def test_a_file_is_opened_in_place_and_made_if_need_be(tmp_path, mode):
+def test_a_file_is_opened_in_place_and_created_if_missing(tmp_path, mode):
     for text in ("one", "zwölf"):
         with open_regular(tmp_path / "a", mode) as file:
             file.write(text)
@@ -82,7 +82,7 @@ def test_nothing_is_written_through_links_pipes_and_devices(tmp_path, mode, kind
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()])
-def test_a_failure_leaves_the_old_file_and_no_draft(tmp_path, error):
+def test_a_failure_leaves_the_old_file_and_no_temporary_file(tmp_path, error):
     (tmp_path / "a").write_bytes(b"old")
 
     def fail_in_the_middle():
@@ -96,7 +96,7 @@ def test_a_failure_leaves_the_old_file_and_no_draft(tmp_path, error):
     assert names_in(tmp_path) == ["a"]
 
 
-def test_a_file_that_cannot_take_its_place_leaves_no_draft(tmp_path):
+def test_a_failed_replacement_leaves_no_temporary_file(tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(IsADirectoryError), atomic_file(tmp_path / "a") as file:
         file.write("x")
@@ -234,7 +234,7 @@ def test_complete_steps_are_those_with_a_manifest_in_the_order_of_their_numbers(
 @pytest.mark.parametrize(
     "name", ["latest", "step-1", "step-000000040", "step-0000004x", "step-00000040.bak", "step-٠٠٠٠٠٠٤٠"]
 )
-def test_other_names_are_no_steps(tmp_path, name):
+def test_other_folder_names_are_not_steps(tmp_path, name):
     (tmp_path / name).mkdir()
     (tmp_path / name / MANIFEST).touch()
     (tmp_path / "step-00000007").touch()  # a file

@@ -21,11 +21,11 @@ def test_unknown_name_names_the_value_the_nearest_and_all_known():
     assert str(error) == "unknown recipe 'nvpf4': did you mean 'nvfp4'? known: bf16, nvfp4"
 
 
-def test_unknown_name_makes_no_wild_guess():
+def test_an_unknown_name_without_a_near_match_gets_no_suggestion():
     assert "did you mean" not in str(unknown_name("recipe", "zzz", ["bf16", "nvfp4"]))
 
 
-def test_the_sections_of_a_key_make_no_name_nearer():
+def test_suggestions_ignore_the_sections_of_a_key():
     keys = ["block.speculation.model", "block.speculation.every"]
     assert "did you mean" not in str(unknown_name("key", "block.speculation.foo", keys))
     assert "did you mean 'block.speculation.every'?" in str(
@@ -95,7 +95,7 @@ def test_a_value_that_cannot_be_written_is_shown_by_its_type():
 
 
 @pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, UserError), (errno.ESTALE, TransientError)])
-def test_a_full_disk_stays_full_and_a_server_that_is_away_comes_back(number, kind):
+def test_a_full_disk_is_a_user_error_and_a_lost_server_a_transient_one(number, kind):
     error = file_system_error("x cannot be written", OSError(number, "why"))
     assert type(error) is kind
     assert str(error) == "x cannot be written"
@@ -114,7 +114,7 @@ def test_several_mistakes_are_one_error_with_a_line_each():
         problems.raise_any()
 
 
-def test_one_mistake_is_reported_as_it_is():
+def test_a_single_mistake_is_reported_unchanged():
     problems = Problems()
     problems.raise_any()
     with problems.collect():
@@ -122,7 +122,7 @@ def test_one_mistake_is_reported_as_it_is():
     assert str(problems.error()) == "a is wrong"
 
 
-def test_mistakes_of_mistakes_are_one_list():
+def test_nested_mistakes_become_one_list():
     inner, outer = Problems(), Problems()
     for text in ("b", "c"):
         inner.add(UserError(text))
@@ -133,7 +133,7 @@ def test_mistakes_of_mistakes_are_one_list():
     assert lines_of(outer.error())[3:] == ["run 2 of the sweep: b", "run 2 of the sweep: c"]
 
 
-def test_what_may_pass_and_what_is_a_defect_are_not_kept_for_later():
+def test_transient_errors_and_defects_are_raised_at_once():
     for error in (TransientError("x"), ZeroDivisionError()):
         with pytest.raises(type(error)), Problems().collect():
             raise error

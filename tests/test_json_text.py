@@ -17,11 +17,11 @@ VALUES = st.recursive(
 
 
 @given(VALUES, st.booleans())
-def test_what_the_standard_library_writes_is_read_back(value, is_strict):
+def test_json_of_the_standard_library_is_read_back(value, is_strict):
     assert parse_json(json.dumps(value), "x", is_strict=is_strict) == value
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+def test_a_byte_order_mark_is_skipped(tmp_path):
     assert parse_json("\ufeff[1]", "x") == [1]
     (tmp_path / "x.json").write_bytes(b'\xef\xbb\xbf{"a": "\xc3\xa9"}')
     assert read_json_object(tmp_path / "x.json") == {"a": "é"}
@@ -40,7 +40,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
     ],
 )
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_every_failure_of_the_parser_is_one_line(text, message, is_strict):
+def test_every_parser_error_is_a_one_line_error(text, message, is_strict):
     with pytest.raises(UserError, match=message) as caught:
         parse_json(text, "x", is_strict=is_strict)
     assert len(str(caught.value)) < 120
@@ -55,7 +55,7 @@ def test_every_failure_of_the_parser_is_one_line(text, message, is_strict):
         ('{"a": Infinity}', {"a": float("inf")}, "x: Infinity is not a JSON number"),
     ],
 )
-def test_only_the_strict_reader_refuses_what_python_lets_pass(text, value, message):
+def test_only_the_strict_reader_rejects_non_standard_json(text, value, message):
     assert parse_json(text, "x") == value
     with pytest.raises(UserError, match=message):
         parse_json(text, "x", is_strict=True)
@@ -68,7 +68,7 @@ def test_a_text_from_the_middle_of_a_file_is_named_by_its_line_there():
         parse_json("[" * 100_000, "x", first_line=7)
 
 
-def test_a_file_that_holds_no_object_is_named(tmp_path):
+def test_a_file_without_an_object_is_named(tmp_path):
     path = tmp_path / "x.json"
     for content, message in ((b"[1]", "holds a list, not an object"), (b"\xff", "is not UTF-8")):
         path.write_bytes(content)
@@ -93,18 +93,18 @@ def test_a_file_that_holds_no_object_is_named(tmp_path):
         ("1" + 400 * "0", False),
     ],
 )
-def test_numbers_are_told_from_what_no_float_can_hold(text, is_number):
+def test_numbers_that_no_float_can_hold_are_recognised(text, is_number):
     value = parse_json(text, "x")
     assert is_finite_number(value) is is_number
 
 
-def test_a_hundred_levels_are_enough_and_wide_values_are_no_deep_ones():
+def test_a_hundred_levels_are_accepted_and_wide_values_are_not_deep():
     assert parse_json("[" * 100 + "]" * 100, "x")
     assert parse_json("[" + "[]," * 1000 + "{}]", "x")
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "device", "socket", "directory", "nothing", "huge"])
-def test_only_regular_files_of_a_size_that_can_be_right_are_read(tmp_path, kind):
+def test_only_regular_files_of_a_plausible_size_are_read(tmp_path, kind):
     path = tmp_path / "x.json"
     messages = {
         "FIFO": "is a FIFO: name a regular file",

@@ -94,7 +94,7 @@ def settings_classes():
                 yield kind
 
 
-def test_every_section_of_ours_has_this_base():
+def test_every_settings_class_has_this_base():
     kinds = set(settings_classes())
     assert len(kinds) > 20
     assert [kind.__name__ for kind in kinds if not issubclass(kind, SettingsModel)] == []
@@ -105,7 +105,7 @@ def test_every_section_of_ours_has_this_base():
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys(settings_classes()), ids=lambda kind: kind.__name__)
-def test_no_number_of_any_section_is_true(kind):
+def test_no_number_of_any_section_accepts_true(kind):
     for name, field in kind.model_fields.items():
         text = str(field.annotation)
         is_number = ("int" in text or "float" in text) and "bool" not in text and "Settings" not in text
@@ -117,7 +117,7 @@ def test_no_number_of_any_section_is_true(kind):
 
 
 @pytest.mark.parametrize("value", [True, False, 1.0, "1", None, [1], numpy.bool_(True), -1, 2**63])
-def test_an_argument_that_is_no_whole_number_is_refused(value):
+def test_an_argument_that_is_not_a_whole_number_is_rejected(value):
     with pytest.raises(UserError, match=r"^keep must be a whole number ≥ 0, not"):
         whole_number("keep", value, least=0)
 
@@ -129,7 +129,7 @@ def test_an_argument_may_be_an_integer_of_another_library():
         whole_number("keep", 5, least=1, most=4)
 
 
-def test_there_is_no_other_base_of_settings():
+def test_there_is_no_other_settings_base():
     sources = Path(megalowbit.__file__).parent.rglob("*settings.py")
     assert [path.name for path in sources if "(BaseModel)" in path.read_text()] == []
 

@@ -19,7 +19,7 @@ def moments(trace, until):
 
 
 @pytest.mark.parametrize("shape", [0.5, 1.0, 2.0])
-def test_rate_is_nodes_over_mtbf_from_the_first_day_on_at_any_shape(shape):
+def test_the_failure_rate_is_nodes_over_mtbf_from_the_first_day_at_any_shape(shape):
     failures = NodeFailures(nodes=400, node_mtbf=50 * DAY, shape=shape)
     assert failures.mtbf == 50 * DAY / 400
     early, late = [], []
@@ -40,7 +40,7 @@ def test_gaps_of_exponential_nodes_have_their_distribution():
         assert np.mean(gaps < -100 * math.log(1 - share)) == pytest.approx(share, abs=0.025)
 
 
-def test_shape_one_of_the_general_way_is_the_exponential_one():
+def test_shape_one_of_the_general_simulation_is_exponential():
     # just off 1, so that nodes are followed one by one
     trace = FailureTrace(NodeFailures(nodes=50, node_mtbf=5000.0, shape=1.0001), 4)
     gaps = np.diff([0.0, *(trace.moment(index) for index in range(4000))])

@@ -47,7 +47,7 @@ def test_mean_time_is_that_of_dalys_model(mtbf, save, start, pause, interval):
     assert error < 0.02 * expected
 
 
-def test_many_nodes_are_one_that_fails_as_often():
+def test_many_nodes_equal_one_node_with_their_joint_failure_rate():
     costs = RunCosts(work=50 * HOUR, save=60, start=100, detection=300)
     of_one, of_many = (
         simulate(costs, 1500, failure_traces(NodeFailures(nodes=n, node_mtbf=n * 3 * HOUR), runs=200, seed=n))
@@ -58,7 +58,7 @@ def test_many_nodes_are_one_that_fails_as_often():
     assert of_many.failures == pytest.approx(of_many.wall / (3 * HOUR), rel=0.1)
 
 
-def test_shares_and_goodput_make_one():
+def test_shares_and_goodput_sum_to_one():
     traces = failure_traces(NodeFailures(nodes=20, node_mtbf=100 * HOUR), runs=50, seed=0)
     costs = RunCosts(work=50 * HOUR, save=60, start=100, detection=300, requeue=60, spares=1, repair=3 * HOUR)
     found = simulate(costs, 1500, traces)
@@ -103,7 +103,7 @@ def test_the_same_seed_is_the_same_answer_to_the_last_digit():
 
 
 @pytest.mark.parametrize(("mtbf", "save"), [(24 * HOUR, 300), (3 * HOUR, 60), (HOUR, 300)])
-def test_the_search_finds_what_dalys_formula_says_where_it_holds(mtbf, save):
+def test_the_search_agrees_with_dalys_formula_if_it_applies(mtbf, save):
     failures = NodeFailures(nodes=1, node_mtbf=mtbf)
     costs = RunCosts(work=100 * mtbf, save=save, start=300)
     traces = failure_traces(failures, runs=60, seed=1)
@@ -122,7 +122,7 @@ def test_the_search_finds_what_dalys_formula_says_where_it_holds(mtbf, save):
         assert of_young.goodput < of_formula.goodput - 0.002
 
 
-def test_an_interval_is_a_whole_number_of_steps_where_asked():
+def test_an_interval_is_rounded_to_whole_steps_on_request():
     failures = NodeFailures(nodes=1, node_mtbf=3 * HOUR)
     costs = RunCosts(work=700 * 211.0, save=60)
     found = best_interval(
@@ -146,7 +146,7 @@ def test_an_interval_that_meets_the_time_limit_is_found_to_be_worth_more_than_th
     assert found.outcome.goodput > simulate(costs, formula, traces).goodput + 0.005
 
 
-def test_dalys_interval_is_kept_where_hardly_anything_fails():
+def test_dalys_interval_is_kept_if_failures_are_rare():
     failures = NodeFailures(nodes=1, node_mtbf=6000 * HOUR)
     costs = RunCosts(work=300 * HOUR, save=20)
     found = best_interval(costs, failures, failure_traces(failures, runs=60, seed=1))
@@ -154,7 +154,7 @@ def test_dalys_interval_is_kept_where_hardly_anything_fails():
     assert found.outcome.interval == daly_interval(20, 6000 * HOUR)
 
 
-def test_one_interval_is_better_where_it_is_in_run_after_run_and_not_where_it_is_once():
+def test_an_interval_is_better_only_if_it_wins_consistently_over_runs():
     traces = failure_traces(NodeFailures(nodes=1, node_mtbf=9.0), runs=10, seed=1)
     some = simulate(RunCosts(work=1, save=1), 1, traces)
 
@@ -168,7 +168,7 @@ def test_one_interval_is_better_where_it_is_in_run_after_run_and_not_where_it_is
     assert not is_better(rarely, outcome(0.89, 0.79, 0.68))
 
 
-def test_a_run_without_hope_is_told_as_such():
+def test_a_hopeless_run_is_reported_as_such():
     failures = NodeFailures(nodes=100, node_mtbf=3 * HOUR)
     costs = RunCosts(work=HOUR, save=600, start=300)
     found = simulate(costs, 600, failure_traces(failures, runs=10, seed=1))
@@ -188,7 +188,7 @@ def test_a_run_without_hope_is_told_as_such():
         (1, {"work": HOUR}, "runs"),
     ],
 )
-def test_no_fewer_events_are_expected_than_come_and_not_far_more(nodes, changes, most):
+def test_expected_numbers_of_events_are_close_to_the_simulated_ones(nodes, changes, most):
     failures = NodeFailures(nodes=nodes, node_mtbf=1200 * HOUR)
     costs = RunCosts(
         **{"work": 200 * HOUR, "save": 40, "start": 100, "detection": 300, "requeue": 60, **changes}
@@ -204,7 +204,7 @@ def test_no_fewer_events_are_expected_than_come_and_not_far_more(nodes, changes,
     assert expected["jobs"] <= 20 * found.jobs * 1.5
 
 
-def test_lives_of_nodes_count_where_each_is_followed():
+def test_node_lifetimes_are_counted_if_each_node_is_simulated():
     costs = RunCosts(work=HOUR, save=1)
     followed, not_followed = (
         expected_events(costs, NodeFailures(nodes=10**6, node_mtbf=1e12, shape=shape), runs=10)

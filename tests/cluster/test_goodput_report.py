@@ -50,7 +50,7 @@ def test_intervals_are_whole_steps_next_to_the_formulas():
     assert all(row["interval"] == 4 * row["steps"] for row in told.values())
 
 
-def test_no_steps_are_told_where_none_are_known():
+def test_no_steps_are_reported_if_none_are_known():
     found = ask(step_seconds=None, own=None)
     assert "steps" not in table(found)
     assert "checkpoint.every" not in table(found)
@@ -59,14 +59,14 @@ def test_no_steps_are_told_where_none_are_known():
 
 
 @pytest.mark.parametrize("changes", [{"time_limit": 4 * HOUR, "notice": 99}, {"spares": 3, "repair": HOUR}])
-def test_dalys_model_is_not_asked_where_it_does_not_hold(changes):
+def test_dalys_model_is_not_used_outside_its_assumptions(changes):
     request = GoodputRequest(failures=FAILURES, costs=RunCosts(work=1e5, save=50, **changes))
     assert request.expected_goodput(1000.0) is None
     found = make_report(request, failure_traces(FAILURES, runs=10, seed=0))
     assert "Daly's model" not in table(found)
 
 
-def test_a_weibull_shape_is_not_dalys_either():
+def test_dalys_model_does_not_cover_a_weibull_shape():
     failures = NodeFailures(nodes=64, node_mtbf=600 * HOUR, shape=0.8)
     assert (
         GoodputRequest(failures=failures, costs=RunCosts(work=1e5, save=50)).expected_goodput(1000.0) is None
@@ -89,11 +89,11 @@ def test_durations_have_three_digits_and_a_unit_that_suits(seconds, text):
     assert duration(seconds) != duration(seconds * 1.1 + 1)
 
 
-def test_infinity_is_no_number_of_json():
+def test_infinity_is_not_written_to_json():
     assert math.inf not in ask().to_dict()["asked"].values()
 
 
-def test_an_interval_longer_than_a_job_is_no_advice():
+def test_an_interval_longer_than_a_job_is_not_recommended():
     costs = RunCosts(
         work=200 * HOUR, save=40, start=100, detection=300, requeue=60, time_limit=HOUR, notice=60
     )

@@ -24,7 +24,7 @@ def least_expensive(save, mtbf):
 
 
 @pytest.mark.parametrize(("mtbf", "printed"), [(24 * HOUR, 117), (6 * HOUR, 57), (0.25 * HOUR, 9.1)])
-def test_daly_gives_the_intervals_of_his_figures_3_to_5(mtbf, printed):
+def test_dalys_formula_gives_the_intervals_of_his_figures_3_to_5(mtbf, printed):
     assert daly_interval(5 * MINUTE, mtbf) / MINUTE == pytest.approx(
         printed, abs=0.5 if printed > 10 else 0.05
     )
@@ -47,7 +47,7 @@ def test_first_orders_agree_where_saves_are_short_and_differ_by_the_restart():
     assert daly_first_order_interval(60, 1500, 500) == young_interval(60, 2000)
 
 
-def test_saves_longer_than_twice_the_time_between_failures_leave_the_longest_interval_worth_it():
+def test_dalys_interval_is_at_most_the_mtbf_if_saves_are_slow():
     assert daly_interval(2001.0, 1000.0) == 1000.0
     assert daly_interval(1999.0, 1000.0) == pytest.approx(1000.0, rel=0.15)
 
@@ -57,5 +57,5 @@ def test_expected_time_without_failures_is_training_and_saves():
     assert seconds == pytest.approx(1000 + 10 * 7, rel=1e-6)
 
 
-def test_a_hopeless_interval_costs_much_and_overflows_nothing():
+def test_a_hopeless_interval_is_expensive_but_does_not_overflow():
     assert expected_seconds(1.0, 1e9, save=1, mtbf=1.0, start=1e9) > 1e300

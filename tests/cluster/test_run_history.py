@@ -72,7 +72,7 @@ def tick_by_tick(costs, interval, moments):
         clock += 1
 
 
-def test_a_run_is_that_of_ticks_in_every_cause():
+def test_a_simulated_run_equals_a_tick_by_tick_one_for_every_failure_cause():
     rng = random.Random(8)
     seen = Counter()
     for _ in range(200):
@@ -102,7 +102,7 @@ def test_a_run_is_that_of_ticks_in_every_cause():
 
 
 @pytest.mark.parametrize("shape", [1.0, 0.7])
-def test_what_is_spent_and_what_is_trained_make_the_time(shape):
+def test_lost_and_useful_time_sum_to_the_total(shape):
     failures = NodeFailures(nodes=500, node_mtbf=2e6, shape=shape)
     costs = RunCosts(
         work=3e5,
@@ -139,7 +139,7 @@ def test_a_failure_loses_what_was_trained_since_the_last_complete_save():
     assert saving.wall == training.wall + 30 + 4
 
 
-def test_failures_while_nothing_runs_end_nothing():
+def test_failures_between_attempts_cost_nothing():
     costs = RunCosts(work=1000, save=10, start=20, detection=50, requeue=60)
     once = simulate_run(costs, 100, Moments(200))
     again = simulate_run(costs, 100, Moments(200, 210, 299))
@@ -149,7 +149,7 @@ def test_failures_while_nothing_runs_end_nothing():
     assert starting.failures == 2
 
 
-def test_a_job_saves_before_its_limit_and_the_next_one_goes_on_there():
+def test_a_job_saves_before_its_time_limit_and_the_next_one_resumes():
     costs = RunCosts(work=300, save=10, start=20, requeue=7, time_limit=200, notice=30)
     found = simulate_run(costs, 1000, Moments())
     # jobs train 150 and 150 seconds, and what is left is nothing
@@ -170,7 +170,7 @@ def test_without_another_node_a_run_waits_for_the_repair():
     assert two == always
 
 
-def test_a_wait_for_nodes_that_never_ends_is_given_up():
+def test_an_endless_wait_for_nodes_is_abandoned():
     # with 100 nodes broken at a time on average, none of them is never seen again
     costs = RunCosts(work=10000, save=10, spares=0, repair=10000)
     found = simulate_run(costs, 500, FailureTrace(NodeFailures(nodes=1, node_mtbf=100.0), 1))
@@ -180,7 +180,7 @@ def test_a_wait_for_nodes_that_never_ends_is_given_up():
     assert found.spent["spare nodes"] > 0.99 * found.wall
 
 
-def test_a_run_that_never_ends_is_given_up():
+def test_a_simulated_run_that_never_ends_is_abandoned():
     costs = RunCosts(work=1000, save=10)
     found = simulate_run(costs, 500, FailureTrace(NodeFailures(nodes=1, node_mtbf=20.0), 1))
     assert found.trained == 0

@@ -18,7 +18,7 @@ from megalowbit.errors import UserError
         "-H",
     ],
 )
-def test_options_that_the_script_does_not_need_are_free(option):
+def test_options_that_the_script_does_not_use_are_accepted(option):
     settings = ClusterSettings(gpus_per_node=0, cpus_per_task=1, sbatch=[option])
     assert settings.sbatch == (option,)
 
@@ -36,7 +36,7 @@ def test_options_that_the_script_does_not_need_are_free(option):
         ("-n=8", "tasks_per_node"),
     ],
 )
-def test_options_with_a_key_of_their_own_name_it(option, key):
+def test_options_with_a_dedicated_key_name_that_key(option, key):
     with pytest.raises(UserError, match=f"is set by the script: use the key '{key}'"):
         check_sbatch_option(option)
 
@@ -56,13 +56,13 @@ def test_options_with_a_key_of_their_own_name_it(option, key):
         "-Q",
     ],
 )
-def test_options_that_the_script_needs_as_they_are_stay_so(option):
+def test_options_that_the_script_relies_on_cannot_be_changed(option):
     with pytest.raises(UserError, match="leave it out, because it cannot be changed"):
         check_sbatch_option(option)
 
 
 @pytest.mark.parametrize("option", ["mail-type=END", "--a=b\n#SBATCH --no-requeue", "--\0", "-", "--", ""])
-def test_what_is_no_option_is_refused(option):
+def test_a_string_that_is_not_an_option_is_rejected(option):
     with pytest.raises(UserError, match="is not an option on one line"):
         check_sbatch_option(option)
 

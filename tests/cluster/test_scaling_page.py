@@ -43,7 +43,7 @@ def test_maxima_of_tensor_parallelism_add_up():
     assert f"{messages} messages a micro-batch, {messages * all_reduce(8) / 1000:.1f} ms" in PAGE
 
 
-def test_beats_of_the_watchdog_are_those_of_its_settings():
+def test_the_watchdog_uses_the_heartbeat_interval_of_its_settings():
     ranks, default = RANKS[-1], WatchdogSettings()
     longest, shortest = default.interval, WatchdogSettings(timeout=5.0).interval
     assert (
@@ -59,7 +59,7 @@ def test_beats_of_the_watchdog_are_those_of_its_settings():
     assert 2 * ranks < 40_000
 
 
-def test_what_does_not_scale_names_code_that_is_there():
+def test_the_scaling_page_names_existing_code():
     section = PAGE.split("## What stops scaling first")[1]
     assert "Job._weight_splits" in section
     assert hasattr(Job, "_weight_splits")

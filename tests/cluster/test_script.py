@@ -36,12 +36,12 @@ def header(text):
     return [line.removeprefix("#SBATCH ") for line in top.splitlines() if line.startswith("#SBATCH ")]
 
 
-def test_the_same_in_is_the_same_out():
+def test_the_same_input_gives_the_same_output():
     assert script("nodes=2") == script("nodes=2")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_nothing_of_a_template_stays(launcher):
+def test_no_placeholder_is_left_in_the_script(launcher):
     text = script(f"launcher={launcher}")
     assert "{{" not in text
     assert "#:" not in text
@@ -59,21 +59,21 @@ def test_a_task_is_a_rank_or_a_launcher_of_all_ranks_of_a_node(launcher, tasks, 
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_of_a_range_of_nodes_slurm_is_not_told_tasks_for_it_would_take_the_fewest_nodes(launcher):
+def test_a_range_of_nodes_sets_no_task_count_because_slurm_would_pick_the_fewest_nodes(launcher):
     text = script("nodes=1-2", f"launcher={launcher}")
     assert not [option for option in header(text) if option.startswith("--ntasks")]
     assert {"--nodes=1-2", "--cpus-per-task=96"} <= {*header(text)}
     assert f"--cpus-per-task={12 if launcher == 'srun' else 96})" in text
 
 
-def test_what_keeps_a_job_alive_is_always_asked_for():
+def test_requeue_and_signal_options_are_always_set():
     options = header(script("signal_seconds=120"))
     assert {"--requeue", "--open-mode=append", "--signal=B:USR1@120"} <= {*options}
     assert "--output=/runs/r/slurm/job-%j.log" in options
     assert "--chdir=/home/me" in options
 
 
-def test_wishes_to_slurm_are_options_and_what_is_not_wished_is_not_there():
+def test_requested_settings_become_options_and_others_are_absent():
     wishes = {
         "partition": "gpu",
         "account": "a1",
@@ -93,7 +93,7 @@ def test_wishes_to_slurm_are_options_and_what_is_not_wished_is_not_there():
     assert not names & {"--partition", "--account", "--qos", "--time", "--mem", "--gres", "--array"}
 
 
-def test_sbatch_words_keep_what_sbatch_would_take_apart():
+def test_sbatch_arguments_are_quoted():
     assert sbatch_word("gpu,n[1]") == '"gpu,n[1]"'
     assert sbatch_word("/a/b-%j.log") == "/a/b-%j.log"
     assert sbatch_word('a "b" \\ #c') == '"a \\"b\\" \\\\ #c"'
@@ -117,7 +117,7 @@ def test_a_sweep_is_an_array_of_runs_with_folders_and_overrides_of_their_own():
     assert "case $SLURM_ARRAY_TASK_ID" not in script()
 
 
-def test_ranks_get_threads_interfaces_and_what_else_the_cluster_says():
+def test_ranks_get_the_clusters_environment_variables():
     text = script("nccl_socket_ifname=ib0", "gloo_socket_ifname=ib1", "nccl_ib_hca=mlx5", "environment.A=b c")
     exported = re.findall(r"^    export (\w+=.*)$", text, re.MULTILINE)
     assert {"OMP_NUM_THREADS=12", "NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=ib1"} <= {*exported}
@@ -127,14 +127,14 @@ def test_ranks_get_threads_interfaces_and_what_else_the_cluster_says():
     assert "export OMP_NUM_THREADS=3" in script("environment.OMP_NUM_THREADS=3")
 
 
-def test_grace_time_is_an_override_of_the_run_that_its_users_own_may_override():
+def test_grace_time_is_a_default_that_a_users_override_replaces():
     assert "termination_seconds" not in script(overrides=["c=3"])
     text = script("grace_seconds=600", overrides=["c=3"])
     sets = re.findall(r"^arguments\+=\(--set (.*)\)$", text, re.MULTILINE)
     assert sets == ["megalowbit.watchdog.termination_seconds=590", "c=3"]
 
 
-def test_containers_are_used_only_where_they_are_asked_for():
+def test_containers_are_used_only_on_request():
     assert "container" not in script()
     assert "apptainer" not in script()
     mounts = 'container.mounts=["/data:/data:ro", "/home"]'

@@ -28,13 +28,13 @@ def test_a_file_and_values_over_it(tmp_path):
     assert (settings.launcher, settings.ranks_per_node, settings.signal_seconds) == ("srun", 8, 300)
 
 
-def test_ranks_are_gpus_or_on_cpus_tasks():
+def test_the_number_of_ranks_is_gpus_or_on_cpus_tasks():
     assert load_cluster(None, ["gpus_per_node=4", "cpus_per_task=1"]).ranks_per_node == 4
     assert load_cluster(None, [*CPU, "tasks_per_node=3"]).ranks_per_node == 3
     assert load_cluster(None, CPU).ranks_per_node == 1
 
 
-def test_of_grace_time_a_margin_is_left_before_slurm_kills():
+def test_grace_time_keeps_a_margin_before_slurm_kills():
     assert load_cluster(None, CPU).termination_seconds is None
     assert load_cluster(None, [*CPU, "grace_seconds=30"]).termination_seconds == 20
     assert load_cluster(None, [*CPU, "grace_seconds=30", "launcher=deepspeed"]).termination_seconds == 20
@@ -127,14 +127,14 @@ def test_times_are_read_as_sbatch_reads_them(time, seconds):
         ([*CPU, "time.x=1", "time.x.y=2"], "--slurm 'time.x.y=2': x is 1, not an object"),
     ],
 )
-def test_mistakes_are_told_in_a_line(overrides, message):
+def test_mistakes_are_one_line_errors(overrides, message):
     with pytest.raises(UserError) as caught:
         load_cluster(None, overrides)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_no_variable_of_the_script_can_be_given_to_the_ranks():
+def test_variables_of_the_script_are_reserved():
     texts = [
         path.read_text()
         for path in (ROOT / "launch" / "slurm").glob("*")
@@ -153,11 +153,11 @@ def test_no_variable_of_the_script_can_be_given_to_the_ranks():
             load_cluster(None, [*CPU, f"environment.{name}=1"])
 
 
-def test_as_many_nodes_as_there_may_be_and_days_are_fine():
+def test_the_largest_number_of_nodes_and_days_are_accepted():
     assert load_cluster(None, [*CPU, "nodes=100000", "time=366-0"]).node_counts[-1] == 100_000
 
 
-def test_signals_within_the_limit_and_words_around_a_hash_are_fine():
+def test_signals_within_the_time_limit_and_hash_signs_inside_words_are_accepted():
     overrides = [*CPU, "time=5", "signal_seconds=299", 'setup=["module load a#b", "[[ -d x ]] && cd x"]']
     assert isinstance(load_cluster(None, overrides), ClusterSettings)
     assert load_cluster(None, [*CPU, "time=0"]).time == "0"  # no limit

@@ -4,16 +4,16 @@ from megalowbit.cluster.template import fill
 from megalowbit.errors import UserError
 
 
-def test_values_stand_where_the_template_names_them():
+def test_values_replace_their_placeholders():
     assert fill("a={{a}} b={{b}}\n", {"a": "1", "b": "2"}) == "a=1 b=2\n"
 
 
-def test_a_line_without_its_value_is_left_out():
+def test_a_template_line_without_a_value_is_omitted():
     template = "#SBATCH --qos={{qos}}\n#SBATCH --time={{time}}\nset {{time}} {{qos}}\n"
     assert fill(template, {"qos": None, "time": "5"}) == "#SBATCH --time=5\n"
 
 
-def test_a_line_with_a_list_is_repeated():
+def test_a_template_line_with_a_list_is_repeated():
     template = "{\n    export {{pair}} # {{why}}\n}\n"
     filled = fill(template, {"pair": ["A=1", "B=2"], "why": "so"})
     assert filled == "{\n    export A=1 # so\n    export B=2 # so\n}\n"
@@ -24,12 +24,12 @@ def test_notes_for_readers_of_the_template_are_left_out():
     assert fill("#: how {{to}} read\n# kept\n    #: also\n", {}) == "# kept\n"
 
 
-def test_placeholders_in_values_are_text():
+def test_placeholders_in_values_are_not_expanded():
     values = {"a": "{{b}}", "b": "{{a}}", "list": ["{{a}}"]}
     assert fill("{{a}} {{b}}\n{{list}} {{b}}\n", values) == "{{b}} {{a}}\n{{a}} {{a}}\n"
 
 
-def test_other_braces_of_the_shell_stay():
+def test_other_shell_braces_are_kept():
     text = 'x=${x:-y} "${a[@]}" { {a} }} ${{\n'
     assert fill(text, {}) == text
 

@@ -24,7 +24,7 @@ class Builder:
         path.write_bytes(self.content)
 
 
-def test_a_file_is_built_once_and_found_afterwards(tmp_path):
+def test_a_file_is_built_once_and_then_reused(tmp_path):
     build = Builder()
     path = tmp_path / "deep" / "file"
     for _ in range(3):
@@ -107,7 +107,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("has_manifest", [False, True])
-def test_a_folder_where_a_file_belongs_is_named(tmp_path, has_manifest):
+def test_a_folder_in_place_of_a_file_is_named(tmp_path, has_manifest):
     path = cached_file(tmp_path / "file", Builder())
     path.unlink()
     path.mkdir()
@@ -117,7 +117,7 @@ def test_a_folder_where_a_file_belongs_is_named(tmp_path, has_manifest):
         cached_file(path, Builder())
 
 
-def test_a_name_no_file_system_takes_is_one_line(tmp_path):
+def test_a_name_that_is_no_valid_path_is_a_one_line_error(tmp_path):
     with pytest.raises(UserError, match=r"cannot be written \(File name too long\)"):
         cached_file(tmp_path / ("x" * 300) / "file", Builder())
 
@@ -149,7 +149,7 @@ def test_the_digest_of_a_large_file_reads_its_ends_and_its_size(tmp_path):
     assert len(digests) == 3
 
 
-def test_alone_the_work_is_just_done():
+def test_a_single_process_just_runs_the_work():
     assert run_on_each_node_first(lambda: 7, str) == 7
 
 
@@ -203,7 +203,7 @@ def lines_of_two_processes(tmp_path_factory):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_processes_work_in_turn_and_fail_together(lines_of_two_processes, scenario):
+def test_two_processes_build_in_turn_and_fail_together(lines_of_two_processes, scenario):
     for line, expected in zip(lines_of_two_processes[scenario], SCENARIOS[scenario], strict=True):
         assert line.startswith(expected)
 

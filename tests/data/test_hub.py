@@ -57,7 +57,7 @@ def test_the_fingerprint_follows_the_rows_and_the_split(dataset):
         ({"split": "train[:0]"}, "corresponds to no data"),
     ],
 )
-def test_what_the_data_set_does_not_have_is_said_in_one_line(dataset, values, message):
+def test_a_missing_part_of_a_data_set_is_a_one_line_error(dataset, values, message):
     with pytest.raises(UserError, match=message) as caught:
         HubCorpus(str(dataset), **values)
     assert "\n" not in str(caught.value)
@@ -67,7 +67,7 @@ def test_what_the_data_set_does_not_have_is_said_in_one_line(dataset, values, me
 @pytest.mark.parametrize(
     "variable", slow_except(["HF_HUB_OFFLINE"], ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
 )
-def test_without_a_network_the_name_and_the_remedy_are_said_at_once(tmp_path, variable):
+def test_without_a_network_the_error_names_the_data_set_and_the_remedy(tmp_path, variable):
     code = (
         "from megalowbit.data.sources import open_corpus\n"
         "from megalowbit.data.settings import DataSettings\n"

@@ -29,7 +29,7 @@ def documents(path, **values):
     return list(LocalCorpus(path, **values).documents())
 
 
-def test_a_text_file_is_one_document_as_it_stands(tmp_path):
+def test_a_text_file_is_one_unchanged_document(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes("\ufeffeins\r\n\r\n  zwei\tdrei ünd\n".encode())
     assert documents(path) == ["eins\r\n\r\n  zwei\tdrei ünd\n"]
@@ -79,7 +79,7 @@ def test_a_byte_that_is_wrong_is_found_in_long_lines_too(tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("text", ["word " * 2**22, "x" * 2**24, "é " * 2**23])
-def test_a_long_line_is_tokenised_in_a_memory_that_does_not_grow_with_it(tmp_path, monkeypatch, text):
+def test_tokenising_a_long_line_takes_constant_memory(tmp_path, monkeypatch, text):
     monkeypatch.setattr(local_files, "LARGEST_DOCUMENT", 2**18)
     monkeypatch.setattr(local_files, "READ_SIZE", 2**16)
     path, size = tmp_path / "a.txt", len(text.encode())
@@ -106,7 +106,7 @@ def test_jsonl_and_parquet_give_back_any_text(tmp_path_factory, texts):
     assert documents(folder / "a.parquet") == texts
 
 
-def test_blank_lines_and_empty_texts_are_no_documents(tmp_path):
+def test_blank_lines_and_empty_texts_are_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n  \n{"text": "one"}\n')
     write_parquet(tmp_path / "a.parquet", text=["", "two"])
     assert documents(tmp_path) == ["one", "two"]
@@ -159,14 +159,14 @@ def test_the_fingerprint_follows_the_content_not_the_place_or_the_time(tmp_path)
         ("a.parquet", b"PAR1 no parquet", r"a\.parquet is not a readable parquet file"),
     ],
 )
-def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, name, content, message):
+def test_a_malformed_file_is_named_with_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as caught:
         documents(tmp_path / name)
     assert "\n" not in str(caught.value)
 
 
-def test_a_parquet_column_that_is_missing_or_no_text_is_named(tmp_path):
+def test_a_parquet_column_that_is_missing_or_not_text_is_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", text=[1, 2])
     with pytest.raises(UserError, match="column 'text' is int64, not text"):
         documents(tmp_path / "a.parquet")
@@ -200,7 +200,7 @@ def damage_the_pages(path):
     path.write_bytes(content)
 
 
-def test_damage_inside_a_parquet_file_is_the_files_and_not_the_caches(tmp_path):
+def test_damage_inside_a_parquet_file_is_reported_for_that_file_and_not_the_cache(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, text=[f"document {number}" for number in range(3000)])
     damage_the_pages(path)
@@ -217,7 +217,7 @@ def test_a_parquet_column_that_is_not_utf8_is_named(tmp_path):
         documents(tmp_path / "a.parquet")
 
 
-def test_a_file_that_is_gone_by_the_time_it_is_read_is_named(tmp_path):
+def test_a_file_deleted_before_it_is_read_is_named(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     corpus = LocalCorpus(tmp_path / "a.txt")
     (tmp_path / "a.txt").unlink()
@@ -231,7 +231,7 @@ def test_a_folder_without_text_files_is_refused(tmp_path):
         LocalCorpus(tmp_path)
 
 
-def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(tmp_path):
+def test_an_unreadable_folder_is_rejected_and_not_skipped(tmp_path):
     """As somebody who is not root, whom no permission stops."""
     (tmp_path / "secret").mkdir()
     for path in (tmp_path / "a.txt", tmp_path / "secret" / "b.txt"):
@@ -244,7 +244,7 @@ def test_a_folder_that_cannot_be_read_is_refused_and_not_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "device", "link to nothing", "folder"])
-def test_what_is_named_as_a_text_file_is_one(tmp_path, kind):
+def test_only_regular_files_are_read_as_text(tmp_path, kind):
     path = tmp_path / "b.txt"
     (tmp_path / "a.txt").write_text("text")
     {

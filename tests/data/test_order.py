@@ -53,7 +53,7 @@ def test_an_epoch_visits_every_sample_once_for_any_seed_and_epoch(num_samples, s
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_equals_the_same_arithmetic_in_plain_integers(data):
+def test_order_equals_plain_integer_arithmetic(data):
     num_samples = data.draw(st.integers(1, 2**62))
     seed, epoch = data.draw(st.integers(0, 2**63 - 1)), data.draw(st.integers(0, 10**9))
     position = data.draw(st.integers(0, num_samples - 1))
@@ -62,7 +62,7 @@ def test_equals_the_same_arithmetic_in_plain_integers(data):
     )
 
 
-def test_the_order_is_what_it_has_always_been():
+def test_the_order_is_unchanged_since_earlier_versions():
     # Checkpoints hold positions: another order would make resumed runs read other samples.
     assert permutation(0, 0, 10).tolist() == [3, 7, 1, 6, 5, 9, 4, 0, 2, 8]
     assert permutation(1234, 7, 7).tolist() == [4, 5, 0, 6, 2, 1, 3]
@@ -79,7 +79,7 @@ def test_positions_of_two_epochs_in_one_call():
     assert sample_index(9, epochs, positions, 100).tolist() == [int(index) for index in expected]
 
 
-def test_keeps_the_shape_of_its_input():
+def test_order_keeps_the_shape_of_its_input():
     assert sample_index(0, 0, np.zeros((2, 0, 3), np.int64), 5).shape == (2, 0, 3)
     assert sample_index(0, np.zeros((4, 1)), np.zeros(3), 5).shape == (4, 3)
 
@@ -91,7 +91,7 @@ def test_epochs_and_seeds_have_unrelated_orders(other):
     assert (first == second).sum() < 12  # a Poisson of mean 1
 
 
-def test_the_order_has_no_trend_and_no_neighbours():
+def test_the_order_has_no_trend_and_separates_neighbours():
     for num_samples in (1000, 4096, 65537):
         order = permutation(5, 2, num_samples)
         bound = 5 / np.sqrt(num_samples)
@@ -109,6 +109,6 @@ def test_small_sets_start_with_each_sample_equally_often(num_samples):
 
 
 @pytest.mark.parametrize(("position", "num_samples"), [(10, 10), (-1, 10), (0, 0), (0, 2**62 + 1)])
-def test_refuses_what_is_out_of_range(position, num_samples):
+def test_order_rejects_positions_out_of_range(position, num_samples):
     with pytest.raises(ValueError, match="must be"):
         sample_index(0, 0, position, num_samples)

@@ -38,7 +38,7 @@ def token_file(folder):
     return path
 
 
-def test_samples_are_the_documents_in_a_row_each_with_an_end(tmp_path):
+def test_samples_are_concatenated_documents_with_end_tokens(tmp_path):
     dataset = pack(Documents("abc", "de", "fghij"), ByteTokenizer(), 4, tmp_path)
     expected = np.frombuffer(b"abc\0de\0fghij", np.uint8).astype(np.int64).reshape(3, 4)
     assert len(dataset) == dataset.num_samples == 3
@@ -59,7 +59,7 @@ def test_batches_of_documents_do_not_change_the_result(tmp_path, monkeypatch):
         assert np.array_equal(np.load(token_file(tmp_path / str(number))), tokens)
 
 
-def test_two_bytes_a_token_where_the_vocabulary_allows_else_four(tmp_path):
+def test_tokens_take_two_bytes_if_the_vocabulary_allows_it_else_four(tmp_path):
     pack(Documents("abcdef"), ByteTokenizer(), 2, tmp_path / "narrow")
     wide = pack(Documents("abcdef"), WideTokenizer(), 7, tmp_path / "wide")
     assert np.load(token_file(tmp_path / "narrow")).dtype == np.uint16

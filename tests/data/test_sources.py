@@ -41,7 +41,7 @@ def test_documents_come_in_the_order_of_their_paths_without_empty_ones(tmp_path)
     assert list(StdlibCorpus(make_library(tmp_path)).documents()) == ["one", "two", "three"]
 
 
-def test_bytes_that_are_no_text_become_replacement_characters(tmp_path):
+def test_invalid_bytes_become_replacement_characters(tmp_path):
     (tmp_path / "latin.py").write_bytes(b"caf\xe9 x")
     assert list(StdlibCorpus(tmp_path).documents()) == ["caf\ufffd x"]
 
@@ -61,7 +61,7 @@ def test_a_library_without_sources_is_refused(tmp_path):
         StdlibCorpus(tmp_path)
 
 
-def test_a_name_is_the_standard_library_then_a_path_then_a_data_set(tmp_path, monkeypatch):
+def test_a_corpus_name_is_stdlib_or_a_path_or_a_data_set_in_that_order(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
     Path("books/one.jsonl").write_text(json.dumps({"body": "text"}))
@@ -85,7 +85,7 @@ def test_a_path_that_does_not_exist_is_refused_before_any_download(name, tmp_pat
     ("corpus", "expected"),
     [("stdlib", False), ("text.txt", False), ("wikitext", True), ("someone/some-text", True)],
 )
-def test_what_would_be_downloaded_is_known_without_opening_it(corpus, expected, tmp_path, monkeypatch):
+def test_the_download_size_is_known_without_opening_the_data_set(corpus, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("x")
     assert is_on_hub(DataSettings(corpus=corpus, sequence_length=8)) is expected

@@ -48,7 +48,7 @@ def test_bytes_are_the_bytes_of_utf8(text):
     assert ids.dtype == np.uint16
 
 
-def test_nul_ends_documents_so_it_is_dropped_within_them():
+def test_nul_is_dropped_within_documents_because_it_ends_them():
     (ids,) = ByteTokenizer().encode_batch(["a\0b\0"])
     assert ids.tolist() == [97, 98]
     assert ByteTokenizer.eos_token_id == 0
@@ -91,7 +91,7 @@ def test_a_corpus_too_small_for_the_vocabulary_gives_what_it_can(tmp_path, caplo
     assert f"yields a vocabulary of only {tokenizer.vocab_size} tokens" in caplog.text
 
 
-def test_an_error_in_the_corpus_is_not_lost_in_training(tmp_path):
+def test_an_error_in_the_corpus_ends_training(tmp_path):
     class Broken(Sentences):
         def documents(self):
             yield "fine"
@@ -118,7 +118,7 @@ def test_a_saved_tokenizer_is_loaded_by_transformers_and_gives_the_same_ids(tmp_
     assert (loaded.eos_token_id, len(loaded)) == (tokenizer.eos_token_id, tokenizer.vocab_size)
 
 
-def test_a_folder_tokenizer_adds_nothing_and_knows_its_files(tmp_path, bpe):
+def test_a_folder_tokenizer_adds_no_tokens_and_lists_its_files(tmp_path, bpe):
     bpe.save_pretrained(tmp_path / "a")
     bpe.save_pretrained(tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").write_bytes(b"weights")
@@ -134,7 +134,7 @@ def test_a_folder_tokenizer_adds_nothing_and_knows_its_files(tmp_path, bpe):
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(256, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)]
 )
-def test_ids_take_two_bytes_where_they_fit(vocab_size, dtype):
+def test_ids_take_two_bytes_if_they_fit(vocab_size, dtype):
     tokenizer = ByteTokenizer()
     tokenizer.vocab_size = vocab_size
     assert tokenizer.dtype == dtype
@@ -189,7 +189,7 @@ def test_an_unusable_folder_is_named_in_one_line(tmp_path, bpe, damage, message)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "additional_chat_templates/a.jinja"])
-def test_a_folder_with_a_fifo_is_refused_and_not_waited_for(tmp_path, bpe, name):
+def test_a_folder_with_a_fifo_is_rejected_without_waiting(tmp_path, bpe, name):
     bpe.save_pretrained(tmp_path)
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)

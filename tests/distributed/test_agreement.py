@@ -12,7 +12,7 @@ def test_the_result_is_returned():
 
 
 @pytest.mark.parametrize("error", [UserError("wrong"), KeyError("odd")])
-def test_an_error_is_raised_as_it_is(error):
+def test_an_error_is_raised_unchanged(error):
     def decide():
         raise error
 
@@ -27,7 +27,7 @@ def test_arguments_are_passed_on():
 
 
 @pytest.mark.parametrize("error", [UserError("wrong"), KeyError("odd"), StopIteration(), KeyboardInterrupt()])
-def test_a_block_raises_what_one_process_raises_in_it(error):
+def test_an_error_of_one_process_is_raised_unchanged_by_the_block(error):
     error.__context__ = cause = ValueError("before")
     with pytest.raises(type(error)) as caught, failing_together():
         raise error

@@ -9,7 +9,7 @@ LONG = "45s"
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_every_damage_ends_alike_on_both_ranks(launch_ranks, tmp_path, stage):
+def test_every_damage_has_the_same_outcome_on_both_ranks(launch_ranks, tmp_path, stage):
     results = launch_ranks("ranks_checkpoint_fuzz.py", tmp_path, stage, 5000 + stage, CASES).wait(timeout=240)
     for result in results:
         assert not result["failures"], "\n\n".join(result["failures"])

@@ -77,7 +77,7 @@ def test_data_parallel_ranks_find_their_own_states(rank, expected):
     assert saved_rank_of(None, 2, ProcessGrid(rank, 3)) == expected
 
 
-def test_a_cut_is_alike_whatever_the_number_of_data_parallel_ranks():
+def test_sharding_does_not_depend_on_the_number_of_data_parallel_ranks():
     saved = {"tensor_size": 1, "pipeline_size": 2}
     assert has_same_sharding(saved, ProcessGrid(0, 4, 1, 2))
     assert has_same_sharding(None, ProcessGrid(1, 3))

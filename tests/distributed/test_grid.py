@@ -16,7 +16,7 @@ def seen(launch_ranks):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("autotp", marks=pytest.mark.slow), "pipeline", "megatron"])
-def test_our_arithmetic_gives_the_ranks_of_real_groups(seen, kind):
+def test_the_grid_arithmetic_gives_the_ranks_of_real_groups(seen, kind):
     for rank in seen:
         theirs, ours = rank[kind]
         assert ours == theirs
@@ -63,7 +63,7 @@ def reference(tiny):
 
 
 @pytest.mark.parametrize("case", ["fp32", "zero1"])
-def test_a_megatron_style_model_trains_as_the_whole_one_in_one_process(seen, tiny, case):
+def test_a_megatron_style_model_trains_as_the_full_one_in_one_process(seen, tiny, case):
     losses, norms = reference(tiny)
     assert max(norms) > CLIP, "clipping must be at work for its norm to matter"
     for index, rank in enumerate(seen):
@@ -87,7 +87,7 @@ def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all(seen):
         assert before == after
 
 
-def test_shards_known_by_their_mark_alone_are_not_cut_anew_nor_exported(seen):
+def test_shards_without_a_sharding_are_neither_resharded_nor_exported(seen):
     for rank in seen:
         case = rank["checkpoints"]["marked"]
         assert case["0"] == [{}, True]
@@ -102,7 +102,7 @@ def test_shards_known_by_their_mark_alone_are_not_cut_anew_nor_exported(seen):
         assert case["shapes"]["bias"] == [1]
 
 
-def test_shards_with_a_cut_are_cut_anew_and_joined(seen, tiny):
+def test_shards_with_a_sharding_are_resharded_and_joined(seen, tiny):
     for rank in seen:
         assert rank["checkpoints"]["cut"] == {
             "shapes": {"column": [tiny.WIDTH, tiny.HIDDEN], "row": [1, tiny.WIDTH], "bias": [1]},

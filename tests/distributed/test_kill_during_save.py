@@ -48,7 +48,7 @@ def kill_and_check(launch_ranks, folder, rounds, seed):
 
 
 @pytest.mark.slow
-def test_a_kill_during_save_leaves_a_loadable_checkpoint(launch_ranks, tmp_path):
+def test_a_kill_during_a_save_leaves_a_loadable_checkpoint(launch_ranks, tmp_path):
     kill_and_check(launch_ranks, tmp_path, rounds=len(STAGES), seed=0)
 
 

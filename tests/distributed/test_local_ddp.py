@@ -23,7 +23,7 @@ def program():
     return module
 
 
-def test_all_ranks_start_with_the_first_ones_parameters_and_buffers(seen, program):
+def test_all_ranks_start_with_the_parameters_and_buffers_of_rank_0(seen, program):
     first = program.Model(seed=0).half()
     expected = program.numbers([*first.parameters(), *first.buffers()])
     for rank in seen:
@@ -125,7 +125,7 @@ def test_an_infinite_gradient_in_one_ranks_expert_skips_dense_and_experts_of_bot
         assert step["scale"] == 32.0
 
 
-def test_a_rank_without_any_expert_waits_for_nobody(seen):
+def test_a_rank_without_experts_does_not_wait(seen):
     one, other = (rank["lonely_expert"] for rank in seen)
     assert one == other
     assert [text.split()[0] for text in one["reports"]] == ["applied,", "skipped", "applied,"]
@@ -144,7 +144,7 @@ def test_factors_of_blocks_change_neither_norms_nor_weights(seen):
     assert seen[0]["factors alone"]["factors"][-1] != [1.0] * 3
 
 
-def test_a_local_ddp_that_was_not_told_of_factors_is_refused(seen):
+def test_a_local_ddp_without_the_block_factors_is_rejected(seen):
     for rank in seen:
         assert "pass the same instruments to LocalDDP" in rank["untold"]
         assert "\n" not in rank["untold"]

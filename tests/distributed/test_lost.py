@@ -3,7 +3,7 @@
 import re
 
 
-def test_a_collective_that_fails_outside_the_watchdogs_care_is_one_line(launch_ranks):
+def test_a_failed_collective_outside_the_watchdog_is_a_one_line_error(launch_ranks):
     seen, _ = launch_ranks("ranks_lost.py").wait(timeout=90)
     assert seen["defect"] == ["RuntimeError", "odd"]
     assert seen["mistake"] == ["UserError", "mend it"]

@@ -139,7 +139,7 @@ def check(seen, expected, tolerances):
 
 
 @pytest.mark.parametrize(("tensor_size", "cell"), cases(CELLS, QUICK_CELLS))
-def test_a_cell_trains_as_one_process_does_and_skips_on_all_ranks_together(ran, tensor_size, cell):
+def test_a_combination_trains_as_one_process_and_skips_on_all_ranks_together(ran, tensor_size, cell):
     _, precision, accumulation, layers = cell
     expected = reference(precision, accumulation, layers, 2 // tensor_size)
     is_sharded_low_bit = tensor_size > 1 and layers == "low-bit"

@@ -28,7 +28,7 @@ def test_none_stays_none():
         ["get_data_parallel_group", "get_slice_parallel_group", "get_pipe_parallel_group"],
     ],
 )
-def test_what_is_missing_follows_from_the_groups_there_are(group, names):
+def test_missing_mpu_functions_are_derived_from_the_existing_groups(group, names):
     mpu = adapt_mpu(types.SimpleNamespace(**{name: lambda: group for name in names}))
     assert isinstance(mpu, GroupsOfRank)
     assert mpu.get_model_parallel_group() is mpu.get_tensor_model_parallel_group() is group
@@ -67,7 +67,7 @@ def test_ranks_and_sizes_that_the_groups_contradict_are_refused(group):
         adapt_mpu(unit)
 
 
-def test_an_mpu_that_raises_is_one_line(group):
+def test_an_mpu_that_raises_is_a_one_line_error(group):
     def fails():
         raise RuntimeError("parallel state\nis not set")
 

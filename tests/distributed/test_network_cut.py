@@ -76,7 +76,7 @@ def start(namespace, rank, folder):
         )
 
 
-def test_both_sides_of_a_cut_network_end_in_time_and_tell_the_truth(two_machines, tmp_path):
+def test_both_sides_of_a_network_cut_end_in_time_with_the_right_diagnosis(two_machines, tmp_path):
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
     processes = [start(name, rank, tmp_path) for rank, name in enumerate(two_machines)]
     logs = [tmp_path / f"rank{rank}.log" for rank in (0, 1)]

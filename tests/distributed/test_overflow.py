@@ -43,7 +43,7 @@ def test_the_report_is_the_line_that_a_log_shows(seen):
             )
 
 
-def test_of_gradients_averaged_in_backward_the_tensor_is_named_and_no_rank(seen):
+def test_an_overflow_of_gradients_averaged_in_backward_names_the_tensor_but_no_rank(seen):
     for rank in seen:
         clean, bad, after = rank["torch_ddp"]["steps"]
         assert [step["has_moved"] for step in (clean, bad, after)] == [True, False, True]
@@ -64,7 +64,7 @@ def test_ranks_that_average_nothing_skip_together_and_name_the_rank(seen):
     assert [step["tuple"] for step in one] == [step["tuple"] for step in other]
 
 
-def test_an_overflow_that_arises_after_averaging_is_named_and_its_rank_only_where_ranks_differ(seen):
+def test_an_overflow_after_averaging_is_named_with_its_rank_only_if_ranks_differ(seen):
     for rank in seen:
         everywhere, on_one = rank["after_averaging"]
         assert everywhere["tuple"] == on_one["tuple"] == SKIPPED
@@ -74,7 +74,7 @@ def test_an_overflow_that_arises_after_averaging_is_named_and_its_rank_only_wher
 
 
 @pytest.mark.parametrize("kind", ["constant", "dynamic"])
-def test_overflows_at_random_leave_ranks_equal_and_the_run_as_without_those_batches(seen, kind):
+def test_random_overflows_leave_ranks_equal_and_act_as_if_those_batches_were_left_out(seen, kind):
     """Powers of two scale fp16 gradients without a rounding, as long as none is subnormal."""
     (run, without), (other, other_without) = (rank["runs"][kind] for rank in seen)
     assert run == other
@@ -91,7 +91,7 @@ def test_overflows_at_random_leave_ranks_equal_and_the_run_as_without_those_batc
         assert set(run["scales"]) == {4096.0}
 
 
-def test_overflows_at_random_inside_the_engine_do_so_too(seen):
+def test_random_overflows_inside_the_engine_leave_ranks_equal(seen):
     (run, without), (other, _) = (rank["engine_runs"] for rank in seen)
     assert run == other
     assert run["weights"] == without["weights"]
@@ -125,7 +125,7 @@ def test_the_largest_gradient_of_both_ranks_sets_one_scale(seen):
     assert one["scales"][-1] > one["scales"][0]
 
 
-def test_what_one_rank_loses_to_zero_raises_the_scale_of_both(seen):
+def test_underflow_on_one_rank_raises_the_scale_of_both(seen):
     one, other = (rank["strategies"]["norm_ratio"] for rank in seen)
     assert one["scales"] == other["scales"]
     assert one["weights"] == other["weights"]
@@ -136,7 +136,7 @@ def test_what_one_rank_loses_to_zero_raises_the_scale_of_both(seen):
     assert not any(moves[1::2])
 
 
-def test_a_strategy_decides_alike_inside_the_engine(seen):
+def test_a_strategy_makes_the_same_decisions_inside_the_engine(seen):
     one, other = (rank["strategies"]["engine"]["scales"] for rank in seen)
     assert one == other == [2.0 ** (5 + step) for step in range(6)]
 
@@ -155,7 +155,7 @@ def test_shards_count_together_replicas_once_and_shared_ones_never(seen):
             assert bad["weights"] == [[0.0, 0.0], [0.0], [0.0]]
 
 
-def test_stages_of_a_pipeline_all_count_where_their_copies_are_elsewhere(seen):
+def test_pipeline_stages_all_count_if_their_copies_are_elsewhere(seen):
     for rank in seen:
         norm, of_first_alone = rank["stages"]
         assert norm == [True, 13.0, 1]  # 3² + 4² + 12²
@@ -172,7 +172,7 @@ def test_a_rank_without_any_parameter_takes_part(seen):
     assert [rank["lonely_strategy"] for rank in seen] == [[8.0, 16.0, 32.0, 64.0]] * 2
 
 
-def test_a_loop_that_averages_by_itself_is_measured_after_it_has(seen):
+def test_a_loop_that_averages_gradients_itself_is_measured_after_averaging(seen):
     """A collective moves no version counter: sums taken during backward would be those of one rank."""
     for rank in seen:
         clean, bad = rank["by_hand"]["steps"]

@@ -17,7 +17,7 @@ def test_masters_moments_and_models_are_bitwise_the_same_on_both_ranks(seen):
     assert first["losses"] != second["losses"]  # of different data
 
 
-def test_the_whole_weight_stays_what_it_was(seen):
+def test_the_full_weight_is_unchanged(seen):
     for rank in seen:
         assert max(rank["errors"]) < 1e-5  # rank 1 adds errors of 1e-6 of its own
 

@@ -193,25 +193,25 @@ def check_skips(steps):
     assert lrs[1] == lrs[2] == lrs[3] == lrs[4] < lrs[5] < lrs[6]
 
 
-def test_the_scale_backs_off_alike_in_all_stages(seen):
+def test_the_scale_backs_off_equally_in_all_stages(seen):
     for rank in seen:
         scales = [step["scale"] for step in rank["overflow"]["fp16"]["steps"]]
         assert scales == [4096, 4096, 4096, 2048, 1024, 1024, 1024]
 
 
-def test_copies_of_a_tied_weight_are_alike_after_overflows(seen):
+def test_copies_of_a_tied_weight_stay_equal_after_overflows(seen):
     first, last = (rank["overflow"]["fp16"]["weights"] for rank in seen)
     assert first["transformer.wte.weight"] == last["lm_head.weight"]
 
 
-def test_an_evaluation_leaves_no_trace(seen):
+def test_an_evaluation_does_not_affect_training(seen):
     for rank in seen:
         found = rank["evaluation"]
         assert found["with"] == found["without"]
         assert found["evaluated"][0] == found["evaluated"][1] != found["with"]["losses"][0]
 
 
-def test_a_resumed_run_is_the_run_that_was_not_stopped(seen):
+def test_a_resumed_run_equals_an_uninterrupted_one(seen):
     for rank in seen:
         found = rank["resume"]
         assert found["resumed"] == found["stopped"]
@@ -253,7 +253,7 @@ def test_low_bit_stages_with_shared_optimizer_states(of_four):
 
 
 @pytest.mark.parametrize("stage", marked(["0", "1"], {"1"}))
-def test_overflow_beside_data_parallel_ranks_is_located(of_four, stage):
+def test_an_overflow_in_a_stage_with_data_parallel_ranks_is_located(of_four, stage):
     for rank in of_four:
         steps = rank["overflow"][stage]["steps"]
         check_skips(steps)
@@ -269,7 +269,7 @@ def test_overflow_beside_data_parallel_ranks_is_located(of_four, stage):
     assert first["transformer.wte.weight"] == last["lm_head.weight"]
 
 
-def test_a_resumed_run_with_shared_optimizer_states_is_the_run_that_was_not_stopped(of_four):
+def test_a_resumed_run_with_shared_optimizer_states_equals_an_uninterrupted_one(of_four):
     for rank in of_four:
         assert rank["resume"]["resumed"] == rank["resume"]["stopped"]
         assert rank["resume"]["is_alike"]
@@ -314,7 +314,7 @@ def test_gathered_weights_are_the_models(seen, of_four):
         ("foreign", ("PipelineModule", "mlb.pipeline_module")),
     ],
 )
-def test_what_stages_cannot_do_is_refused_in_one_line(seen, case, parts):
+def test_unsupported_pipeline_settings_are_one_line_errors(seen, case, parts):
     for rank in seen:
         message = rank["refusals"][case]
         assert message is not None
@@ -323,7 +323,7 @@ def test_what_stages_cannot_do_is_refused_in_one_line(seen, case, parts):
             assert part in message
 
 
-def test_a_block_that_says_the_same_is_taken(seen):
+def test_a_block_with_the_same_values_is_accepted(seen):
     assert [rank["refusals"]["same block"] for rank in seen] == [None, None]
 
 
@@ -367,12 +367,12 @@ def test_wrong_data_end_all_ranks_with_the_same_line(seen, case, parts):
         assert part in message
 
 
-def test_what_breaks_while_reading_on_one_rank_ends_the_others_too(seen):
+def test_an_error_while_reading_on_one_rank_ends_all_ranks(seen):
     assert seen[0]["reading"]["broken"] == "OSError: no such shard"
     assert seen[1]["reading"]["broken"] == "RuntimeError: rank 0: OSError: no such shard"
 
 
-def test_refused_data_leave_no_trace(seen):
+def test_rejected_data_do_not_affect_training(seen):
     for rank in seen:
         first = rank["gpt2"]["steps"][0]["loss"]
         assert rank["reading"]["losses"] == [first, first]
@@ -395,7 +395,7 @@ def test_a_stage_without_parts_is_refused(of_four):
 
 
 @pytest.mark.slow
-def test_stages_beside_data_parallel_ranks_train_as_one_process(of_four, program):
+def test_stages_with_data_parallel_ranks_train_as_one_process(of_four, program):
     expected, _ = one_process(program, "gpt2", data_size=2)
     for rank in of_four:
         check(rank["two_by_two"], expected, 2e-6)

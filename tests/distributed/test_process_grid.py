@@ -37,7 +37,7 @@ def test_groups_are_the_same_for_all_their_members_and_hold_each_rank_once(cut, 
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_members_of_a_group_differ_in_its_own_coordinate_only(cut):
+def test_members_of_a_group_differ_only_in_its_coordinate(cut):
     everyone = grids(*cut)
     for grid in everyone:
         assert [everyone[rank].tensor_rank for rank in grid.tensor_ranks] == list(range(grid.tensor_size))
@@ -91,7 +91,7 @@ def test_sizes_are_read_from_the_configuration(config, sizes):
         ),
     ],
 )
-def test_sizes_that_cannot_be_are_refused_in_one_line(config, said):
+def test_impossible_sizes_are_one_line_errors(config, said):
     with pytest.raises(UserError) as error:
         ProcessGrid.from_config(config, 0, 4)
     assert str(error.value).startswith(said)
@@ -109,7 +109,7 @@ def test_a_rank_outside_the_world_is_a_defect(rank):
         ProcessGrid(rank, 4)
 
 
-def test_it_says_how_the_job_is_cut():
+def test_it_reports_the_layout_of_the_job():
     assert str(ProcessGrid(0, 4)) == "data 4"
     assert str(ProcessGrid(0, 4, tensor_size=2)) == "2 × 2: data 2, tensor 2"
     assert str(ProcessGrid(0, 6, pipeline_size=3)) == "2 × 3: data 2, stages 3"

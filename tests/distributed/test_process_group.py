@@ -109,13 +109,13 @@ def test_counts_of_tasks_that_are_not_understood_are_refused(counts):
         export(ProcessIdentity(world_size=2, launcher="slurm"), environ)
 
 
-def test_a_number_of_nodes_that_is_none_is_refused():
+def test_an_invalid_number_of_nodes_is_rejected():
     environ = {"SLURM_NNODES": "two", "SLURM_NODEID": "1"}
     with pytest.raises(UserError, match="SLURM_NNODES must be a whole number ≥ 0, not 'two'"):
         export(ProcessIdentity(world_size=2, launcher="slurm"), environ)
 
 
-def test_a_launcher_inside_srun_wins_over_the_task_it_runs_in():
+def test_a_launchers_variables_take_precedence_over_those_of_srun():
     environ = {
         "RANK": "5",
         "LOCAL_RANK": "1",
@@ -137,7 +137,7 @@ def test_a_launcher_inside_srun_wins_over_the_task_it_runs_in():
     assert environ == before
 
 
-def test_inside_a_batch_script_without_srun_we_are_single():
+def test_a_process_in_a_batch_script_without_srun_is_single():
     assert identify({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}).launcher == "single"
 
 
@@ -182,13 +182,13 @@ def test_an_exported_identity_starts_a_real_process_group():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_port_that_is_no_number_is_refused():
+def test_a_port_that_is_not_a_number_is_rejected():
     with pytest.raises(UserError, match="MASTER_PORT must be a whole number ≥ 0, not 'not-a-port'"):
         export(ProcessIdentity(), {"MASTER_PORT": "not-a-port"})
 
 
 @pytest.mark.parametrize("port", ["99999999", "65536", "0", "9" * 5000])
-def test_a_port_that_is_none_is_refused(port):
+def test_an_invalid_port_is_rejected(port):
     environ = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": port}
     with pytest.raises(UserError, match="MASTER_PORT") as caught:
         export(identify(environ), environ)

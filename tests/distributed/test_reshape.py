@@ -103,7 +103,7 @@ def test_counters_and_client_state_come_back(resumed):
             assert case["state"] == {"note": before}
 
 
-def test_losses_scales_and_learning_rates_are_those_of_the_run_that_went_on(resumed, saved):
+def test_losses_scales_and_learning_rates_equal_those_of_an_uninterrupted_run(resumed, saved):
     for before, after in resumed[0]:
         case, whole = resumed[0][before, after]["after"], saved[0][str(before)]["after"]
         for (loss, *rest), (expected, *expected_rest) in zip(case, whole, strict=True):
@@ -113,7 +113,7 @@ def test_losses_scales_and_learning_rates_are_those_of_the_run_that_went_on(resu
             assert case == whole
 
 
-def test_the_run_used_what_a_checkpoint_must_hold(saved):
+def test_the_run_has_all_state_that_a_checkpoint_must_hold(saved):
     for stage in STAGES:
         (_, *first), *_ = saved[0][str(stage)]["before"]
         (_, *last) = saved[0][str(stage)]["after"][-1]
@@ -137,7 +137,7 @@ def test_the_reader_finds_every_tensor_without_a_process_group(saved, folder, st
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_files_hold_plain_data_and_are_all_vouched_for(saved, folder, stage):
+def test_files_hold_plain_data_and_are_all_in_the_manifest(saved, folder, stage):
     step = folder / str(stage) / "step-00000003"
     files = sorted(path.name for path in step.glob("*.pt"))
     for name in files:
@@ -149,7 +149,7 @@ def test_files_hold_plain_data_and_are_all_vouched_for(saved, folder, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_one_rank_cannot_read_is_raised_by_all(saved, stage):
+def test_a_read_error_on_one_rank_is_raised_on_all(saved, stage):
     lines = [rank["methods"][f"unreadable {stage}"] for rank in saved]
     assert lines[0].startswith("rank 0: ")
     assert "cannot be read ([Errno 5] Input/output error): use an older checkpoint" in lines[0]
@@ -173,7 +173,7 @@ def test_deepspeeds_own_load_finds_damage_on_all_ranks(saved):
         assert rank["methods"]["load tags"].startswith("rank 1 was given checkpoint ")
 
 
-def test_what_one_rank_alone_passes_wrongly_leaves_none_waiting(saved):
+def test_a_wrong_argument_on_one_rank_leaves_no_rank_waiting(saved):
     for rank in saved:
         assert rank["methods"]["no tag"].startswith("rank 1: the tag of a checkpoint is ''")
         assert "'int' object is not iterable" in rank["methods"]["no state"]
@@ -188,7 +188,7 @@ def test_each_case_comes_back_bit_for_bit_on_one_rank_and_on_two(on_one, on_two,
 
 
 @pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
-def test_a_case_resumed_on_its_own_grid_is_bitwise_the_run_that_went_on(saved, on_two, name):
+def test_a_case_resumed_on_the_same_grid_equals_an_uninterrupted_run_bitwise(saved, on_two, name):
     for before, after in zip(saved, on_two, strict=True):
         assert after["cases"][name]["after"] == before["cases"][name]["after"]
 
@@ -205,7 +205,7 @@ def tolerance_of(name):
 
 
 @pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
-def test_a_case_goes_on_alike_on_one_rank(saved, on_one, name):
+def test_a_case_resumes_with_the_same_losses_on_one_rank(saved, on_one, name):
     (found,), whole = on_one, saved[0]["cases"][name]
     for (loss, *rest), (expected, *expected_rest) in zip(
         found["cases"][name]["after"], whole["after"], strict=True
@@ -217,7 +217,7 @@ def test_a_case_goes_on_alike_on_one_rank(saved, on_one, name):
 
 
 @pytest.mark.parametrize("name", marked(sorted(CASES.AGAIN), CASES.QUICK))
-def test_a_case_that_one_rank_has_saved_goes_on_on_two(on_one, on_two, name):
+def test_a_case_saved_by_one_rank_resumes_on_two(on_one, on_two, name):
     for rank in on_two:
         assert rank["cases"][name]["again"]["differing"] == []
         (loss, *rest), (expected, *expected_rest) = (
@@ -234,17 +234,17 @@ def has_own(ranks, name, key=None):
 
 
 @pytest.mark.parametrize("name", marked(["metis 1", "metis 2", "metis 3"], CASES.QUICK))
-def test_a_rank_gets_its_own_splits_back(on_one, on_two, name):
+def test_a_rank_restores_its_own_splits(on_one, on_two, name):
     assert has_own(on_one, name) == [True]
     assert has_own(on_two, name) == [True, True]
 
 
 @pytest.mark.parametrize("name", marked(["nvfp4 1", "nvfp4 2", "nvfp4 3"], CASES.QUICK))
-def test_a_recipe_without_splits_has_no_state_of_a_rank_to_save(on_two, name):
+def test_a_recipe_without_splits_has_no_rank_state(on_two, name):
     assert has_own(on_two, name) == [False, False]
 
 
-def test_a_rank_gets_its_own_state_where_the_model_is_cut_as_before(on_one, on_two):
+def test_a_rank_restores_its_own_state_if_the_layout_is_unchanged(on_one, on_two):
     assert has_own(on_two, "metis 2", "again") == [True, False]  # the second rank was not there
     assert has_own(on_two, "stages llama") == [True, True]
     # directions of one stage's layers are not those of another cut

@@ -36,7 +36,7 @@ def test_ranks_draw_different_dropout_masks(whole):
     assert whole[0]["steps"][0]["draws"] != whole[1]["steps"][0]["draws"]
 
 
-def test_the_run_used_what_a_checkpoint_must_hold(whole):
+def test_the_run_has_all_state_that_a_checkpoint_must_hold(whole):
     scales = [step["scale"] for step in whole[0]["steps"]]
     assert scales[SAVED - 1] != scales[0]
     lrs = [step["lr"][0] for step in whole[0]["steps"]]
@@ -72,7 +72,7 @@ def test_a_defect_of_one_rank_ends_the_save_on_all(whole):
     assert "KeyError: 'gone'" in whole[0]["defect"]
 
 
-def test_a_full_disk_or_a_defect_leaves_the_old_checkpoint_and_nothing_else(whole):
+def test_a_full_disk_or_a_defect_leaves_only_the_old_checkpoint(whole):
     assert whole[0]["left"] == [
         "latest",
         "step-00000005",
@@ -95,7 +95,7 @@ def test_another_number_of_ranks_continues_with_a_warning(resumed_by_three, whol
 
 
 @pytest.mark.slow
-def test_weights_go_on_from_the_same_directions_on_a_new_rank_too(resumed_by_three, whole):
+def test_weights_resume_with_the_same_directions_on_a_new_rank_too(resumed_by_three, whole):
     assert whole[0]["weight_directions"] == whole[1]["weight_directions"]
     results, _ = resumed_by_three
     first, second, new = [rank["weight_directions"] for rank in results]

@@ -37,7 +37,7 @@ def runs(tmp_path_factory, launch_ranks):
     return folder, killed.logs[0].read_text(), resumed.logs[0].read_text()
 
 
-def test_both_ranks_go_back_though_one_alone_had_trouble(runs):
+def test_both_ranks_roll_back_if_one_has_an_unstable_loss(runs):
     folder, before, _ = runs
     found = rows(folder / "whole")
     assert [row["step"] for row in found] == list(range(1, 11))
@@ -46,7 +46,7 @@ def test_both_ranks_go_back_though_one_alone_had_trouble(runs):
     assert before.count("rolled back after step 7 to step 4") == 2  # of the whole run and of the killed one
 
 
-def test_killed_after_the_rollback_the_run_goes_the_same_way_again(runs):
+def test_a_run_killed_after_a_rollback_repeats_the_same_steps(runs):
     folder, _, after = runs
     assert "resumed after step 4" in after
     assert after.count("rolled back after step 7 to step 4") == 1

@@ -48,7 +48,7 @@ def test_a_disagreement_is_refused_on_both_ranks_with_one_line(seen, case):
 
 
 @pytest.mark.parametrize("case", BEGINNINGS)
-def test_what_differs_comes_first_in_the_line(seen, case):
+def test_the_difference_comes_first_in_the_line(seen, case):
     line, is_on_all_ranks = seen[0][case]
     assert is_on_all_ranks
     assert seen[1][case] == [line, True]
@@ -68,7 +68,7 @@ def test_a_defect_on_one_rank_ends_the_others_and_keeps_its_type_there(seen):
     assert seen[1]["defect"] == ["OSError: disk", None]
 
 
-def test_ranks_get_what_one_shares_and_what_all_have(seen):
+def test_ranks_receive_shared_and_gathered_values(seen):
     for rank in seen:
         assert rank["shared"] == {"from": 1}
         assert rank["rows"] == [[97, 98, 99], [97, 98, 0]]
@@ -81,7 +81,7 @@ def test_a_scaler_that_is_not_ours_is_refused(seen):
         assert own is None
 
 
-def test_ranks_that_agree_train_after_all_that(seen):
+def test_ranks_that_agree_train_after_failed_starts(seen):
     for index, rank in enumerate(seen):
         assert rank["agreed"]["layers"] == ["body.0", "body.3"]
         assert rank["agreed"]["skipped"] == 0

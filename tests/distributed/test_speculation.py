@@ -53,7 +53,7 @@ def test_ranks_decide_as_one_process_with_all_data(seen, kind):
     ]
 
 
-def test_what_one_rank_sees_moves_all(seen):
+def test_data_of_one_rank_affect_the_decisions_of_all(seen):
     """An outlier on the last rank alone, and a NaN, in its input and so in all that depends on it."""
     quiet, jump, spoiled = (seen[0]["pooled"][kind] for kind in ("none", "jump", "nan"))
     assert quiet[:2] == jump[:2] == spoiled[:2]
@@ -67,7 +67,7 @@ def test_what_one_rank_sees_moves_all(seen):
     assert {each["reason"] for step, each in changes(spoiled) if step == 4} == {"not finite"}
 
 
-def test_what_one_rank_does_differently_all_hear_of(seen):
+def test_a_difference_on_one_rank_is_reported_on_all(seen):
     for rank in seen:
         found = rank["refusals"]
         assert "speculation.cooldown is 101 on rank 1 and 100 on rank 0" in found["settings"]
@@ -78,7 +78,7 @@ def test_what_one_rank_does_differently_all_hear_of(seen):
 
 
 @pytest.mark.parametrize("name", marked(ENGINES, QUICK))
-def test_all_ranks_of_an_engine_know_and_follow_all_decisions(seen, name):
+def test_all_ranks_of_an_engine_have_and_apply_the_same_decisions(seen, name):
     first = seen[0]["engines"][name]
     for rank in seen:
         mine = rank["engines"][name]
@@ -108,7 +108,7 @@ def test_engines_run_at_several_precisions_and_verify_them(seen, name):
 
 
 @pytest.mark.parametrize("name", marked(["pipeline", "pipeline, recomputed"], QUICK))
-def test_a_stage_holds_some_layers_and_knows_all(seen, name):
+def test_a_stage_holds_only_its_layers(seen, name):
     local = [list(rank["engines"][name]["local"]) for rank in seen]
     assert local == [LAYERS[:4]] * 2 + [LAYERS[4:]] * 2
 
@@ -131,7 +131,7 @@ def test_partitioned_parameters_change_no_decision(seen):
         assert rank["engines"]["stage 3"]["losses"] == pytest.approx(losses, rel=1e-3)
 
 
-def test_shards_are_judged_by_the_statistics_of_whole_operands(seen):
+def test_shards_use_the_statistics_of_full_operands(seen):
     """The pipeline has the same data-parallel ranks, and whole layers."""
     found, expected = (seen[0]["engines"][name]["reports"] for name in ("tensor", "pipeline"))
     assert decisions(found)[:2] == decisions(expected)[:2]
@@ -141,6 +141,6 @@ def test_shards_are_judged_by_the_statistics_of_whole_operands(seen):
             assert ratios(mine, name) == pytest.approx(ratios(whole, name), rel=0.05), name
 
 
-def test_ranks_have_data_of_their_own(seen):
+def test_ranks_have_different_data(seen):
     losses = [tuple(rank["engines"]["data"]["losses"]) for rank in seen]
     assert len(set(losses)) == 4

@@ -97,7 +97,7 @@ def test_sgd_with_lr_1_and_gradient_1_moves_by_exactly_minus_1(seen):
         assert rank["stock"] == [[[-1.0] * 4], [[-1.0] * 4]]
 
 
-def test_a_sharded_gradients_norm_counts_replicas_once(seen):
+def test_the_norm_of_sharded_gradients_counts_replicas_once(seen):
     expected = [
         [False, 13.0, None],  # 3² + 4² + 12²
         [False, 5.0, 1],  # one rank holds nothing and takes part

@@ -55,7 +55,7 @@ def test_averaging_two_ranks_halves_the_variance_of_rounding(program):
     assert with_equal_numbers.var(0).sum() / alone.var(0).sum() > 0.99
 
 
-def test_a_stream_used_before_there_was_a_group_goes_on_with_this_ranks_numbers(seen, program):
+def test_a_stream_used_before_the_group_existed_continues_with_this_ranks_numbers(seen, program):
     after = []
     for number, rank in enumerate(seen):
         net = program.model(rank=0)
@@ -68,7 +68,7 @@ def test_a_stream_used_before_there_was_a_group_goes_on_with_this_ranks_numbers(
         assert rank["used before"] == average(*after)
 
 
-def test_layers_that_nobody_converted_draw_numbers_of_their_rank_from_equal_seeds(seen, program):
+def test_layers_built_without_convert_draw_numbers_of_their_rank(seen, program):
     found = []
     for rank in range(2):
         net = program.alone()

@@ -19,7 +19,7 @@ def seen(launch_once, part):
 
 
 @pytest.mark.parametrize("name", marked(CASES, QUICK))
-def test_losses_are_those_of_a_whole_model(seen, name):
+def test_losses_equal_those_of_the_full_model(seen, name):
     for rank in seen:
         expected, found = rank["whole"][name]["losses"], rank["cut"][name]["losses"]
         assert len(found) == STEPS
@@ -27,19 +27,19 @@ def test_losses_are_those_of_a_whole_model(seen, name):
 
 
 @pytest.mark.parametrize("name", marked(CASES, QUICK))
-def test_every_rank_sees_the_norm_of_the_whole_model(seen, name):
+def test_every_rank_gets_the_norm_of_the_full_model(seen, name):
     first, second = (rank["cut"][name]["norms"] for rank in seen)
     assert first == second
     assert first == pytest.approx(seen[0]["whole"][name]["norms"], rel=NORM.get(name, 1e-5))
 
 
 @pytest.mark.parametrize("name", marked(CASES, QUICK))
-def test_copies_of_what_is_whole_stay_bit_equal(seen, name):
+def test_copies_of_unsharded_parameters_stay_bit_equal(seen, name):
     assert all(rank["cut"][name]["do_copies_agree"] for rank in seen)
 
 
 @pytest.mark.parametrize("name", marked(CASES, QUICK))
-def test_weights_come_out_whole_and_as_transformers_has_them(seen, name):
+def test_weights_are_exported_in_full_and_in_transformers_layout(seen, name):
     whole, cut = seen[0]["whole"][name], seen[0]["cut"][name]
     assert cut["exported"] == whole["exported"]
     assert cut["sums"] == pytest.approx(whole["sums"], rel=0.1 if name in LOSS else 1e-4)
@@ -47,7 +47,7 @@ def test_weights_come_out_whole_and_as_transformers_has_them(seen, name):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt2, kept by name", "llama"])
-def test_what_deepspeed_is_asked_for_is_whole_and_a_shard_lies_as_the_whole_does(seen, name):
+def test_deepspeed_returns_full_tensors_and_shards_have_their_layout(seen, name):
     for rank in seen:
         cut, whole = rank["cut"][name], seen[0]["whole"][name]["exported"]
         assert rank is not seen[0] or cut["asked"] == whole
@@ -60,7 +60,7 @@ def test_what_deepspeed_is_asked_for_is_whole_and_a_shard_lies_as_the_whole_does
 
 
 @pytest.mark.parametrize("name", marked([name for name in CASES if CASES[name].get("regularizer")], QUICK))
-def test_the_regularizer_is_that_of_whole_weights(seen, name):
+def test_the_regularizer_uses_full_weights(seen, name):
     for rank in seen:
         assert rank["cut"][name]["regularizer"] == pytest.approx(rank["whole"][name]["regularizer"], rel=1e-5)
 
@@ -87,7 +87,7 @@ def test_fp16_takes_every_step(seen):
         pytest.param("llama, first block kept", 7, marks=pytest.mark.slow),
     ],
 )
-def test_layers_that_are_kept_are_cut_all_the_same(seen, name, layers):
+def test_kept_layers_are_sharded_too(seen, name, layers):
     for rank in seen:
         assert rank["cut"][name]["layers"] == layers
 
@@ -117,7 +117,7 @@ def test_a_probe_is_shown_shards_and_this_ranks_own_products(seen, name):
 
 
 @pytest.mark.parametrize("name", marked(CASES, QUICK))
-def test_elements_of_whole_weights_are_counted(seen, name):
+def test_elements_of_full_weights_are_counted(seen, name):
     for rank in seen:
         assert rank["cut"][name]["numel"] == rank["whole"][name]["numel"]
 
@@ -162,7 +162,7 @@ def test_copies_of_the_model_and_restored_layers(seen):
         assert not [kind for kind in found["kinds"] if "BitLinear" in kind]
 
 
-def test_what_cannot_be_cut_is_refused_in_one_line(seen):
+def test_parameters_that_cannot_be_sharded_are_one_line_errors(seen):
     expected = {
         "splits": "split_input, which needs full tensors",
         "blocks": "does not hold whole blocks of 32",
@@ -178,7 +178,7 @@ def test_what_cannot_be_cut_is_refused_in_one_line(seen):
 
 
 @pytest.mark.parametrize(("layer", "whole"), [("q_proj", ["input"]), ("o_proj", ["grad_output"])])
-def test_ranks_round_shards_with_numbers_of_their_own_and_whole_operands_alike(seen, layer, whole):
+def test_ranks_round_shards_with_different_numbers_and_full_operands_equally(seen, layer, whole):
     first, second = (rank["drawn"] for rank in seen)
     for role in ("input", "weight", "grad_output"):
         is_equal = first[f"{layer} {role}"] == second[f"{layer} {role}"]
@@ -192,7 +192,7 @@ def zeros_by_structure(step):
     return 64 * (unused_tokens + unused_positions)
 
 
-def test_zeros_of_whole_gradients_are_counted(seen):
+def test_zeros_of_full_gradients_are_counted(seen):
     for rank in seen:
         for key in ("whole", "cut"):
             run = rank[key]["gpt2 norms and zeros"]
@@ -210,7 +210,7 @@ def test_the_sum_of_norms_is_not_the_norm(seen):
 
 
 @pytest.mark.slow
-def test_layer_scaling_takes_every_step_with_the_factors_of_a_whole_model(seen):
+def test_layer_scaling_uses_the_factors_of_the_full_model(seen):
     for rank in seen:
         found, expected = (rank[key]["gpt2 layer scaling"] for key in ("cut", "whole"))
         assert found["is_applied"] == expected["is_applied"] == [True] * STEPS

@@ -28,7 +28,7 @@ def seen(launch_once, part):
 
 
 @pytest.mark.parametrize("cell", marked(CELLS, QUICK))
-def test_cleared_gradients_leave_nothing_behind(seen, cell):
+def test_cleared_gradients_have_no_effect(seen, cell):
     for rank in seen:
         for dirty, clean in (*rank[cell]["cleared"], rank[cell]["cleared_inside"]):
             assert dirty == clean
@@ -49,7 +49,7 @@ def test_gradients_set_by_hand_are_applied_as_at_stage_0(seen, cell):
 
 
 @pytest.mark.parametrize("cell", marked(CELLS, QUICK))
-def test_whole_gradients_are_the_scaled_average(seen, cell):
+def test_full_gradients_are_the_scaled_average(seen, cell):
     tolerance = 1e-5 if "fp32" in cell else 5e-2
     for rank in seen:
         found, expected = rank[cell]["whole_gradients"]

@@ -148,7 +148,7 @@ def test_a_killed_rank_is_named_long_before_the_timeout(runs):
         pytest.param("sleeping_stage", "<lambda>", RECV, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(runs, name, function, seen):
+def test_a_hung_rank_is_named_with_its_phase_and_ended(runs, name, function, seen):
     found, folder = runs(name)
     line = check_end(found, [0, 1])
     assert re.fullmatch(hangs(function, seen, re.escape(str(folder))), line), line
@@ -159,14 +159,14 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(runs, name, func
 
 
 @pytest.mark.slow
-def test_a_rank_whose_interpreter_is_kept_busy_is_ended_from_c(runs):
+def test_a_rank_that_holds_the_interpreter_lock_is_ended_from_c(runs):
     code, seconds, output = runs("keeping")[0][1]
     assert code == 1
     assert seconds <= LIMIT
     assert "keep_the_interpreter" in output
 
 
-def test_the_main_process_is_named_though_the_notes_end_with_it(runs):
+def test_the_main_process_is_named_although_the_store_ends_with_it(runs):
     found, _ = runs("main_killed")
     for rank in (1, 2):
         line = check_end({rank: found[rank]}, [rank])  # they cannot agree on one of them any more
@@ -178,7 +178,7 @@ def test_the_main_process_is_named_though_the_notes_end_with_it(runs):
 
 
 @pytest.mark.slow
-def test_a_main_process_that_is_stopped_is_told_from_one_that_has_ended(runs):
+def test_a_stopped_main_process_is_distinguished_from_an_ended_one(runs):
     line = check_end(runs("main_stopped")[0], [1])
     assert re.match(rf"{MAIN} does not answer, though its machine does \(no answer for [\d.]+ s\): ", line), (
         line
@@ -206,7 +206,7 @@ def test_a_defect_keeps_its_traceback_and_the_others_name_it(runs, name, rank, o
     assert "in fail" in output
 
 
-def test_a_users_mistake_on_one_rank_is_one_on_all(runs):
+def test_a_user_error_on_one_rank_is_raised_on_all(runs):
     found, _ = runs("refusing")
     line = check_end(found, [0], codes=(2,))
     mistake = "this corpus has no such file: mend data.corpus"
@@ -216,7 +216,7 @@ def test_a_users_mistake_on_one_rank_is_one_on_all(runs):
 
 
 @pytest.mark.slow
-def test_a_mistake_of_the_main_rank_is_told_by_the_others_though_it_takes_long_to_leave(runs):
+def test_other_ranks_report_a_user_error_of_a_main_rank_that_exits_slowly(runs):
     found, _ = runs("main_refusing")
     line = check_end(found, [1], codes=(2,))
     mistake = "this corpus has no such file: mend data.corpus"
@@ -233,7 +233,7 @@ def test_a_rank_that_leaves_early_is_named(runs):
 
 
 @pytest.mark.parametrize("name", marked(["interrupted", "interrupted_stage"], QUICK))
-def test_ctrl_c_on_one_rank_ends_all_without_a_word(runs, name):
+def test_ctrl_c_on_one_rank_ends_all_without_output(runs, name):
     for code, seconds, output in runs(name)[0].values():
         assert code == 130, output
         assert seconds <= LIMIT
@@ -251,7 +251,7 @@ def test_a_run_of_one_rank_that_hangs_ends_too(runs):
     assert (folder / "stack-rank0.txt").exists()
 
 
-def test_sigterm_ends_a_step_that_does_not_end(runs):
+def test_sigterm_ends_a_hung_step(runs):
     line = check_end(runs("terminated")[0], [0, 1], codes=(143,))
     assert re.fullmatch(
         r"ended by SIGTERM without a checkpoint: no step has ended for 3 s; "
@@ -261,14 +261,14 @@ def test_sigterm_ends_a_step_that_does_not_end(runs):
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_step_that_does_not_end_where_nobody_looks_for_anything_else(runs):
+def test_sigterm_ends_a_hung_step_without_a_watchdog_timeout(runs):
     line = check_end(runs("terminated_alone")[0], [0], codes=(143,))
     place = rf"rank 0 {HERE} was \d+ s in {NAME}:\d+ terminate since step \d+"
     assert line.startswith("ended by SIGTERM without a checkpoint: no step has ended for 3 s; "), line
     assert re.search(place, line), line
 
 
-def test_a_save_is_left_alone_after_sigterm_and_what_hangs_after_it_is_not(runs):
+def test_sigterm_does_not_interrupt_a_save_but_ends_a_hang_after_it(runs):
     found, _ = runs("saving")
     line = check_end(found, [0], codes=(143,))
     assert found[0][1] > 5 + 3
@@ -276,7 +276,7 @@ def test_a_save_is_left_alone_after_sigterm_and_what_hangs_after_it_is_not(runs)
     assert "since step 9" in line
 
 
-def test_a_rank_that_fails_when_all_is_done_fails_no_other(runs):
+def test_a_rank_that_fails_after_the_end_does_not_fail_the_others(runs):
     found, _ = runs("finished")
     code, _, output = found[0]
     assert code == 0, output
@@ -285,12 +285,12 @@ def test_a_rank_that_fails_when_all_is_done_fails_no_other(runs):
 
 
 @pytest.mark.slow
-def test_a_run_is_not_finished_where_another_rank_has_failed_before(runs):
+def test_a_run_is_not_marked_finished_if_another_rank_failed(runs):
     line = check_end(runs("finishing")[0], [0])
     assert re.match(rf"rank 1 {HERE} failed in (step \d+|the end): ValueError: a defect ", line), line
 
 
-def test_nothing_is_said_of_a_run_that_goes_well(runs):
+def test_a_run_without_problems_logs_no_warning(runs):
     for code, _, output in runs("healthy")[0].values():
         assert code == 0, output
         assert "error" not in output

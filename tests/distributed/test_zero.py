@@ -73,20 +73,20 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both_as_at_stage_0(seen, stag
 
 
 @pytest.mark.parametrize("stage", marked(STAGES, QUICK))
-def test_hysteresis_and_the_minimum_of_the_scale_are_ours(seen, stage):
+def test_hysteresis_and_the_minimum_scale_follow_our_settings(seen, stage):
     scales = [step["scale"] for step in seen[0][stage]["overflow"]["fp16"]["steps"]]
     assert scales == [4096.0, 4096.0, 4096.0, 2048.0, 1024.0, 1024.0, 1024.0, 1024.0]
 
 
 @pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
-def test_a_weight_that_a_step_does_not_use_is_not_moved_by_an_older_gradient(seen, stage):
+def test_an_unused_weight_is_not_updated_by_an_older_gradient(seen, stage):
     for rank in seen:
         assert rank[stage]["unused"] == [[0.0] * 3, [0.0] * 3, [-0.5] * 3]
 
 
 @pytest.mark.parametrize("name", ["norms", "max_value", "dropout", "lr_scale", "own optimizer"])
 @pytest.mark.parametrize("stage", marked(STAGES, QUICK))
-def test_what_stage_0_has_is_the_same_at_other_stages(seen, stage, name):
+def test_features_of_stage_0_are_the_same_at_other_stages(seen, stage, name):
     expected = seen[0]["0"]["features"][name]
     for rank in seen:
         found, own = rank[stage]["features"][name], rank["0"]["features"][name]
@@ -97,7 +97,7 @@ def test_what_stage_0_has_is_the_same_at_other_stages(seen, stage, name):
     assert seen[0][stage]["features"][name]["weights"] == expected["weights"]
 
 
-def test_the_features_had_something_to_show(seen):
+def test_the_features_under_test_were_active(seen):
     found = seen[0]["0"]["features"]
     assert found["norms"]["reports"][0][2] == 6 * 16  # rows of the embedding that nobody looked up
     assert found["max_value"]["scales"][-1] != found["max_value"]["scales"][0]
@@ -144,7 +144,7 @@ def test_recomputed_blocks_with_dropout_and_kept_weights_train_as_at_stage_0(see
 
 @pytest.mark.parametrize("precision", marked(PRECISIONS, {"fp16"}))
 @pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
-def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(seen, stage, precision):
+def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(seen, stage, precision):
     for rank in seen:
         resumed = rank[stage]["resume"][precision]
         assert resumed["found"] == resumed["expected"]
@@ -153,7 +153,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(seen, stage, prec
 
 
 @pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
-def test_a_retried_step_ends_where_a_lower_scale_would_have(seen, stage):
+def test_a_retried_step_equals_a_step_at_the_lower_scale(seen, stage):
     for rank in seen:
         retried, lower = rank[stage]["retries"]
         assert retried["retries"][0] > 0
@@ -162,7 +162,7 @@ def test_a_retried_step_ends_where_a_lower_scale_would_have(seen, stage):
         assert retried["masters"] == lower["masters"]
 
 
-def test_what_does_not_fit_is_refused_in_one_line(seen):
+def test_unsupported_optimizers_and_scalers_are_one_line_errors(seen):
     for rank in seen:
         refused = rank["refusals"]
         assert "already has state" in refused["state"]

@@ -40,7 +40,7 @@ RUNS = [("plain_loop.py", 1), ("plain_loop.py", 2), ("local_ddp.py", 1), ("local
 
 
 @pytest.mark.parametrize(("name", "processes"), slow_except([("local_ddp.py", 1)], RUNS))
-def test_the_loss_falls_overflows_are_skipped_and_all_ranks_end_alike(name, processes, tmp_path):
+def test_the_loss_falls_overflows_are_skipped_and_all_ranks_end_equal(name, processes, tmp_path):
     printed, saved = run(name, processes, tmp_path)
     lines = [line for line in printed.splitlines() if line.startswith("step")]
     assert len(lines) == STEPS

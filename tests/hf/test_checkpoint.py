@@ -50,7 +50,7 @@ def test_from_hugging_face_and_back_gives_the_same_logits(tmp_path, name, dtype)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_built_alike_from_either_kind_of_folder(tmp_path, name):
+def test_both_kinds_of_folder_give_the_same_model(tmp_path, name):
     expected = logits(hf_folder(tmp_path / "source", name))
     import_checkpoint(tmp_path / "source", tmp_path / "start", "nvfp4")
     for folder in (tmp_path / "source", tmp_path / "start", tmp_path / "start" / "step-00000000"):
@@ -104,7 +104,7 @@ def test_the_dtype_of_an_export_can_be_chosen(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.float16
 
 
-def test_a_checkpoint_of_a_training_run_is_exported_as_it_stands(tmp_path):
+def test_a_training_checkpoint_is_exported_unchanged(tmp_path):
     """The engine's file holds much beside the weights, and the weights are in half precision."""
     source = tmp_path / "source"
     hf_folder(source, "llama_tied")
@@ -157,7 +157,7 @@ def test_a_folder_that_is_neither_kind_is_refused(tmp_path, make, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_overwritten_by_either_way(tmp_path):
+def test_neither_direction_overwrites_a_folder(tmp_path):
     hf_folder(tmp_path / "source")
     import_checkpoint(tmp_path / "source", tmp_path / "start")
     with pytest.raises(UserError, match="source already exists"):

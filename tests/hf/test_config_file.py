@@ -20,7 +20,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "nu
     ],
     ids=lambda config: config.model_type,
 )
-def test_what_transformers_saved_is_read_back_equal(tmp_path, config):
+def test_a_configuration_saved_by_transformers_is_read_back_equal(tmp_path, config):
     config.save_pretrained(tmp_path)
     raw = read_json_object(tmp_path / "config.json")
     assert config_from_dict(raw, {}, "x", is_strict=True).to_dict() == type(config).from_dict(raw).to_dict()
@@ -69,7 +69,7 @@ def test_overrides_replace_fields_by_their_own_or_their_common_name():
     assert config_from_dict(LLAMA, {"rope_theta": 5e5}, "x").rope_parameters["rope_theta"] == 5e5
 
 
-def test_a_field_with_a_slip_of_the_pen_is_refused_with_the_nearest():
+def test_a_misspelt_field_is_rejected_with_the_nearest_name():
     with pytest.raises(UserError, match=r"x\.json: unknown field 'n_layers': did you mean 'n_layer'\?"):
         config_from_dict({**GPT2, "n_layers": 2}, {}, "x.json", is_strict=True)
     with pytest.raises(UserError, match=r"model\.overrides 'num_layers': did you mean 'n_layer'\?"):
@@ -78,7 +78,7 @@ def test_a_field_with_a_slip_of_the_pen_is_refused_with_the_nearest():
         config_from_dict(GPT2, {"n_ctx": 2}, "x.json")  # transformers would ignore it
 
 
-def test_a_program_may_have_written_fields_of_another_version():
+def test_fields_of_other_transformers_versions_are_accepted():
     assert config_from_dict({**GPT2, "some_new_switch": True}, {}, "x").n_layer == 2
     assert (
         config_from_dict({**GPT2, "n_ctx": 1024, "torch_dtype": "float16"}, {}, "x", is_strict=True).n_layer
@@ -99,7 +99,7 @@ def test_a_program_may_have_written_fields_of_another_version():
         ({**GPT2, "dtype": "float17"}, "x is not a valid gpt2 configuration: .*float17"),
     ],
 )
-def test_a_wrong_configuration_is_one_line(raw, message):
+def test_a_wrong_configuration_is_a_one_line_error(raw, message):
     with pytest.raises(UserError, match=message) as caught:
         config_from_dict(raw, {}, "x")
     assert "\n" not in str(caught.value)

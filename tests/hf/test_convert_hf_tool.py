@@ -27,7 +27,7 @@ def _progress_bars_as_before():
 
 
 @pytest.mark.parametrize("kind", slow_except(["gpt2"], KINDS))
-def test_there_and_back_from_the_command_line(tmp_path, kind):
+def test_round_trip_from_the_command_line(tmp_path, kind):
     model = tiny_model(kind, vocab_size=256).eval()
     model.save_pretrained(tmp_path / "source")
     start = tmp_path / "start"
@@ -71,7 +71,7 @@ def test_a_mistake_ends_the_program_with_exit_code_2():
     check_refusal(convert_hf("to-mars", "a", "b"), "invalid choice: 'to-mars'")
 
 
-def test_help_names_both_ways(capsys):
+def test_help_names_both_directions(capsys):
     done = call_main(TOOL, "--help", capsys=capsys)
     assert done.returncode == 0
     assert "to-megalowbit" in done.stdout

@@ -37,7 +37,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("generation", CASES)
-def test_an_export_of_a_trained_model_has_the_values_of_the_original(tmp_path, generation):
+def test_an_export_keeps_the_generation_values_of_the_original(tmp_path, generation):
     expected = facts(source(tmp_path / "hf", **generation))
     model = build_model(ModelSettings(checkpoint=tmp_path / "hf"), seed=0)
     assert model.config.use_cache is False
@@ -48,7 +48,7 @@ def test_an_export_of_a_trained_model_has_the_values_of_the_original(tmp_path, g
 
 
 @pytest.mark.parametrize("generation", CASES)
-def test_the_values_go_through_our_checkpoints(tmp_path, generation):
+def test_generation_values_survive_our_checkpoints(tmp_path, generation):
     expected = facts(source(tmp_path / "hf", **generation))
     import_checkpoint(tmp_path / "hf", tmp_path / "start")
     export_checkpoint(tmp_path / "start", tmp_path / "back")
@@ -59,7 +59,7 @@ def test_the_values_go_through_our_checkpoints(tmp_path, generation):
     assert facts(tmp_path / "out") == expected
 
 
-def test_stages_of_a_pipeline_carry_the_values(tmp_path):
+def test_pipeline_stages_keep_the_generation_values(tmp_path):
     model = build_model(ModelSettings(checkpoint=source(tmp_path / "hf", **CASES[0])), seed=0)
     expected = stored_generation(model)
     assert expected["generation_config"]["temperature"] == 0.6

@@ -47,7 +47,7 @@ def test_random_weights_depend_on_the_seed_alone(config):
     assert {value.dtype for value in first.values()} == {torch.float32}
 
 
-def test_the_callers_random_numbers_go_on_undisturbed():
+def test_the_callers_random_state_is_unchanged():
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
@@ -95,7 +95,7 @@ def test_saving_does_not_disturb_the_live_model(tmp_path):
     assert handle is not None
 
 
-def test_half_weights_are_saved_as_they_are_or_in_the_dtype_asked_for(tmp_path):
+def test_half_weights_keep_their_dtype_or_get_the_requested_one(tmp_path):
     model = random_model(GPT2, seed=1).to(torch.bfloat16)
     convert(model, "nvfp4")
     save_hf(model, tmp_path / "same")
@@ -107,7 +107,7 @@ def test_half_weights_are_saved_as_they_are_or_in_the_dtype_asked_for(tmp_path):
     assert equal(weights(same.float()), weights(wide))
 
 
-def test_the_tokenizer_is_saved_beside_and_gives_its_end_of_text_to_the_model(tmp_path):
+def test_the_tokenizer_is_saved_with_the_model_and_sets_its_end_of_text(tmp_path):
     save_hf(random_model(LLAMA, seed=1), tmp_path / "hf", ByteTokenizer())
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
@@ -133,14 +133,14 @@ def garble(path):
     path.write_bytes(b"\0" * 200)
 
 
-def test_weights_that_are_gone_are_one_line(tmp_path):
+def test_missing_weights_are_a_one_line_error(tmp_path):
     GPT2.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"has no weights: add model\.safetensors or [\w.]+$"):
         load_weights(GPT2, tmp_path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("damage", [cut, garble])
-def test_weights_that_are_damaged_are_one_line(tmp_path, damage):
+def test_damaged_weights_are_a_one_line_error(tmp_path, damage):
     GPT2LMHeadModel(GPT2).save_pretrained(tmp_path)
     damage(tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=r"the weights in .* cannot be loaded \(.*\): replace") as caught:
@@ -149,7 +149,7 @@ def test_weights_that_are_damaged_are_one_line(tmp_path, damage):
 
 
 @pytest.mark.parametrize("content", [b"garbage", b"", b"PK\x03\x04junk", b"\0" * 200, b"\x80\x02junk"])
-def test_pickled_weights_that_are_garbage_are_one_line(tmp_path, content):
+def test_corrupt_pickled_weights_are_a_one_line_error(tmp_path, content):
     GPT2.save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     message = r"the weights in .* cannot be loaded \(.+\): replace|is not loaded: it is damaged, or contains"
@@ -174,7 +174,7 @@ def test_weights_whose_scale_is_lost_are_refused(tmp_path, file, prefix, dtype):
         load_weights(GPT2, tmp_path, dtype=torch.float32)
 
 
-def test_stored_masks_that_are_no_weights_may_be_integers(tmp_path):
+def test_stored_masks_may_be_integers(tmp_path):
     GPT2.save_pretrained(tmp_path)
     state = weights(GPT2LMHeadModel(GPT2))
     del state["lm_head.weight"]
@@ -192,7 +192,7 @@ def test_stored_masks_that_are_no_weights_may_be_integers(tmp_path):
         GPT2Config(n_embd=2**25, n_layer=1, n_head=1, vocab_size=2**29),  # an embedding of 2^56 bytes
     ],
 )
-def test_a_configuration_that_no_model_can_be_built_from_is_one_line(config):
+def test_a_configuration_that_no_model_can_be_built_from_is_a_one_line_error(config):
     message = rf"no {config.model_type} can be built from x\.json \(\w+: .+\): correct its fields"
     with pytest.raises(UserError, match=message) as caught:
         random_model(config, seed=1, where="x.json")

@@ -28,7 +28,7 @@ def test_an_empty_folder_may_be_filled(tmp_path):
     assert names(tmp_path / "a") == ["file"]
 
 
-def test_nothing_is_left_of_a_block_that_fails(tmp_path):
+def test_a_failing_block_leaves_no_folder(tmp_path):
     def fail():
         with new_folder(tmp_path / "a") as draft:
             (draft / "file").touch()
@@ -39,7 +39,7 @@ def test_nothing_is_left_of_a_block_that_fails(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_what_exists_is_not_touched(tmp_path):
+def test_an_existing_folder_is_not_changed(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "mine").write_text("precious")
     (tmp_path / "file").write_text("precious")
@@ -50,7 +50,7 @@ def test_what_exists_is_not_touched(tmp_path):
     assert (tmp_path / "a" / "mine").read_text() == "precious"
 
 
-def test_a_folder_that_another_filled_in_between_is_not_touched(tmp_path):
+def test_a_folder_filled_concurrently_is_not_changed(tmp_path):
     def fill_late():
         with new_folder(tmp_path / "a"):
             (tmp_path / "a").mkdir()
@@ -62,7 +62,7 @@ def test_a_folder_that_another_filled_in_between_is_not_touched(tmp_path):
     assert names(tmp_path / "a") == ["theirs"]
 
 
-def test_a_name_too_long_for_a_file_is_one_line(tmp_path):
+def test_a_too_long_file_name_is_a_one_line_error(tmp_path):
     with pytest.raises(UserError, match=r"xxx cannot be used \(File name too long\)"):
         refuse_existing(tmp_path / ("x" * 256))
 
@@ -84,7 +84,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         pass
 
 
-def test_a_disk_that_is_full_under_weights_is_one_line(tmp_path):
+def test_a_full_disk_while_writing_weights_is_a_one_line_error(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def write():

@@ -115,7 +115,7 @@ def test_a_program_of_the_page_trains_in_low_precision(tmp_path, name):
     ("name", "stage"),
     [("trainer_deepspeed", 0), ("trainer_deepspeed", 3), ("deepspeed", 0), ("deepspeed", 1)],
 )
-def test_other_stages_of_zero_train_alike(tmp_path, name, stage):
+def test_other_zero_stages_train_equally(tmp_path, name, stage):
     facts, _ = run_program(tmp_path, program(name, stage), 2)
     assert [fact["stage"] for fact in facts] == [stage, stage]
     assert all(fact["is_moved"] and fact["step"] == 8 for fact in facts)
@@ -135,7 +135,7 @@ def test_a_trainer_with_an_engine_resumes_with_the_same_weights(tmp_path, stage)
 
 
 @pytest.mark.slow
-def test_a_stock_engine_in_half_precision_is_told_once(tmp_path):
+def test_a_stock_engine_in_half_precision_is_reported_once(tmp_path):
     text = "import logging; logging.basicConfig()\n" + BLOCKS[NAMES.index("deepspeed")]
     _, logs = run_program(tmp_path, text, 2)
     told = [log.count("low-bit layers train in an engine of stock DeepSpeed") for log in logs]
@@ -172,7 +172,7 @@ mlb.convert(converted, "nvfp4")
 
 
 @pytest.mark.slow
-def test_checkpoints_of_trainer_hold_a_gpt2_as_transformers_has_it(tmp_path):
+def test_trainer_checkpoints_hold_a_gpt2_in_transformers_layout(tmp_path):
     facts, _ = run_program(tmp_path, GPT2 + program("trainer_deepspeed") + SAVED, 2)
     assert [(fact["stage"], fact["is_moved"]) for fact in facts] == [(2, True), (2, True)]
 
@@ -197,7 +197,7 @@ def test_layers_that_stock_tensor_parallelism_replaces_end_the_first_forward(tmp
 
 
 @pytest.mark.slow
-def test_a_state_that_accelerate_loads_sets_the_stream_back(tmp_path):
+def test_loading_an_accelerate_state_restores_the_random_stream(tmp_path):
     text = BLOCKS[NAMES.index("accelerate")] + "\nstream.advance()\naccelerator.load_state('out')\n"
     facts, _ = run_program(tmp_path, text, 1)
     assert facts[0]["step"] == 8

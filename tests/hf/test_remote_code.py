@@ -110,7 +110,7 @@ def test_a_data_set_with_a_script_is_refused(tmp_path, marker, monkeypatch):
         HubCorpus(str(folder))
 
 
-def test_every_call_that_could_run_such_code_says_no():
+def test_every_call_that_could_run_remote_code_disables_it():
     calls = []
     for folder in ("megalowbit", "tools", "launch", "examples", "benchmarks"):
         for path in (ROOT / folder).rglob("*.py"):

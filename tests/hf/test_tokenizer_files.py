@@ -33,7 +33,7 @@ def tokenizer_files(folder):
 
 
 @pytest.mark.parametrize("is_cache", [False, True])
-def test_there_and_back_keeps_special_tokens_and_chat_templates(tmp_path, is_cache):
+def test_a_round_trip_keeps_special_tokens_and_chat_templates(tmp_path, is_cache):
     source = hf_folder(tmp_path / "source")
     if is_cache:  # of links, as Hugging Face keeps them
         linked = tmp_path / "linked"
@@ -71,7 +71,7 @@ def test_a_folder_without_a_tokenizer_leaves_none(tmp_path):
     assert not (tmp_path / "start" / "tokenizer").exists()
 
 
-def test_a_tokenizer_that_is_named_goes_before_the_one_that_was_kept(tmp_path):
+def test_a_named_tokenizer_takes_precedence_over_the_kept_one(tmp_path):
     import_checkpoint(hf_folder(tmp_path / "source"), tmp_path / "start")
     export_checkpoint(tmp_path / "start", tmp_path / "back", tokenizer=ByteTokenizer())
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template is None

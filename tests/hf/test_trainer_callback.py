@@ -70,7 +70,7 @@ def whole(tmp_path_factory):
 
 
 @pytest.mark.parametrize("more", slow_except([{}], [{}, {"restore_callback_states_from_checkpoint": True}]))
-def test_a_resumed_run_draws_on_where_it_stopped(whole, tmp_path, more):
+def test_a_resumed_run_continues_the_random_stream(whole, tmp_path, more):
     folder, expected = whole
     trainer = make(tmp_path, **more)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
@@ -82,9 +82,7 @@ def test_a_resumed_run_draws_on_where_it_stopped(whole, tmp_path, more):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_does_not_say_where_the_stream_stood_is_told_and_can_be_followed(
-    whole, tmp_path, caplog
-):
+def test_a_checkpoint_without_a_stream_position_is_reported_and_can_be_resumed(whole, tmp_path, caplog):
     _, expected = whole
     first = make(tmp_path, callbacks=[], max_steps=2)
     first.train()
@@ -97,14 +95,14 @@ def test_a_checkpoint_that_does_not_say_where_the_stream_stood_is_told_and_can_b
 
 
 @pytest.mark.slow
-def test_a_second_call_of_train_goes_on_with_the_stream(tmp_path):
+def test_a_second_call_of_train_continues_the_random_stream(tmp_path):
     trainer = make(tmp_path)
     trainer.train()
     trainer.train()
     assert mlb.random_stream(trainer.model).step == 2 * STEPS * ACCUMULATED
 
 
-def test_evaluation_and_generation_leave_the_stream_alone(tmp_path):
+def test_evaluation_and_generation_do_not_advance_the_random_stream(tmp_path):
     trainer = make(tmp_path, eval_strategy="steps", eval_steps=1)
     trainer.train()
     assert mlb.random_stream(trainer.model).step == STEPS * ACCUMULATED
@@ -156,18 +154,18 @@ def with_ours(folder, *, dtype, **settings):
     return make(folder, model, optimizers=(optimizer, scheduler), save_strategy="no")
 
 
-def test_an_optimizer_of_ours_whose_loss_scale_nobody_applies_is_refused(tmp_path):
+def test_our_optimizer_is_rejected_if_its_loss_scale_is_not_applied(tmp_path):
     settings = {"fp16": True, "initial_loss_scale": 1024.0, "params_have_main_grad": False}
     with pytest.raises(UserError, match="divides gradients by a loss scale of 1024"):
         with_ours(tmp_path, dtype=torch.float16, **settings).train()
 
 
-def test_an_optimizer_of_ours_that_keeps_main_grad_is_refused(tmp_path):
+def test_our_optimizer_with_main_grad_is_rejected(tmp_path):
     with pytest.raises(UserError, match="takes gradients from main_grad"):
         with_ours(tmp_path, dtype=torch.bfloat16, bf16=True).train()
 
 
-def test_an_optimizer_of_ours_on_plain_gradients_trains_on_fp32_masters(tmp_path):
+def test_our_optimizer_with_plain_gradients_trains_fp32_masters(tmp_path):
     trainer = with_ours(tmp_path, dtype=torch.bfloat16, bf16=True, params_have_main_grad=False)
     trainer.train()
     optimizer = trainer.optimizer.optimizer

@@ -46,7 +46,7 @@ def rewrite(step, content):
     (step / MANIFEST).write_text(json.dumps({"format": 1, "files": [facts]}))
 
 
-def test_what_was_written_is_read_back(folder):
+def test_a_written_checkpoint_is_read_back(folder):
     hf_config, read_recipe, state_dict, half_state_dict, generation = read_checkpoint(folder)
     assert generation["use_cache"] is True
     expected = random_model(GPT2, seed=1).half()
@@ -77,7 +77,7 @@ def test_the_manifest_holds_size_and_sha256(folder):
     assert json.loads((step / MANIFEST).read_text()) == {"format": 1, "files": [expected]}
 
 
-def test_the_engine_takes_it_for_one_of_its_own(folder):
+def test_the_engine_loads_it_like_a_checkpoint_it_saved(folder):
     store = CheckpointStore(folder)
     assert store.latest() == folder / "step-00000000"
     store.verify(store.latest())
@@ -102,7 +102,7 @@ def test_a_place_without_a_complete_checkpoint_is_refused(folder):
         read_checkpoint(folder.parent)
 
 
-def test_an_older_checkpoint_than_the_newest_is_told(folder, caplog):
+def test_using_an_older_checkpoint_is_reported(folder, caplog):
     read_checkpoint(folder.parent)
     assert not caplog.records
     (folder / "step-00000007").mkdir()
@@ -160,7 +160,7 @@ def empty(step):
         (lambda step: (step / MANIFEST).write_text('{"format": 1, "files": []}'), "lists no file"),
     ],
 )
-def test_damage_of_every_kind_is_one_line_that_names_the_checkpoint(folder, damage, message):
+def test_every_kind_of_damage_is_a_one_line_error_that_names_the_checkpoint(folder, damage, message):
     step = folder / "step-00000000"
     damage(step)
     with pytest.raises(UserError, match=message) as caught:

@@ -87,7 +87,7 @@ def test_every_tensor_of_all_files_that_an_index_names_is_listed(tmp_path, write
     assert dtypes_of(tmp_path) == EXPECTED
 
 
-def test_files_that_transformers_does_not_read_are_left_alone(tmp_path):
+def test_files_that_transformers_does_not_read_are_ignored(tmp_path):
     for name in ("model.fp16.safetensors", "adapter.safetensors", "pytorch_model.bin", "model.gguf"):
         (tmp_path / name).write_bytes(b"not read")
     write_shards(tmp_path, {"x": torch.zeros(1, dtype=torch.int8)}, ["a.safetensors"])
@@ -110,14 +110,14 @@ def test_quantised_weights_are_refused_whatever_their_files_are_called(tmp_path,
     check_refused(folder, rf"weight {C_FC} is {dtype}, whose scale is unknown")
 
 
-def test_whole_weights_under_any_names_are_read(tmp_path):
+def test_unquantised_weights_under_any_names_are_read(tmp_path):
     folder = gpt2_folder(tmp_path / "hf")
     loaded = build_model(ModelSettings(checkpoint=folder), seed=0)
     assert all(loaded.state_dict()[name].equal(value) for name, value in gpt2_weights().items())
 
 
 @pytest.mark.parametrize("kind", ["absolute", "parent", "hidden parent", "link"])
-def test_an_index_cannot_lead_out_of_its_folder(tmp_path, kind):
+def test_an_index_cannot_name_files_outside_its_folder(tmp_path, kind):
     folder = gpt2_folder(tmp_path / "hf", ["a.safetensors"])
     outside = tmp_path / "outside.safetensors"
     (folder / "a.safetensors").rename(outside)
@@ -166,7 +166,7 @@ def test_the_links_of_the_hugging_face_cache_are_followed(tmp_path):
         ),
     ],
 )
-def test_an_index_that_does_not_fit_is_one_line(tmp_path, change, message):
+def test_a_wrong_index_is_a_one_line_error(tmp_path, change, message):
     folder = gpt2_folder(tmp_path / "hf", ["a.safetensors"])
     torch.save({}, folder / "weights.pt")
     path = folder / "model.safetensors.index.json"
@@ -174,7 +174,7 @@ def test_an_index_that_does_not_fit_is_one_line(tmp_path, change, message):
     check_refused(folder, message)
 
 
-def test_an_index_that_names_what_no_file_or_another_file_holds_is_refused(tmp_path):
+def test_an_index_that_names_missing_or_misplaced_tensors_is_rejected(tmp_path):
     folder, names = tmp_path / "hf", ["a.safetensors", "b.safetensors"]
     GPT2.save_pretrained(folder)
     index = write_shards(folder, gpt2_weights(), names)
@@ -219,7 +219,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, model_class, 
         ("_attn_implementation", "somebody/attention", "code that would be downloaded"),
     ],
 )
-def test_fields_that_mean_more_than_an_architecture_are_refused_in_a_dry_run_too(
+def test_fields_that_describe_more_than_an_architecture_are_rejected_in_a_dry_run_too(
     tmp_path, field, value, message
 ):
     folder = gpt2_folder(tmp_path / "hf")
@@ -260,7 +260,7 @@ def test_weights_under_names_that_are_not_read_are_named(tmp_path, file):
         "model.safetensors.index.json", "shard-00001.safetensors", "additional_chat_templates/a.jinja",
     ],
 )  # fmt: skip
-def test_what_is_no_file_is_refused_before_anything_is_read(tmp_path, name, kind):
+def test_a_path_that_is_not_a_file_is_rejected_before_reading(tmp_path, name, kind):
     path = gpt2_folder(tmp_path / "hf") / name
     path.parent.mkdir(exist_ok=True)
     path.unlink(missing_ok=True)
@@ -297,7 +297,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_refused_without_torchs_advice(
 
 
 @pytest.mark.parametrize("content", [{"state_dict": {}}, [1, 2], {"x": 3}])
-def test_a_pickle_of_something_else_is_one_line(tmp_path, content):
+def test_a_pickle_of_something_else_is_a_one_line_error(tmp_path, content):
     GPT2.save_pretrained(tmp_path / "hf")
     torch.save(content, tmp_path / "hf" / "pytorch_model.bin")
     check_refused(tmp_path / "hf", "instead of a tensor: save only the model's state dict")

@@ -9,7 +9,7 @@ from checkpoint_fuzz_runs import Runs
 
 
 @pytest.mark.slow
-def test_damaged_runs_go_on_as_if_nothing_had_been_or_say_one_line(tmp_path):
+def test_damaged_runs_resume_unchanged_or_report_one_line(tmp_path):
     runs = Runs(tmp_path)
     found = [runs.case(seed) for seed in (1, 3)]
     assert [failure for failure, _ in found] == [None, None]

@@ -97,7 +97,7 @@ def full_at_record(full_at_save, folder, disk):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_finds_no_room_leaves_the_old_one_and_says_so(full_at_save):
+def test_a_full_disk_during_a_save_keeps_the_old_checkpoint_and_is_reported(full_at_save):
     ranks, run = full_at_save
     assert ranks.codes == [2, 2], ranks.output()
     (line,) = ranks.errors
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_finds_no_room_leaves_the_old_one_and_says_so(full_at_
 
 
 @pytest.mark.slow
-def test_records_that_find_no_room_end_the_run_with_one_line(full_at_record):
+def test_a_full_disk_under_the_records_ends_the_run_with_one_line(full_at_record):
     ranks, kept, run = full_at_record
     assert ranks.codes[0] == 2, ranks.output()
     assert ranks.codes[1] != 0
@@ -122,7 +122,7 @@ def test_records_that_find_no_room_end_the_run_with_one_line(full_at_record):
 
 
 @pytest.mark.slow
-def test_with_room_again_the_run_goes_on_as_if_nothing_had_been(full_at_record, undisturbed, folder):
+def test_after_space_is_freed_the_run_resumes_bitwise(full_at_record, undisturbed, folder):
     _, _, run = full_at_record
     with start(folder, run) as ranks:
         assert ranks.wait(), ranks.output()
@@ -132,7 +132,7 @@ def test_with_room_again_the_run_goes_on_as_if_nothing_had_been(full_at_record, 
     assert saved(run) == [4, 8, 12, 16]
 
 
-def test_the_second_rank_alone_without_room_is_named(folder):
+def test_a_full_disk_on_the_second_rank_only_names_that_rank(folder):
     run = folder / "second"
     with start(folder, run, file_sizes={1: 100_000}) as ranks:
         assert ranks.wait(), ranks.output()

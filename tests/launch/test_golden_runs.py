@@ -27,7 +27,7 @@ def recorded(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_same_version_differs_in_nothing(recorded):
+def test_the_same_version_shows_no_difference(recorded):
     done = golden("compare", recorded)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == ["fp32: no differences", "no differences in 1 runs"]
@@ -54,14 +54,14 @@ def check_names(found, *only):
     return json.loads(NAMES.read_text()), json.loads(found.read_text())
 
 
-def test_names_of_metrics_files_and_checkpoint_entries_stay(tmp_path):
+def test_names_of_metrics_files_and_checkpoint_entries_are_unchanged(tmp_path):
     """What users and programs read by name; an intended change is recorded with `golden_runs.py names`."""
     expected, found = check_names(tmp_path / "names.json", "--only", "tables")
     assert sorted(found["every run"]) == sorted(expected["every run"] + expected["tables"])
 
 
 @pytest.mark.slow
-def test_names_stay_in_all_of_the_runs(tmp_path):
+def test_names_are_unchanged_in_all_runs(tmp_path):
     expected, found = check_names(tmp_path / "names.json")
     assert found.keys() == expected.keys()
     for name in expected:

@@ -43,7 +43,7 @@ def in_this_process(tool, arguments, capsys):
     return subprocess.CompletedProcess([], code, printed.out, printed.err)
 
 
-def test_it_prints_what_was_computed():
+def test_it_prints_the_computed_values():
     done = goodput(*FEW, "--save-seconds", 50, "--step-seconds", 4.5, "--every", 100, "--seed", 7)
     assert done.returncode == 0, done.stderr
     failures = NodeFailures(nodes=64, node_mtbf=600 * 3600.0)
@@ -58,7 +58,7 @@ def test_it_prints_what_was_computed():
     )
 
 
-def test_data_and_sizes_of_checkpoints():
+def test_json_output_and_checkpoint_sizes():
     limit = (
         "--time-limit-hours",
         8,
@@ -128,7 +128,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, tool, capsys)
         ("--seed", -1, "0 to 4,294,967,295"),
     ],
 )
-def test_a_value_of_no_run_is_refused_with_its_bounds(flag, value, bounds, tool, capsys):
+def test_an_impossible_value_is_rejected_with_its_bounds(flag, value, bounds, tool, capsys):
     done = in_this_process(tool, (*FEW, "--save-seconds", 5, flag, value), capsys)
     check_refusal(done, f"error: {flag} ")
     if value != 10**400:
@@ -145,7 +145,7 @@ def test_a_value_of_no_run_is_refused_with_its_bounds(flag, value, bounds, tool,
         (("--runs", 10**4, "--days", 30, "--spares", 0), "of them failures: give fewer --days or --runs"),
     ],
 )  # fmt: skip
-def test_what_would_take_too_long_is_refused_at_once(arguments, reason, tool, capsys):
+def test_a_simulation_that_would_take_too_long_is_rejected_at_once(arguments, reason, tool, capsys):
     began = time.process_time()
     done = in_this_process(tool, (*FEW, "--save-seconds", 5, *arguments), capsys)
     assert time.process_time() - began < 1
@@ -154,7 +154,7 @@ def test_what_would_take_too_long_is_refused_at_once(arguments, reason, tool, ca
 
 
 @pytest.mark.slow
-def test_all_extremes_that_are_let_through_end_in_a_table(tool, capsys):
+def test_all_accepted_extremes_end_in_a_table(tool, capsys):
     few = (*FEW[:4], "--runs", 10, "--save-seconds")
     began = time.process_time()
     for arguments in (
@@ -172,7 +172,7 @@ def test_all_extremes_that_are_let_through_end_in_a_table(tool, capsys):
     assert time.process_time() - began < 20
 
 
-def test_a_refusal_is_one_in_a_process_too():
+def test_a_rejected_argument_also_ends_a_separate_process():
     check_refusal(goodput(*FEW, "--save-secs", 5), "--save-secs")
 
 

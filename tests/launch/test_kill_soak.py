@@ -29,7 +29,7 @@ def soak(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_a_run_killed_again_and_again_is_bitwise_the_undisturbed_one(tmp_path):
+def test_a_run_killed_repeatedly_equals_an_uninterrupted_one_bitwise(tmp_path):
     seed = random.randrange(10**6)  # printed, and with every failure
     said = soak(
         tmp_path, "--kills", 6, "--seed", seed, "--steps", 14, "--runs", "splits", "--most-steps", 5,

@@ -32,7 +32,7 @@ def finished(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_to_bitwise_the_same_losses(finished, tmp_path):
+def test_a_killed_run_resumes_with_bitwise_equal_losses(finished, tmp_path):
     folder = finished
     arguments = ("--ds-config", folder / "tiny.json", "--run-dir", tmp_path / "run", "--resume", "auto")
     process = start("deepspeed", *arguments, cwd=folder, processes=2)
@@ -52,7 +52,7 @@ def test_a_killed_run_resumes_to_bitwise_the_same_losses(finished, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(finished, tmp_path):
+def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(finished, tmp_path):
     folder = finished
     copy = tmp_path / "run"
     subprocess.run(["cp", "-r", folder / "run", copy], check=True)

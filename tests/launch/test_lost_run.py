@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_two_ranks_refuse_in_one_line_which_is_no_reason_to_try_again(folder):
+def test_two_ranks_reject_with_one_line_and_are_not_retried(folder):
     before, refusal = contents(folder / "run"), folder / "refusal"
     with Ranks(
         folder,
@@ -47,7 +47,7 @@ def test_two_ranks_refuse_in_one_line_which_is_no_reason_to_try_again(folder):
     assert contents(folder / "run") == before
 
 
-def test_restart_is_refused_to_another_job_and_then_begins_again_on_both_ranks(folder):
+def test_restart_is_rejected_for_another_job_and_then_restarts_both_ranks(folder):
     before = contents(folder / "run")
     command = ("--ds-config", "tiny.json", "--run-dir", "run", "--restart")
     with (folder / "run" / ".lock").open("a") as lock:

@@ -71,7 +71,7 @@ def changing(folder):
 
 
 @pytest.mark.slow
-def test_every_sample_is_taken_once_and_where_it_belongs(changing, undisturbed):
+def test_every_sample_is_used_once_and_at_its_step(changing, undisturbed):
     taken, expected = changing[0], undisturbed[0]
     assert [position for position, _ in taken] == list(range(BATCH * STEPS))
     assert taken == expected
@@ -83,7 +83,7 @@ def test_every_sample_is_taken_once_and_where_it_belongs(changing, undisturbed):
 
 
 @pytest.mark.slow
-def test_the_losses_are_those_of_the_undisturbed_run(changing, undisturbed):
+def test_losses_equal_those_of_an_uninterrupted_run(changing, undisturbed):
     rows, expected = changing[1], undisturbed[1]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for name in ("loss", "lr", "grad_norm", "tokens"):
@@ -92,7 +92,7 @@ def test_the_losses_are_those_of_the_undisturbed_run(changing, undisturbed):
 
 
 @pytest.mark.slow
-def test_each_part_was_on_its_own_number_of_ranks_and_said_so(changing):
+def test_each_attempt_logs_its_number_of_ranks(changing):
     logs = changing[2]
     for log, world_size in zip(logs, UNTIL, strict=True):
         assert f"tokens per step on {world_size} process" in log
@@ -103,7 +103,7 @@ def test_each_part_was_on_its_own_number_of_ranks_and_said_so(changing):
         assert "changed   gradient_accumulation_steps: " in log
 
 
-def test_a_batch_that_does_not_divide_is_one_line(folder):
+def test_an_indivisible_batch_is_a_one_line_error(folder):
     place = {
         "RANK": "0",
         "LOCAL_RANK": "0",

@@ -152,7 +152,7 @@ def test_llama_trains_in_fp16_with_a_dynamic_scale(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_bf16_recipe_runs_beside_it_without_overflow_figures(tmp_path):
+def test_the_bf16_recipe_runs_next_to_it_without_overflow_figures(tmp_path):
     config = write_config(tmp_path)
     done = run_ranks("--ds-config", config, "--set", "megalowbit.recipe=bf16", cwd=tmp_path)
     assert done.code == 0, done.output

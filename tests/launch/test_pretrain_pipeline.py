@@ -48,7 +48,7 @@ def line_of(done, start):
     return line
 
 
-def test_two_stages_record_what_one_process_does(folders):
+def test_two_stages_record_the_same_as_one_process(folders):
     one, two = rows(folders / "one"), rows(folders / "two")
     assert len(one) == len(two) == 6
     for expected, found in zip(one, two, strict=True):
@@ -57,14 +57,14 @@ def test_two_stages_record_what_one_process_does(folders):
     assert two[0] == pytest.approx(one[0], rel=1e-5)
 
 
-def test_figures_by_role_are_those_of_all_stages(folders):
+def test_statistics_by_role_cover_all_stages(folders):
     one, two = (metrics(folders / name)[0] for name in ("one", "two"))
     of_roles = {name: value for name, value in one.items() if name.startswith("quantization/")}
     assert len(of_roles) > 6
     assert {name: two[name] for name in of_roles} == pytest.approx(of_roles, rel=1e-3, abs=1e-6)
 
 
-def test_the_export_is_the_whole_model(folders):
+def test_the_export_is_the_full_model(folders):
     one, two = (AutoModelForCausalLM.from_pretrained(folders / name / "hf") for name in ("one", "two"))
     expected = one.state_dict()
     assert two.state_dict().keys() == expected.keys()
@@ -73,7 +73,7 @@ def test_the_export_is_the_whole_model(folders):
 
 
 @pytest.mark.slow
-def test_a_resumed_pipeline_is_the_one_that_was_not_stopped(folders):
+def test_a_resumed_pipeline_equals_an_uninterrupted_one(folders):
     stopped = folders / "stopped"
     shutil.copytree(folders / "two", stopped)
     shutil.rmtree(stopped / "hf")
@@ -86,7 +86,7 @@ def test_a_resumed_pipeline_is_the_one_that_was_not_stopped(folders):
 
 
 @pytest.mark.slow
-def test_one_process_continues_what_two_stages_have_saved(folders):
+def test_one_process_resumes_a_checkpoint_of_two_stages(folders):
     whole = folders / "whole"
     shutil.copytree(folders / "two", whole)
     shutil.rmtree(whole / "hf")
@@ -106,7 +106,7 @@ def test_one_process_continues_what_two_stages_have_saved(folders):
 
 
 @pytest.mark.slow
-def test_a_schedule_of_ours_counts_applied_steps_on_two_stages_and_after_a_resume(tmp_path):
+def test_an_lr_schedule_counts_applied_steps_on_two_stages_and_after_a_resume(tmp_path):
     schedule = {"type": "linear", "warmup_steps": 2}
     scaler = {"type": "dynamic", "initial_scale": 2.0**20}
     block = {"precision": "fp16", "recipe": "bf16", "checkpoint": {"every": 3}, "grad_scaler": scaler}
@@ -129,7 +129,7 @@ def test_a_schedule_of_ours_counts_applied_steps_on_two_stages_and_after_a_resum
 
 
 @pytest.mark.slow
-def test_directions_of_all_stages_weights_are_saved_and_follow_their_layers(tmp_path):
+def test_directions_of_all_stages_are_saved_and_follow_their_layers(tmp_path):
     recipe = {"base": "nvfp4", "split_weight": {"rank": 2, "refresh_every": 50}}
     block = {**BLOCK, "recipe": recipe, "run": {"steps": 3}}
     write_config(tmp_path, model=MODEL, block=block, pipeline={"stages": 2})

@@ -73,7 +73,7 @@ def resumed(killed):
     return done.output
 
 
-def test_a_killed_run_goes_on_with_bitwise_the_same_losses(killed, resumed):
+def test_a_killed_run_resumes_with_bitwise_equal_losses(killed, resumed):
     folder, stage, before = killed
     first = EVERY if stage == 2 else 2 * EVERY
     assert f"resumed after step {first}" in resumed

@@ -78,7 +78,7 @@ def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
     assert output.count("step 1: and ") == 1
 
 
-def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(killed, resumed):
+def test_a_killed_run_resumes_with_bitwise_equal_losses_and_decisions(killed, resumed):
     folder, rows_before, looks_before, *_ = killed
     assert f"resumed after step {EVERY}" in resumed
     assert rows_before[-1]["step"] >= 2 * EVERY + 2
@@ -88,7 +88,7 @@ def test_a_killed_run_goes_on_with_bitwise_the_same_losses_and_decisions(killed,
     assert rows(folder)[-1]["step"] == STEPS
 
 
-def test_a_mistake_on_two_processes_is_one_line(tmp_path):
+def test_a_mistake_on_two_processes_is_a_one_line_error(tmp_path):
     config = write_config(tmp_path, block={**BLOCK, "recipe": "bf16"})
     done = run_ranks("--ds-config", config, "--run-dir", tmp_path / "new", cwd=tmp_path, processes=2)
     assert done.code != 0
@@ -99,7 +99,7 @@ def test_a_mistake_on_two_processes_is_one_line(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_two_stages_decide_for_all_layers_and_one_process_goes_on_with_that(tmp_path):
+def test_two_stages_decide_for_all_layers_and_one_process_resumes_their_decisions(tmp_path):
     write_config(tmp_path, model=NO_DROPOUT, block=BLOCK, pipeline={"stages": 2})
     arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")
     steps = ("--set", f"megalowbit.run.steps={EVERY}")

@@ -84,7 +84,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_and_ends_with_0(signall
     assert not (folder / "run" / "DONE").exists()
 
 
-def test_sigterm_to_the_launcher_saves_too_and_the_rest_is_done_later(signalled, folder):
+def test_sigterm_to_the_launcher_also_saves_and_the_run_resumes_later(signalled, folder):
     shutil.copytree(folder / "run", folder / "resumed")
     stopped = metrics(folder / "resumed")[-1]["step"]
     arguments = ["--ds-config", "tiny.json", "--run-dir", "resumed", "--resume", "auto"]
@@ -168,7 +168,7 @@ def orphans():
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_ranks_whose_launcher_is_killed_save_the_same_step_for_the_next_try(tmp_path, orphans, launcher):
+def test_ranks_whose_launcher_is_killed_save_the_same_step(tmp_path, orphans, launcher):
     write_config(tmp_path, block={"run": {"steps": 5000}})
     arguments = ["--ds-config", "tiny.json", "--run-dir", "run", "--resume", "auto"]
     process = start(launcher, *arguments, cwd=tmp_path, processes=2)
@@ -190,7 +190,7 @@ def test_ranks_whose_launcher_is_killed_save_the_same_step_for_the_next_try(tmp_
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, step + 2))
 
 
-def test_ranks_go_on_without_their_launcher_where_they_are_told_to(tmp_path, orphans):
+def test_ranks_continue_without_their_launcher_if_configured(tmp_path, orphans):
     write_config(tmp_path, block={"run": {"steps": 400}, "watchdog": {"stop_with_launcher": False}})
     process = start("torchrun", "--ds-config", "tiny.json", "--run-dir", "run", cwd=tmp_path)
     wait_for_step(tmp_path / "run", 2, process)

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_two_tensor_ranks_record_what_one_process_does(folder):
+def test_two_tensor_ranks_record_the_same_as_one_process(folder):
     """The same batches and masks of dropout on both: other data or seeds change losses in the third digit."""
     one, two = (metrics(folder / name) for name in ("one", "two"))
     assert len(one) == len(two) == 6
@@ -41,7 +41,7 @@ def test_two_tensor_ranks_record_what_one_process_does(folder):
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-5 if is_first else 1e-2)
 
 
-def test_the_exported_model_is_that_of_one_process(folder):
+def test_the_exported_model_equals_that_of_one_process(folder):
     one, two = (AutoModelForCausalLM.from_pretrained(folder / name / "hf") for name in ("one", "two"))
     start = AutoModelForCausalLM.from_config(one.config)
     expected, fresh = one.state_dict(), start.state_dict()

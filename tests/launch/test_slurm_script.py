@@ -65,7 +65,7 @@ def test_deepspeed_starts_the_ranks_of_a_node_from_one_task_and_a_hostfile(tmp_p
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("kind", [None, "pyxis", "apptainer"])
-def test_no_value_is_read_as_shell(tmp_path, launcher, kind):
+def test_no_value_is_evaluated_by_the_shell(tmp_path, launcher, kind):
     one_line = HOSTILE.replace("\n", "")
     container = {"kind": kind, "image": one_line, "mounts": [f"/{one_line}"], "options": [f"--{one_line}"]}
     settings = {"environment": {"HOSTILE": HOSTILE}, "nccl_ib_hca": HOSTILE}
@@ -112,14 +112,14 @@ def test_a_task_of_an_array_has_its_own_folder_and_overrides(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_signal_that_comes_before_the_ranks_look_for_it_harms_nobody(tmp_path, launcher):
+def test_an_early_signal_does_not_end_the_ranks(tmp_path, launcher):
     job = Job(tmp_path, f"launcher={launcher}")
     code, output = job.start(f"kill -USR1 $$; {DONE}")
     assert (code, job.requeues) == (0, []), output
     assert {"--kill-on-bad-exit=1", "--wait=60"} <= {*job.words("srun")}  # one rank's end is that of all
 
 
-def test_a_line_of_setup_that_fails_ends_the_try(tmp_path):
+def test_a_failing_setup_line_ends_the_attempt(tmp_path):
     job = Job(tmp_path, 'setup=["export A=1", "test -e nowhere", "export B=1"]')
     code, output = job.start(DONE)
     assert (code, job.requeues) == (0, ["job"])
@@ -130,7 +130,7 @@ def test_a_line_of_setup_that_fails_ends_the_try(tmp_path):
 @pytest.mark.parametrize(
     "line", ["set -e", "set -euo pipefail", "set -f; IFS=:; shopt -s failglob", "trap '' USR1"]
 )
-def test_what_setup_does_to_the_shell_is_not_for_the_rest_of_the_script(tmp_path, line):
+def test_setup_cannot_change_the_shell_of_the_rest_of_the_script(tmp_path, line):
     job = Job(tmp_path, f"setup={json.dumps([line])}")
     stop = "kill -USR1 $SCRIPT; while [ ! -e $LOG/scancel ]; do sleep 0.05; done; exit 1"
     code, output = job.start(stop)
@@ -149,7 +149,7 @@ def test_what_setup_does_to_the_shell_is_not_for_the_rest_of_the_script(tmp_path
         "unset attempt",
     ],
 )
-def test_setup_that_ends_the_script_ends_the_try_and_counts(tmp_path, line):
+def test_setup_that_exits_ends_the_attempt_and_counts_as_a_failure(tmp_path, line):
     job = Job(tmp_path, "max_failures=1", f"setup={json.dumps([line])}")
     code, output = job.start(DONE)
     assert (code, job.requeues) == (0, ["job"]), output
@@ -158,19 +158,19 @@ def test_setup_that_ends_the_script_ends_the_try_and_counts(tmp_path, line):
     assert not (job.log / "command").exists()
 
 
-def test_setup_that_returns_early_leaves_the_ranks_an_address(tmp_path):
+def test_setup_that_returns_early_keeps_the_master_address(tmp_path):
     job = Job(tmp_path, 'setup=["return 0"]')
     assert job.start(DONE)[0] == 0
     assert "MASTER_ADDR=n1" in job.words("environment")
 
 
-def test_steps_take_over_the_variables_whatever_sbatch_was_told_to_export(tmp_path):
+def test_steps_inherit_the_variables_whatever_sbatch_exports(tmp_path):
     job = Job(tmp_path)
     assert job.start(DONE, SLURM_EXPORT_ENV="NONE")[0] == 0
     assert not [word for word in job.words("environment") if word.startswith("SLURM_EXPORT_ENV=")]
 
 
-def test_neighbouring_jobs_and_tries_have_ports_of_their_own_below_those_of_clients(tmp_path):
+def test_neighbouring_jobs_and_attempts_use_different_ports_below_the_ephemeral_range(tmp_path):
     ports = []
     for number in (1_048_575, 1_048_576):
         place = tmp_path / str(number)
@@ -184,7 +184,7 @@ def test_neighbouring_jobs_and_tries_have_ports_of_their_own_below_those_of_clie
 
 
 @pytest.mark.parametrize(("asked", "sets"), [((), []), (("grace_seconds=120",), [f"{TERMINATION}=110"])])
-def test_ranks_know_of_grace_time_where_the_cluster_has_it(tmp_path, asked, sets):
+def test_ranks_get_the_grace_time_if_the_cluster_sets_one(tmp_path, asked, sets):
     job = Job(tmp_path, *asked, overrides=["a=1"])
     job.start(DONE)
     words = job.words("command")

@@ -104,7 +104,7 @@ def test_documented_settings_are_valid(tmp_path):
         ([], "sbatch cannot be run (No such file or directory): use a machine where jobs are submitted"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_queued(
+def test_mistakes_are_reported_before_anything_is_queued(
     submit, files, capsys, tmp_path, monkeypatch, arguments, message
 ):
     texts = {
@@ -145,7 +145,7 @@ sys.exit(submit.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_where_only_the_image_has_torch_mistakes_are_told_and_sizes_of_the_model_left_to_the_job(files):
+def test_without_torch_on_the_host_mistakes_are_reported_and_model_sizes_are_not_checked(files):
     image = ["--slurm", 'container={"kind": "apptainer", "image": "/i.sif"}', "--dry-run"]
     start = [sys.executable, "-c", WITHOUT_TORCH, str(SUBMIT), *files, *image]
     sizes = ["--set", "zero_optimization.stage=3", "--set", "zero_optimization.reduce_bucket_size=auto"]
@@ -179,7 +179,7 @@ def test_grace_time_reaches_the_configuration_of_the_run(submit, files, capsys):
     assert config.parts.settings.watchdog.termination_seconds == 30
 
 
-def test_what_sbatch_refuses_leaves_nothing_behind(submit, files, capsys, tmp_path, monkeypatch):
+def test_a_job_that_sbatch_rejects_leaves_no_files(submit, files, capsys, tmp_path, monkeypatch):
     folder = only_bash(tmp_path)
     (folder / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
     (folder / "sbatch").chmod(0o755)
@@ -190,9 +190,7 @@ def test_what_sbatch_refuses_leaves_nothing_behind(submit, files, capsys, tmp_pa
 
 
 @pytest.mark.parametrize("body", ["exit 1", "echo", "echo 'job  is queued'"])
-def test_what_sbatch_does_not_queue_leaves_everything_as_it_was(
-    submit, files, capsys, tmp_path, monkeypatch, body
-):
+def test_a_job_that_is_not_queued_changes_no_files(submit, files, capsys, tmp_path, monkeypatch, body):
     folder = only_bash(tmp_path)
     (folder / "sbatch").write_text(f"#!/bin/bash\n{body}\n")
     (folder / "sbatch").chmod(0o755)
@@ -211,7 +209,7 @@ def test_what_sbatch_does_not_queue_leaves_everything_as_it_was(
     assert [*script.parent.iterdir()] == [script]
 
 
-def test_a_working_folder_that_is_gone_is_told(submit, files, capsys, tmp_path, monkeypatch):
+def test_a_missing_working_folder_is_reported(submit, files, capsys, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -235,7 +233,7 @@ def test_a_job_that_submits_another_keeps_its_own_variables(submit, files, capsy
     assert (tmp_path / "run" / "slurm" / "pretrain.sbatch").read_text().startswith("#!/bin/bash\n")
 
 
-def test_mistakes_on_the_command_line_itself_are_one_line():
+def test_mistakes_on_the_command_line_itself_are_one_line_errors():
     check_refusal(
         subprocess.run([sys.executable, SUBMIT, "--dry-run"], capture_output=True, text=True),
         "the following arguments are required: --ds-config; see --help",

@@ -19,7 +19,7 @@ def hurried(job):
     (job.bin / "sleep").chmod(0o755)
 
 
-def test_launchers_exit_code_does_not_decide(tmp_path):
+def test_the_exit_code_of_the_launcher_does_not_decide(tmp_path):
     job = Job(tmp_path)
     code, output = job.start(f"{DONE}\nexit 9")
     assert (code, job.requeues) == (0, [])
@@ -29,7 +29,7 @@ def test_launchers_exit_code_does_not_decide(tmp_path):
     assert (code, job.requeues) == (0, ["job"])
 
 
-def test_a_mark_of_an_earlier_job_is_not_believed(tmp_path):
+def test_a_mark_of_an_earlier_job_is_ignored(tmp_path):
     job = Job(tmp_path)
     job.run.mkdir()
     (job.run / "DONE").touch()
@@ -42,7 +42,7 @@ def test_a_mark_of_an_earlier_job_is_not_believed(tmp_path):
     assert "the run is finished" in output
 
 
-def test_a_refusal_is_told_and_not_tried_again(tmp_path):
+def test_a_rejected_run_is_reported_and_not_retried(tmp_path):
     job = Job(tmp_path)
     code, output = job.start('echo "no corpus: name one" >"$MEGALOWBIT_REFUSAL"; exit 1')
     assert (code, job.requeues) == (2, [])
@@ -51,7 +51,7 @@ def test_a_refusal_is_told_and_not_tried_again(tmp_path):
     assert "no corpus" not in output
 
 
-def test_only_a_file_is_the_mark_of_a_finished_run_and_a_refusal_counts_more(tmp_path):
+def test_only_a_regular_file_marks_a_finished_run_and_a_refusal_takes_precedence(tmp_path):
     job = Job(tmp_path)
     _, output = job.start('mkdir -p "$run/DONE"')
     assert "is finished" not in output
@@ -62,7 +62,7 @@ def test_only_a_file_is_the_mark_of_a_finished_run_and_a_refusal_counts_more(tmp
     assert "will not be retried: no room" in output
 
 
-def test_tries_without_progress_are_counted_over_requeues_and_those_with_it_are_not(tmp_path):
+def test_only_attempts_without_progress_are_counted_across_requeues(tmp_path):
     job = Job(tmp_path, "max_failures=2")
     codes = [job.start("exit 1", restarts=number)[0] for number in range(2)]
     codes.append(job.start(f"{CHECKPOINT}\nexit 1", restarts=2)[0])
@@ -75,7 +75,7 @@ def test_tries_without_progress_are_counted_over_requeues_and_those_with_it_are_
     assert (code, len(job.requeues)) == (0, 6)
 
 
-def test_a_rollback_that_comes_back_to_lower_steps_is_progress(tmp_path):
+def test_lower_steps_after_a_rollback_count_as_progress(tmp_path):
     job = Job(tmp_path, "max_failures=0")
     save = 'cd "$run"; mkdir -p checkpoints/step-000000{0}; touch checkpoints/step-000000{0}/manifest.json; '
     assert job.start('mkdir -p "$run"; ' + save.format(20) + "exit 1")[0] == 0
@@ -87,7 +87,7 @@ def test_a_rollback_that_comes_back_to_lower_steps_is_progress(tmp_path):
     assert job.start("exit 1", restarts=2)[0] == 1
 
 
-def test_tries_that_take_the_script_along_are_counted_too(tmp_path):
+def test_attempts_that_also_end_the_script_are_counted(tmp_path):
     job = Job(tmp_path, "max_failures=1")
     node_dies = "kill -KILL $SCRIPT"
     assert [job.start(node_dies, restarts=number)[0] for number in range(2)] == [-9, -9]
@@ -98,7 +98,7 @@ def test_tries_that_take_the_script_along_are_counted_too(tmp_path):
     assert not (job.log / "command").exists()
 
 
-def test_what_such_tries_have_come_to_is_seen_by_the_next(tmp_path):
+def test_progress_of_attempts_that_also_end_the_script_is_counted(tmp_path):
     job = Job(tmp_path, "max_failures=1")
     node_dies = "kill -KILL $SCRIPT"
     for number in range(4):
@@ -111,7 +111,7 @@ def test_what_such_tries_have_come_to_is_seen_by_the_next(tmp_path):
     assert not (job.log / "command").exists()
 
 
-def test_two_jobs_on_one_folder_do_not_count_for_each_other(tmp_path):
+def test_two_jobs_on_one_folder_count_attempts_separately(tmp_path):
     (tmp_path / "other").mkdir()
     job = Job(tmp_path, "max_failures=1")
     other = Job(tmp_path / "other", "max_failures=1", folder=job.run)
@@ -129,7 +129,7 @@ def test_two_jobs_on_one_folder_do_not_count_for_each_other(tmp_path):
     assert "the run is finished" in output  # by its own try
 
 
-def test_tries_that_cannot_be_counted_are_the_last(tmp_path):
+def test_an_attempt_that_cannot_be_counted_is_the_last(tmp_path):
     job = Job(tmp_path)
     hurried(job)
     # as little to be written to as a file on a full disk
@@ -140,7 +140,7 @@ def test_tries_that_cannot_be_counted_are_the_last(tmp_path):
     assert not (job.log / "command").exists()
 
 
-def test_a_file_system_that_is_away_when_a_try_begins_is_waited_for(tmp_path):
+def test_an_attempt_waits_for_a_file_system_that_is_unavailable(tmp_path):
     job = Job(tmp_path)
     hurried(job)
     (job.bin / "sync").write_text(FAILS.format(name="sync", times=3))
@@ -161,7 +161,7 @@ def test_incomplete_and_damaged_checkpoints_are_no_progress(tmp_path):
     assert "ended at step 9 (code 1)" in output
 
 
-def test_a_wish_to_stop_goes_to_all_ranks_until_they_end(tmp_path):
+def test_a_stop_request_reaches_all_ranks_until_they_end(tmp_path):
     job = Job(tmp_path)
     stop = f"kill -USR1 $SCRIPT; while [ ! -e $LOG/scancel ]; do sleep 0.05; done\n{CHECKPOINT}"
     code, output = job.start(stop)
@@ -197,7 +197,7 @@ def test_a_signal_that_comes_just_before_the_wait_is_not_lost(tmp_path):
         ("RUNNING None", 0, ["job"], "asked to stop"),
     ],
 )
-def test_a_term_means_what_slurm_says(tmp_path, state, code, requeues, told):
+def test_terms_have_the_meaning_of_slurm(tmp_path, state, code, requeues, told):
     job = Job(tmp_path)
     job.state = state
     ended, output = job.start("kill -TERM $SCRIPT; sleep 0.5")
@@ -206,7 +206,7 @@ def test_a_term_means_what_slurm_says(tmp_path, state, code, requeues, told):
     assert ("ended at step" in output) == bool(requeues)
 
 
-def test_a_job_that_is_cancelled_while_slurm_is_asked_about_a_warning_does_not_come_back(tmp_path):
+def test_a_job_cancelled_while_slurm_is_queried_is_not_requeued(tmp_path):
     job = Job(tmp_path)
     asked = '[[ -e $LOG/asked ]] || { touch "$LOG/asked"; kill -TERM $SCRIPT; echo RUNNING None; exit; }\n'
     (job.bin / "squeue").write_text(f"#!/bin/bash\n{asked}echo COMPLETING None\n")
@@ -215,7 +215,7 @@ def test_a_job_that_is_cancelled_while_slurm_is_asked_about_a_warning_does_not_c
 
 
 @pytest.mark.parametrize("times", [0, 2])
-def test_a_job_that_is_cancelled_late_does_not_come_back(tmp_path, times):
+def test_a_job_cancelled_late_is_not_requeued(tmp_path, times):
     job = Job(tmp_path)
     hurried(job)
     job.state = "COMPLETING None"
@@ -234,7 +234,7 @@ def test_a_job_that_is_cancelled_late_does_not_come_back(tmp_path, times):
         (999, "COMPLETING None", 0, ["job"]),
     ],
 )
-def test_a_controller_that_does_not_answer_is_asked_again_and_not_taken_for_a_cancel(
+def test_an_unanswered_query_is_repeated_and_not_treated_as_a_cancellation(
     tmp_path, times, state, code, requeues
 ):
     job = Job(tmp_path)
@@ -245,7 +245,7 @@ def test_a_controller_that_does_not_answer_is_asked_again_and_not_taken_for_a_ca
     assert (ended, job.requeues) == (code, requeues), output
 
 
-def test_requeueing_is_tried_for_as_long_as_a_controller_may_be_away(tmp_path):
+def test_requeueing_is_retried_while_the_controller_is_unavailable(tmp_path):
     job = Job(tmp_path)
     hurried(job)
     names = """[[ $1 != show ]] || { echo n1; exit; }\n"""
@@ -260,7 +260,7 @@ def test_requeueing_is_tried_for_as_long_as_a_controller_may_be_away(tmp_path):
         assert told in output
 
 
-def test_a_step_that_hangs_does_not_hold_the_nodes(tmp_path):
+def test_a_hung_empty_job_step_times_out(tmp_path):
     job = Job(tmp_path)
     limit = "timeout --kill-after=10 60 srun --overlap --nodes=1 "
     assert job.script.count(limit) == 1
@@ -271,7 +271,7 @@ def test_a_step_that_hangs_does_not_hold_the_nodes(tmp_path):
     assert "an empty job step has failed" in output
 
 
-def test_what_outlives_a_try_is_ended_before_the_next(tmp_path):
+def test_leftover_processes_are_ended_before_the_next_attempt(tmp_path):
     job = Job(tmp_path)
     code, output = job.start('setsid sleep 600 &>/dev/null & echo $! >"$LOG/orphan"; exit 0')
     orphan = (job.log / "orphan").read_text().strip()
@@ -290,7 +290,7 @@ def is_alive(process):
         return False
 
 
-def test_each_of_the_next_tries_numbers_its_steps_otherwise(tmp_path):
+def test_each_attempt_numbers_its_steps_differently(tmp_path):
     job = Job(tmp_path)
     (job.bin / "srun").write_text('#!/bin/bash\necho "${@: -1}" >>"$LOG/steps"\n')
     for restarts in (0, 1, 2):

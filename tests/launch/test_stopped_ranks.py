@@ -26,7 +26,7 @@ def stopped(tmp_path_factory):
     return folder, ranks
 
 
-def test_a_signal_to_one_rank_saves_the_same_step_on_all_ranks_and_ends_with_0(stopped):
+def test_a_signal_to_one_rank_saves_the_same_step_on_all_ranks_and_exits_with_0(stopped):
     folder, ranks = stopped
     assert ranks.codes == [0, 0], ranks.output()
     step = metrics(folder / "run")[-1]["step"]
@@ -47,7 +47,7 @@ def test_a_stopped_run_resumes_after_that_step_and_is_marked_as_finished_at_its_
     assert json.loads((folder / "resumed" / "DONE").read_text()) == {"step": step + 1}
 
 
-def test_a_mistake_is_also_written_where_whoever_starts_jobs_again_looks(tmp_path):
+def test_a_user_error_is_also_written_to_the_refusal_file(tmp_path):
     write_config(tmp_path)
     refusal = tmp_path / "refusal"
     arguments = ["--ds-config", "tiny.json", "--set", "megalowbit.recipe=nvfp5"]
@@ -57,7 +57,7 @@ def test_a_mistake_is_also_written_where_whoever_starts_jobs_again_looks(tmp_pat
     assert "nvfp5" in refusal.read_text()
 
 
-def test_what_may_be_gone_at_the_next_try_is_no_refusal(tmp_path):
+def test_a_transient_error_writes_no_refusal_file(tmp_path):
     write_config(tmp_path)
     refusal = tmp_path / "refusal"
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}

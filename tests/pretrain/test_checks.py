@@ -37,7 +37,7 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(("override", "word"), list(overrides()))
-def test_every_way_to_a_run_refuses_a_value_in_the_same_words(
+def test_all_entry_points_reject_a_value_with_the_same_message(
     override, word, config, tmp_path, submit, capsys
 ):
     run_dir = tmp_path / "run"
@@ -85,7 +85,7 @@ def test_real_commands_print_all_mistakes_and_exit_with_2(command, config, tmp_p
     assert others[2].startswith("  - recipe block lacks q_forward_input")
 
 
-def test_what_deepspeed_finds_is_reported_together_with_the_rest(config):
+def test_errors_found_by_deepspeed_are_reported_with_the_others(config):
     overrides = ["zero_optimization.reduce_bucket_size=true", "checkpoint.tag_validation=3"]
     overrides += ["megalowbit.model.overrides.n_head=5", "csv_monitor.enabeld=true"]
     with pytest.raises(UserError) as caught:
@@ -103,7 +103,7 @@ def test_a_recipe_left_null_is_the_default_and_shown_as_such(config):
     assert resolved.recipe == resolved.to_dict()["megalowbit"]["recipe"] == "nvfp4"
 
 
-def test_sizes_to_be_filled_in_from_the_model_are(config, tmp_path):
+def test_auto_sizes_are_filled_in_from_the_model(config, tmp_path):
     sizes = {"reduce_bucket_size": 1024, "stage3_prefetch_bucket_size": 921}
     sizes["stage3_param_persistence_threshold"] = 320
     overrides = ["zero_optimization.stage=3", *(f"zero_optimization.{key}=auto" for key in sizes)]
@@ -117,7 +117,7 @@ def test_sizes_to_be_filled_in_from_the_model_are(config, tmp_path):
     assert wider["zero_optimization"]["reduce_bucket_size"] == 4096
 
 
-def test_an_optimizer_that_a_configuration_cannot_name_has_a_way_in(config):
+def test_an_unsupported_optimizer_name_is_rejected_with_an_alternative(config):
     for name in ("Muon", "lion", "LAMB", "OneBitAdam", "Adafactor"):
         with pytest.raises(UserError, match=r"is not among .*pass a torch optimizer.* as optimizer= to mlb"):
             load_checked_config(config, [f"optimizer.type={name}"], world_size=1)

@@ -10,7 +10,7 @@ FP4 = Recipe.from_dict({"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"})
 FP8 = Recipe.from_dict({"base": "mxfp4", "gemm": "fp8"})
 
 
-def test_what_quantises_is_described_in_one_line(monkeypatch):
+def test_kernels_are_described_on_one_line(monkeypatch):
     monkeypatch.setenv("MEGALOWBIT_BACKEND", "torch")
     assert describe_kernels(FP8, CPU) == "plain torch (slow) on cpu, fp8 products"
 
@@ -24,7 +24,7 @@ def test_a_gemm_the_device_lacks_is_named_with_the_device():
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
-def test_a_run_that_cannot_multiply_is_refused_with_a_remedy():
+def test_a_run_without_a_usable_gemm_is_rejected_with_a_remedy():
     assert this_device() == CPU
     check_kernels(FP8)
     with pytest.raises(UserError, match=r'gemm "fp4" cannot run on cpu.*set gemm to "bf16"'):

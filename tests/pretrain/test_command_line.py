@@ -41,7 +41,7 @@ def test_a_mistake_is_one_line_on_stderr_and_code_2(arguments, message, capsys, 
     assert not list(tmp_path.iterdir())
 
 
-def test_other_ranks_let_the_main_rank_speak_first(capsys, monkeypatch):
+def test_other_ranks_wait_for_the_main_rank_to_report_first(capsys, monkeypatch):
     waited = []
     monkeypatch.setattr(command_line.time, "sleep", waited.append)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
@@ -67,7 +67,7 @@ def test_cores_are_shared_between_the_processes_of_a_node(local_size, share, tmp
     assert os.environ["OMP_NUM_THREADS"] == str(max(1, int(cores * share)))
 
 
-def test_a_number_of_threads_chosen_by_the_user_stays(tmp_path, monkeypatch):
+def test_a_thread_count_chosen_by_the_user_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     main(["--ds-config", str(write_config(tmp_path)), "--dry-run"])
     assert os.environ["OMP_NUM_THREADS"] == "7"
@@ -119,12 +119,12 @@ def test_one_process_sizes_a_run_of_many(more, said, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("more", [["--processes", "0", "--dry-run"], ["--processes", "4"]])
-def test_a_number_of_processes_is_for_a_dry_run(more, capsys, tmp_path):
+def test_a_number_of_processes_is_only_for_a_dry_run(more, capsys, tmp_path):
     assert main(["--ds-config", str(write_config(tmp_path)), *more]) == 2
     assert "needs --dry-run and a value of at least 1" in capsys.readouterr().err
 
 
-def test_a_number_of_processes_that_does_not_fit_is_said(capsys, tmp_path):
+def test_an_unsuitable_number_of_processes_is_reported(capsys, tmp_path):
     arguments = ["--ds-config", str(write_config(tmp_path)), "--dry-run", "--processes", "6", *FOR_FOUR]
     assert main(arguments) == 2
     assert "does not divide the 6 processes" in capsys.readouterr().err

@@ -97,7 +97,7 @@ def test_a_later_override_wins(write):
     assert config.settings.run.steps == 3
 
 
-def test_a_stock_fp16_block_is_read_as_ours_and_not_handed_on(write):
+def test_a_stock_fp16_block_is_translated_and_not_passed_to_deepspeed(write):
     raw = raw_config()
     raw["fp16"] = {
         "enabled": True,
@@ -114,7 +114,7 @@ def test_a_stock_fp16_block_is_read_as_ours_and_not_handed_on(write):
     assert (scaler["growth_interval"], scaler["hysteresis"], scaler["min_scale"]) == (7, 3, 2)
 
 
-def test_stock_monitor_blocks_go_to_our_sinks_and_not_to_deepspeed(write):
+def test_stock_monitor_blocks_configure_the_sinks_of_the_run(write):
     raw = raw_config()
     raw["wandb"] = {"enabled": True, "project": "mine"}
     raw["tensorboard"] = {"enabled": True, "output_path": "tb", "job_name": "j"}
@@ -178,7 +178,7 @@ def test_a_mistake_is_one_line_with_key_value_and_remedy(write, overrides, messa
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="from there on opening the file says it")
-def test_a_loop_of_links_is_one_line(write, tmp_path):
+def test_a_loop_of_links_is_a_one_line_error(write, tmp_path):
     (tmp_path / "loop.json").symlink_to(tmp_path / "loop.json")
     with pytest.raises(UserError, match=r"megalowbit\.model\.config = '.*loop\.json' is not a valid path"):
         resolve(write(raw_config()), f"megalowbit.model.config={tmp_path}/loop.json")
@@ -254,13 +254,13 @@ def test_a_first_split_before_the_last_step_is_none_or_in_time(write, recipe):
     assert resolve(write(raw_config(recipe=recipe))).recipe == recipe
 
 
-def test_what_stages_cannot_do_is_refused_before_anything_is_imported(write):
+def test_unsupported_pipeline_settings_are_rejected_before_any_import(write):
     overrides = ["pipeline.stages=2", "zero_optimization.stage=2"]
     with pytest.raises(UserError, match=r"zero_optimization\.stage = 2 .* pipeline\.stages = 2"):
         resolve(write(raw_config()), *overrides)
 
 
-def test_a_rollback_that_would_never_come_is_refused(tmp_path):
+def test_settings_under_which_no_rollback_can_happen_are_rejected(tmp_path):
     config = write_config(tmp_path)
     guarded = ['megalowbit.loss_guard={"nonfinite": "rollback", "patience": 50}']
     with pytest.raises(

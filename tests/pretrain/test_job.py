@@ -30,7 +30,7 @@ def test_telemetry_off_leaves_layers_unobserved(build_job):
     assert all(layer.observer is None for layer in bit_layers(job.engine.module).values())
 
 
-def test_a_checkpoint_brings_back_position_stream_totals_and_counts(build_job):
+def test_a_checkpoint_restores_position_random_stream_totals_and_counts(build_job):
     job = build_job()
     for _ in range(3):
         train_step(job)
@@ -77,7 +77,7 @@ def test_there_is_nothing_to_resume_in_an_empty_folder(build_job):
     assert build_job().resume() is False
 
 
-def test_what_an_exporter_reads_is_in_the_checkpoint(build_job, tmp_path):
+def test_the_checkpoint_has_everything_an_exporter_reads(build_job, tmp_path):
     job = build_job("megalowbit.recipe.base=nvfp4", 'megalowbit.recipe.keep=["transformer.h.0"]')
     train_step(job)
     job.save()
@@ -122,7 +122,7 @@ def test_a_projection_that_is_neither_swapped_nor_kept_is_an_error(build_job):
         check_all_projections_seen(job.engine.module.config, replace(job.report, missed=missed))
 
 
-def test_quantised_weights_are_kept_only_where_a_step_uses_them_again(build_job):
+def test_quantised_weights_are_cached_only_if_a_step_reuses_them(build_job):
     job = build_job()  # two micro-batches a step
     assert all(layer.weight_slot is not None for layer in bit_layers(job.engine.module).values())
     train_step(job)
@@ -134,7 +134,7 @@ def test_quantised_weights_are_kept_only_where_a_step_uses_them_again(build_job)
     assert build_job("zero_optimization.stage=3").weight_cache is None  # on every rank they would be whole
 
 
-def test_a_run_with_kept_weights_has_the_losses_of_one_without(build_job):
+def test_the_weight_cache_does_not_change_the_losses(build_job):
     kept = build_job()
     expected = [train_step(kept)[0]["loss"] for _ in range(3)]
     plain = build_job()

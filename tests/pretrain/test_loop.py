@@ -81,14 +81,14 @@ def test_training_that_only_skips_stops_with_the_reason(build_job, tmp_path):
     assert json.loads(lines[-1])["loss"] is None
 
 
-def test_layouts_are_configured_like_any_recipe(build_job):
+def test_layouts_are_configured_in_the_recipe(build_job):
     job = build_job('megalowbit.recipe={"base": "nvfp4", "layout": "per_gemm", "hadamard": true}')
     facts, is_skipped, *_ = train_step(job)
     assert not is_skipped
     assert math.isfinite(facts["loss"])
 
 
-def test_the_regularizer_is_reported_beside_the_loss(build_job):
+def test_the_regularizer_is_reported_next_to_the_loss(build_job):
     job = build_job("megalowbit.regularizer.strength=1e-3", "megalowbit.regularizer.epsilon=1e-3")
     weights = [layer.weight.detach().double() for layer in bit_layers(job.engine.module).values()]
     expected = sum(1e-3 * (w**2 + 1 / (w**2 + 1e-3)).mean().item() for w in weights)
@@ -100,7 +100,7 @@ def test_the_regularizer_is_reported_beside_the_loss(build_job):
     assert plain["loss"] == facts["loss"]
 
 
-def test_the_learning_rate_reported_is_the_one_weights_moved_by(build_job):
+def test_the_reported_learning_rate_is_the_one_used_by_the_update(build_job):
     job = build_job()
     (rate, _) = [group["lr"] for group in job.engine.optimizer.param_groups]
     job.engine.optimizer.param_groups[0]["lr_scale"] = 0.5

@@ -27,14 +27,14 @@ def make(model, **options):
     )
 
 
-def test_an_applied_step_has_norm_and_scale_and_nothing_that_was_not_asked_for(model):
+def test_an_applied_step_has_norm_and_scale_and_only_requested_facts(model):
     optimizer = make(model)
     model.weight.main_grad.fill_(32.0)  # 2 each, unscaled
     facts = optimizer_facts(optimizer, optimizer.step())
     assert facts == {"grad_norm": pytest.approx(2 * math.sqrt(6), rel=1e-6), "loss_scale": 16.0}
 
 
-def test_zeros_and_times_are_facts_where_they_were_asked_for(model):
+def test_zero_counts_and_times_are_facts_on_request(model):
     optimizer = make(model, log_num_zeros_in_grad=True, timers=StepTimers())
     model.weight.main_grad.fill_(1.0)
     facts = optimizer_facts(optimizer, optimizer.step())
@@ -57,6 +57,6 @@ def test_a_skipped_step_names_tensor_rank_and_scales(model):
     assert skip_line(7, report, 16.0) == "step 7 skipped: overflow in bias on rank 0"
 
 
-def test_an_applied_step_has_no_line(model):
+def test_an_applied_step_prints_no_line(model):
     optimizer = make(model)
     assert skip_line(1, optimizer.step(), 16.0) is None

@@ -96,7 +96,7 @@ def assert_same(found, expected):
         assert found == expected
 
 
-def test_splits_come_when_they_are_due_and_are_said_and_recorded(finished):
+def test_splits_happen_when_due_and_are_logged_and_recorded(finished):
     folder, output = finished
     lines = [line for line in output.splitlines() if "weights split" in line]
     assert lines == [
@@ -115,7 +115,7 @@ def test_splits_come_when_they_are_due_and_are_said_and_recorded(finished):
 
 
 @pytest.mark.parametrize("saved", slow_except([3, 4], [2, 3, 4, 5]))
-def test_a_resumed_run_is_bitwise_the_whole_one_before_at_and_after_a_split(
+def test_a_run_resumed_before_at_or_after_a_split_equals_an_uninterrupted_one_bitwise(
     finished, resolve, tmp_path, saved
 ):
     folder, _ = finished
@@ -131,7 +131,7 @@ def test_a_resumed_run_is_bitwise_the_whole_one_before_at_and_after_a_split(
 
 
 @pytest.mark.slow
-def test_output_gradients_go_on_warm_after_the_first_split_without_a_misfit(resolve, tmp_path, caplog):
+def test_output_gradients_stay_warm_after_the_first_split(resolve, tmp_path, caplog):
     block = {"base": "nvfp4", "split_grad_output": {"rank": 2}, "parameter_split": SPLIT}
     settings = (f"megalowbit.recipe={json.dumps(block)}", *SETTINGS[1:])
     run(resolve(*settings), tmp_path / "run")
@@ -187,7 +187,7 @@ def test_the_converter_takes_checkpoints_of_before_and_after_a_split(finished, c
     torch.testing.assert_close(exported[f"{WEIGHT}.weight"], whole(module, WEIGHT), rtol=2**-7, atol=6e-4)
 
 
-def test_before_its_split_a_run_is_bitwise_one_without(resolve, tmp_path):
+def test_before_its_first_split_a_run_equals_an_unsplit_one_bitwise(resolve, tmp_path):
     # Without clipping: the norm adds up in pieces of the gradient buffer, which has zeros in between.
     settings = ("gradient_clipping=0", "megalowbit.run.steps=4", "megalowbit.checkpoint.every=3")
     plain, folder = tmp_path / "plain", tmp_path / "able"

@@ -12,7 +12,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_low_bit_layers_see_half_precision_and_norms_fp32(build_job, precision):
+def test_low_bit_layers_get_half_precision_inputs_and_norms_fp32(build_job, precision):
     job = build_job(
         f"megalowbit.precision={precision}", "megalowbit.autocast=true", "megalowbit.fp32_norms=true"
     )

@@ -117,7 +117,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", slow_except(["next", "fp16"], CASES))
-def test_it_is_the_run_that_is_resumed_further_on_in_the_data(build_job, resolve, tmp_path, name):
+def test_a_rollback_equals_a_resume_at_a_later_data_position(build_job, resolve, tmp_path, name):
     bad, overrides = CASES[name]
     overrides = [*overrides, *EVERY, AT_ONCE]
     job = build_job(*overrides)
@@ -138,7 +138,7 @@ def test_it_is_the_run_that_is_resumed_further_on_in_the_data(build_job, resolve
     assert_same_weights(job, fresh)
 
 
-def test_what_is_told_and_kept_of_a_rollback(build_job, tmp_path, capsys):
+def test_a_rollback_is_logged_and_recorded(build_job, tmp_path, capsys):
     job = build_job(*EVERY, AT_ONCE, "megalowbit.telemetry.layers_every=1")
     spoil(job, {7})
     run(job)
@@ -164,7 +164,7 @@ def test_what_is_told_and_kept_of_a_rollback(build_job, tmp_path, capsys):
     assert all(math.isfinite(loss) for loss in curve.values())
 
 
-def test_a_run_without_trouble_says_nothing(build_job, tmp_path, capsys):
+def test_a_run_without_problems_logs_nothing(build_job, tmp_path, capsys):
     job = build_job("megalowbit.run.steps=3", AT_ONCE)
     run(job)
     assert "roll" not in capsys.readouterr().out
@@ -204,7 +204,7 @@ def test_a_kill_after_a_rollback_costs_nothing(build_job, tmp_path):
         assert_same_weights(again, whole)
 
 
-def test_a_checkpoint_saved_in_trouble_or_damaged_is_not_gone_back_to(
+def test_a_rollback_skips_damaged_checkpoints_and_those_saved_while_the_loss_was_unstable(
     build_job, tmp_path, caplog, stop_signals
 ):
     overrides = [*EVERY, 'megalowbit.loss_guard={"nonfinite": "rollback", "patience": 3}']
@@ -224,9 +224,7 @@ def test_a_checkpoint_saved_in_trouble_or_damaged_is_not_gone_back_to(
     assert resumed.store.steps() == [7]
 
 
-def test_damage_since_this_process_has_read_a_checkpoint_is_met_too(
-    build_job, tmp_path, caplog, stop_signals
-):
+def test_a_checkpoint_damaged_after_it_was_read_is_detected(build_job, tmp_path, caplog, stop_signals):
     job = build_job(*EVERY, AT_ONCE)
     run_until_stopped(job, 4)
     resumed = build_job(*EVERY, AT_ONCE)
@@ -239,7 +237,7 @@ def test_damage_since_this_process_has_read_a_checkpoint_is_met_too(
     assert "step-00000004.damaged" in caplog.text
 
 
-def test_what_is_saved_on_request_changes_nothing(build_job, tmp_path, stop_signals):
+def test_saving_on_request_does_not_change_the_run(build_job, tmp_path, stop_signals):
     undisturbed = build_job(*EVERY, AT_ONCE)
     spoil(undisturbed, {7})
     run(undisturbed)
@@ -257,7 +255,7 @@ def test_what_is_saved_on_request_changes_nothing(build_job, tmp_path, stop_sign
     assert again.store.steps() == [4, 8, 9]  # that of step 6 is of data that were left out
 
 
-def test_data_that_stay_bad_lead_further_back_and_then_to_the_end(build_job, tmp_path, capsys):
+def test_repeated_bad_data_roll_back_further_and_finally_stop_the_run(build_job, tmp_path, capsys):
     job = build_job(
         "megalowbit.run.steps=20", "megalowbit.checkpoint.every=2",
         "megalowbit.checkpoint.keep=null", AT_ONCE,
@@ -295,7 +293,7 @@ def test_a_run_may_be_stopped_instead(build_job, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_in_trouble_nothing_is_saved_but_at_the_end(build_job, capsys):
+def test_while_the_loss_is_unstable_only_the_last_step_is_saved(build_job, capsys):
     overrides = ["megalowbit.checkpoint.every=2", "megalowbit.checkpoint.keep=null"]
     job = build_job(*overrides, 'megalowbit.loss_guard={"nonfinite": "stop"}')
     spoil(job, {3, 4, 6})
@@ -305,7 +303,7 @@ def test_in_trouble_nothing_is_saved_but_at_the_end(build_job, capsys):
 
 
 @pytest.mark.slow
-def test_a_loss_that_has_risen_finds_a_checkpoint_from_before_however_few_are_kept(build_job, capsys):
+def test_after_a_rise_there_is_an_earlier_checkpoint_however_few_are_kept(build_job, capsys):
     job = build_job(
         "megalowbit.recipe=bf16", "megalowbit.run.steps=70", "megalowbit.checkpoint.every=6",
         "megalowbit.checkpoint.keep=1", "scheduler=null",
@@ -322,7 +320,7 @@ def test_a_loss_that_has_risen_finds_a_checkpoint_from_before_however_few_are_ke
 
 
 @pytest.mark.slow
-def test_spikes_in_a_row_lead_back(build_job, capsys):
+def test_consecutive_spikes_trigger_a_rollback(build_job, capsys):
     job = build_job(
         "megalowbit.recipe=bf16", "megalowbit.run.steps=44", "megalowbit.checkpoint.every=6",
         'megalowbit.loss_guard={"spike": "rollback", "patience": 2, "window": 32}',

@@ -25,7 +25,7 @@ def run_of(build_job, initial_scale, retries, *overrides):
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", '{"base": "nvfp4", "split_input": {"method": "qb", "rank": 4}}'])
-def test_with_retries_the_run_is_the_one_that_began_at_the_right_scale(build_job, recipe):
+def test_with_retries_the_run_equals_one_that_started_at_the_right_scale(build_job, recipe):
     override = f"megalowbit.recipe={recipe}"
     found, job = run_of(build_job, 2.0**26, 20, override)
     right = found[0][0]["loss_scale"]
@@ -85,12 +85,12 @@ def test_retries_are_in_the_metrics_and_the_log_of_a_run(resolve, tmp_path, caps
         ["megalowbit.precision=fp16", 'megalowbit.grad_scaler={"type": "constant", "scale": 8}'],
     ],
 )
-def test_retries_without_a_scale_to_lower_are_refused(resolve, overrides):
+def test_retries_without_a_variable_loss_scale_are_rejected(resolve, overrides):
     with pytest.raises(UserError, match="overflow_retries = 2 needs a loss scale that can be lowered"):
         resolve("megalowbit.run.overflow_retries=2", *overrides)
 
 
-def test_a_run_of_an_earlier_version_is_resumed_without_a_word(resolve):
+def test_a_run_of_an_earlier_version_is_resumed_without_warnings(resolve):
     now = resolve().to_dict()
     before = json.loads(json.dumps(now))
     del before["megalowbit"]["run"]["overflow_retries"]

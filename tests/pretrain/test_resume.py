@@ -69,14 +69,14 @@ def test_length_frequency_and_number_of_processes_may_change_and_are_named(path,
         (("megalowbit", "regularizer"), {"strength": 1e-4}, r"regularizer\.strength was 0\.0 .* is 0\.0001"),
     ],
 )
-def test_what_the_checkpoint_decides_may_not_change(path, value, message):
+def test_settings_fixed_by_the_checkpoint_cannot_change(path, value, message):
     with pytest.raises(UserError, match=message):
         changed_settings(SAVED, changed(*path, value=value))
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("key", ["recipe", "model"])
-def test_a_block_in_place_of_a_name_is_said_as_it_was(key, is_reversed):
+def test_a_name_replaced_by_a_block_is_reported_with_both_values(key, is_reversed):
     block = {"base": "nvfp4", "keep": ["*.h.0.*"]}
     named, long = changed("megalowbit", key, value="mxfp4"), changed("megalowbit", key, value=block)
     before, now = (long, named) if is_reversed else (named, long)
@@ -92,14 +92,14 @@ def test_a_block_of_the_models_configuration_is_said_as_it_was():
         check_same_model({"rope_scaling": {"factor": 2}}, {"rope_scaling": "no"})
 
 
-def test_a_model_of_the_same_shapes_that_computes_something_else_is_refused():
+def test_a_model_with_equal_shapes_but_another_computation_is_rejected():
     saved = {"n_head": 2, "n_embd": 32, "transformers_version": "5.1", "use_cache": True}
     check_same_model(saved, {**saved, "transformers_version": "5.2", "use_cache": False})
     with pytest.raises(UserError, match="the model's n_head was 2 in the checkpoint and is 4 now"):
         check_same_model(saved, {**saved, "n_head": 4})
 
 
-def test_a_run_from_before_a_setting_was_written_down_had_its_default():
+def test_a_setting_missing_in_an_older_run_has_its_default():
     now = changed("megalowbit", "gradient_norm", value="global")
     now["megalowbit"]["regularizer"] = RegularizerSettings().model_dump(mode="json")
     assert changed_settings(SAVED, now) == []
@@ -110,7 +110,7 @@ def with_speculation(**settings):
     return changed("megalowbit", "speculation", value=block)
 
 
-def test_speculation_is_off_in_a_run_from_before_it():
+def test_a_run_without_a_speculation_section_has_it_off():
     assert changed_settings(SAVED, changed("megalowbit", "speculation", value=None)) == []
 
 
@@ -143,7 +143,7 @@ def test_speculation_may_not_be_added_or_left_out(is_reversed):
         ({"estimator": {"type": "mad"}}, r"speculation\.estimator\.type was 'quantile' .* is 'mad' now"),
     ],
 )
-def test_decisions_may_not_go_on_under_another_ladder_or_threshold(settings, message):
+def test_decisions_cannot_resume_with_other_candidates_or_another_threshold(settings, message):
     assert changed_settings(with_speculation(), with_speculation()) == []
     with pytest.raises(UserError, match=f"^megalowbit\\.{message}"):
         changed_settings(with_speculation(), with_speculation(**settings))
@@ -194,7 +194,7 @@ def test_another_precision_is_named_before_the_scaler_that_came_with_it():
         changed_settings(with_scaler(type="none"), now)
 
 
-def test_a_scaler_written_before_there_were_modes_was_megatrons():
+def test_a_scaler_saved_without_a_mode_follows_megatrons_rules():
     old = changed(
         "megalowbit", "grad_scaler",
         value={"type": "dynamic", "initial_scale": 2.0**16, "min_scale": 1.0, "growth_factor": 2.0,
@@ -212,7 +212,7 @@ def with_schedule(**section):
     return changed("megalowbit", "lr_schedule", value=section)
 
 
-def test_a_schedule_may_end_at_another_step_and_not_become_another():
+def test_a_schedule_may_change_its_end_but_not_its_type():
     before = with_schedule(type="wsd", total_steps=100, decay_steps=20)
     now = with_schedule(type="wsd", total_steps=60, decay_steps=10)
     assert changed_settings(before, now) == [

@@ -69,7 +69,7 @@ QUICK = ["megatron", "controller", "layer_scaling", "splits", "parameter_split"]
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, CASES))
-def test_a_resumed_run_ends_bitwise_as_the_undisturbed_one(resolve, tmp_path, name):
+def test_a_resumed_run_ends_bitwise_equal_to_an_uninterrupted_one(resolve, tmp_path, name):
     config = resolve(
         *CASES[name],
         f"megalowbit.run.steps={STEPS}",

@@ -32,9 +32,7 @@ def test_a_run_ends_with_checkpoint_summary_and_model(resolve, tmp_path, capsys)
     assert "4/4" in output
 
 
-def test_a_finished_run_that_is_resumed_has_nothing_to_do_and_an_extended_one_goes_on(
-    resolve, tmp_path, capsys
-):
+def test_resuming_a_finished_run_does_nothing_unless_it_was_extended(resolve, tmp_path, capsys):
     folder = tmp_path / "run"
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=False)
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=True)
@@ -60,9 +58,7 @@ def test_a_finished_run_that_is_resumed_has_nothing_to_do_and_an_extended_one_go
         ("megalowbit.model.overrides.n_head=4", "n_head"),
     ],
 )
-def test_a_resume_that_would_make_another_run_is_refused_and_leaves_the_first_alone(
-    resolve, tmp_path, override, message
-):
+def test_an_incompatible_resume_is_rejected_and_the_run_is_unchanged(resolve, tmp_path, override, message):
     folder = tmp_path / "run"
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=False)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -79,7 +75,7 @@ def test_records_that_cannot_be_opened_are_one_clear_error(resolve, tmp_path):
         pretrain(resolve(), ProcessIdentity(), run_dir=tmp_path / "run", is_resume=True)
 
 
-def test_a_run_in_fp8_says_at_its_end_what_its_products_ran_in(resolve, tmp_path, capsys):
+def test_an_fp8_run_reports_the_precision_of_its_products_at_the_end(resolve, tmp_path, capsys):
     recipe = 'megalowbit.recipe={"base": "mxfp4", "gemm": "fp8"}'
     config = resolve("megalowbit.run.steps=1", recipe)
     pretrain(config, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=False)
@@ -104,9 +100,7 @@ def test_a_finished_run_is_marked_and_a_stopped_one_is_not(resolve, tmp_path, st
         assert json.loads(done.read_text()) == {"step": 4}
 
 
-def test_a_run_killed_after_its_last_checkpoint_is_summed_up_and_exported_by_the_next_start(
-    resolve, tmp_path
-):
+def test_the_next_start_summarises_and_exports_a_run_killed_after_its_last_checkpoint(resolve, tmp_path):
     settings = (
         "megalowbit.run.steps=2",
         "megalowbit.telemetry.layers_every=3",
@@ -127,7 +121,7 @@ def test_a_run_killed_after_its_last_checkpoint_is_summed_up_and_exported_by_the
     assert (run / "hf" / "model.safetensors").exists()
 
 
-def test_skips_in_a_row_are_counted_over_a_kill(resolve, tmp_path):
+def test_consecutive_skips_are_counted_across_a_kill(resolve, tmp_path):
     limit = "megalowbit.run.max_consecutive_skips=4"
     scaler = 'megalowbit.grad_scaler={"initial_scale": 1e30, "min_scale": 1e30, "max_scale": 1e30}'
     arguments = ("megalowbit.precision=fp16", scaler, limit, "megalowbit.run.steps=9")

@@ -60,7 +60,7 @@ def test_every_node_has_a_name_an_address_and_processes_of_its_own(cluster):
     assert all(int(words.split()[-1]) < 30 for words in seen.values())
 
 
-def test_a_node_that_is_cut_off_is_reached_again_when_mended(cluster):
+def test_a_disconnected_node_is_reachable_again_after_repair(cluster):
     assert is_reached(cluster, "n2", by="n1")
     cluster.hosts.cut("n2")
     try:
@@ -71,7 +71,7 @@ def test_a_node_that_is_cut_off_is_reached_again_when_mended(cluster):
     until(lambda: is_reached(cluster, "n2", by="n1"))
 
 
-def test_clusters_side_by_side_do_not_see_each_other(cluster):
+def test_concurrent_clusters_are_isolated(cluster):
     with Cluster(nodes=2) as other:
         job = other.submit("--hold", "--wrap=true", cwd="/tmp")
         assert job.state == "PENDING"
@@ -84,7 +84,7 @@ def test_clusters_side_by_side_do_not_see_each_other(cluster):
     assert processes_that_name(other.folder) == []
 
 
-def test_nothing_of_a_cluster_outlives_a_test_that_is_killed(cluster):
+def test_a_killed_test_leaves_no_cluster_processes(cluster):
     command = [sys.executable, "-c", LEFT_ALONE, Path(__file__).parent]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as test:
         folder = test.stdout.readline().strip()
@@ -100,7 +100,7 @@ def test_nothing_of_a_cluster_outlives_a_test_that_is_killed(cluster):
         shutil.rmtree(folder)
 
 
-def test_what_is_missing_is_named(cluster, monkeypatch):
+def test_missing_prerequisites_are_named(cluster, monkeypatch):
     assert what_is_missing() == ""
     os.seteuid(65534)
     try:

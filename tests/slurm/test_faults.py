@@ -42,7 +42,7 @@ def test_signal_then_killed_rank_under_every_launcher(workspace, undisturbed, la
     assert run.losses() == undisturbed[launcher]
 
 
-def test_power_cut_of_the_node_that_runs_the_script(workspace, undisturbed):
+def test_a_power_cut_of_the_script_node_is_survived(workspace, undisturbed):
     run = workspace.submit("script-node")
     run.reach(step=SAVE_EVERY + 2)
     lost = run.nodes()[0]
@@ -56,7 +56,7 @@ def test_power_cut_of_the_node_that_runs_the_script(workspace, undisturbed):
     assert run.losses() == undisturbed["srun"]
 
 
-def test_network_cut_ends_the_try_in_time_naming_the_node_and_the_run_goes_on(tmp_path, undisturbed):
+def test_a_network_cut_ends_the_attempt_in_time_names_the_node_and_the_run_resumes(tmp_path, undisturbed):
     timeout = 10
     with Cluster(nodes=3, silence=60) as cluster:  # SLURM itself notices much later
         run = Workspace(cluster, tmp_path).submit("cut", sets=(f"megalowbit.watchdog.timeout={timeout}",))

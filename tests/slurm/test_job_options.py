@@ -8,7 +8,7 @@ from runs import SAVE_EVERY, STEPS, Workspace, processes
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_time_limit_is_survived_as_often_as_it_takes(workspace):
+def test_a_run_survives_any_number_of_time_limits(workspace):
     """SLURM sends the signal by itself, up to half a minute early; nobody else touches the job."""
     long = ("megalowbit.run.steps=300", "megalowbit.checkpoint.every=0")
     run = workspace.submit("limit", "time=1", "signal_seconds=20", sets=long)
@@ -19,7 +19,7 @@ def test_time_limit_is_survived_as_often_as_it_takes(workspace):
     assert [step for step, _ in run.losses()] == list(range(1, 301))
 
 
-def test_orphans_of_killed_deepspeed_launchers_are_ended_before_the_next_try(workspace):
+def test_orphans_of_killed_deepspeed_launchers_end_before_the_next_attempt(workspace):
     """With its child killed, a launcher ends with 0 while ranks train on; SLURM waits for them a minute."""
     run = workspace.submit("orphans", "launcher=deepspeed", sets=("megalowbit.run.steps=5000",))
     run.reach(step=SAVE_EVERY + 2)
@@ -52,7 +52,7 @@ def test_sweep_is_a_job_array_with_a_run_for_each_line(workspace):
     assert first.losses() != second.losses()
 
 
-def test_gpus_are_asked_for_and_each_has_a_rank(tmp_path):
+def test_gpus_are_requested_with_one_rank_each(tmp_path):
     """SLURM hands out two GPUs a node here, which are none: ranks run on the CPU."""
     with Cluster(nodes=2, gpus=2) as cluster:
         gpus = ("gpus_per_node=2", "tasks_per_node=null", 'setup=["echo GPUs $CUDA_VISIBLE_DEVICES"]')
@@ -63,7 +63,7 @@ def test_gpus_are_asked_for_and_each_has_a_rank(tmp_path):
     assert "4 processes" in run.log
 
 
-def test_lost_node_without_a_spare_is_done_without_if_the_job_allows_it(tmp_path):
+def test_a_lost_node_without_a_spare_is_dropped_if_the_job_allows_it(tmp_path):
     """Two nodes if there are two, else one: the batch stays as large as it was."""
     with Cluster(nodes=2, silence=7) as cluster:
         workspace = Workspace(cluster, tmp_path)

@@ -102,13 +102,13 @@ def test_signal_before_the_time_limit_saves_on_all_ranks_and_requeues(stories):
     assert len([name for name in shards if "pp_rank_1_" in name]) == 1
 
 
-def test_requeue_in_the_middle_goes_on_from_a_checkpoint(stories):
+def test_a_requeued_job_resumes_from_a_checkpoint(stories):
     run = stories(troubled)
     assert "is finished" not in run.tries[1]
     assert run.starts[2] > run.starts[1]
 
 
-def test_killed_rank_ends_the_try_and_the_script_requeues_itself(stories):
+def test_a_killed_rank_ends_the_attempt_and_the_script_requeues_itself(stories):
     run = stories(troubled)
     assert "ended at step" in run.tries[2]
     assert "code 0" not in run.tries[2]
@@ -116,7 +116,7 @@ def test_killed_rank_ends_the_try_and_the_script_requeues_itself(stories):
     assert run.starts[3] > run.starts[2]
 
 
-def test_powered_off_node_is_replaced_by_a_spare(stories):
+def test_a_powered_off_node_is_replaced_by_a_spare(stories):
     run = stories(troubled)
     [lost] = [node for node, state in run.job.cluster.node_states().items() if state.startswith("down")]
     assert lost in {"n3", "n4"}
@@ -131,14 +131,14 @@ def test_all_that_trouble_does_not_show_in_the_losses(stories):
     assert run.losses() == stories(undisturbed).losses()
 
 
-def test_refusal_is_told_and_not_tried_again(stories):
+def test_a_rejected_job_is_reported_and_not_retried(stories):
     run = stories(refused)
     assert (run.job.state, run.job.restarts) == ("FAILED", 0)
     assert run.job.facts()["ExitCode"] == "2:0"
     assert "gone.json" in run.log.splitlines()[-1]
 
 
-def test_tries_without_a_new_checkpoint_end_with_giving_up(stories):
+def test_attempts_without_a_new_checkpoint_end_the_job(stories):
     run = stories(hopeless)
     assert (run.job.state, run.job.restarts) == ("FAILED", 1)
     assert "giving up after 2 attempts" in run.log.splitlines()[-1]

@@ -47,7 +47,7 @@ def raised(call):
     raise AssertionError("nothing was raised")
 
 
-def test_an_error_of_a_collective_names_it_and_its_caller():
+def test_a_failed_collective_is_named_with_its_caller():
     start_process_group()
 
     def share():
@@ -59,13 +59,13 @@ def test_an_error_of_a_collective_names_it_and_its_caller():
     assert site.text.endswith(" share)")
 
 
-def test_collectives_of_objects_are_named_and_not_those_within():
+def test_collectives_of_objects_are_named_instead_of_their_parts():
     start_process_group()
     site = trace_of_error(raised(lambda: dist.all_gather_object([None], threading.Lock())))
     assert site.text.startswith(f"all_gather_object ({HERE}:")
 
 
-def test_deepspeeds_wrappers_are_passed_over(tmp_path):
+def test_deepspeed_wrappers_are_skipped(tmp_path):
     inner = module_at(tmp_path / "torch" / "distributed" / "c10d.py", "def all_reduce(wait):\n    wait()\n")
     outer = module_at(
         tmp_path / "deepspeed" / "comm" / "comm.py",
@@ -105,7 +105,7 @@ def test_waiting_for_an_operation_started_earlier_is_a_collective_too(tmp_path):
     assert site == ("wait (runtime/stage3.py:3 fetch)", True)
 
 
-def test_a_thread_inside_a_library_says_who_called_it():
+def test_a_thread_inside_a_library_names_its_caller():
     def read(wait):
         wait()
 
@@ -118,7 +118,7 @@ def test_a_thread_inside_a_library_says_who_called_it():
     assert site.text.endswith(" read")
 
 
-def test_a_thread_that_has_ended_has_no_place():
+def test_an_ended_thread_has_no_location():
     assert trace_of_frame(None) == ("no Python code", False)
 
 
@@ -152,11 +152,11 @@ def chained(message):
     ],
     ids=str,
 )
-def test_what_is_a_failed_collective(error, is_one):
+def test_failed_collectives_are_recognised(error, is_one):
     assert is_failed_collective(error) is is_one
 
 
-def test_words_of_a_broken_connection_count_below_torch_distributed(tmp_path):
+def test_connection_errors_count_only_if_raised_below_torch_distributed(tmp_path):
     source = "def all_reduce():\n    raise RuntimeError('Connection closed by peer')\n"
     module = module_at(tmp_path / "torch" / "distributed" / "c10d.py", source)
     assert is_failed_collective(raised(module.all_reduce))

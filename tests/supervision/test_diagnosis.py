@@ -47,22 +47,22 @@ def test_a_silent_rank_is_named_with_its_host():
     )
 
 
-def test_a_rank_that_never_spoke_is_silent_too():
+def test_a_rank_that_never_sent_a_heartbeat_is_silent():
     line = diagnose(snapshot(WAITS, (None, None)), observer=0)
     assert line.startswith("rank 1 does not answer: ")
 
 
-def test_a_first_heartbeat_between_the_readings_is_an_answer():
+def test_a_first_heartbeat_between_two_reads_counts():
     assert snapshot(WAITS, (None, heartbeat())).silent == []
 
 
-def test_silence_comes_before_a_rank_that_hangs():
+def test_a_silent_rank_is_named_before_a_hung_one():
     silent = heartbeat(9, host="n2")
     line = diagnose(snapshot(WAITS, (silent, silent), (elsewhere(1), elsewhere(4))), observer=0)
     assert line.startswith("rank 1 (host n2) does not answer")
 
 
-def test_a_rank_that_hangs_is_named_with_its_place():
+def test_a_hung_rank_is_named_with_its_phase():
     found = snapshot(WAITS, (elsewhere(1, host="n2"), elsewhere(4, host="n2")))
     assert has_stragglers(found)
     expected = (
@@ -72,7 +72,7 @@ def test_a_rank_that_hangs_is_named_with_its_place():
     assert diagnose(found, observer=1) == expected  # it is not its own witness
 
 
-def test_a_rank_that_is_only_slow_is_not_said_to_hang():
+def test_a_slow_rank_is_not_reported_as_hung():
     found = snapshot(WAITS, (elsewhere(1), elsewhere(4, place="layers/matmul/gemms.py:10 multiply")))
     assert diagnose(found, observer=0).startswith(
         "rank 1 (host n1) has been working since step 7 (20 s), now in layers/matmul/gemms.py:10 multiply; "
@@ -85,7 +85,7 @@ def test_a_rank_that_has_ended_training_is_named():
     assert line.startswith("rank 1 (host n2) has left training after step 7, but the others have not; ")
 
 
-def test_where_nobody_is_seen_to_wait_the_few_are_named():
+def test_the_minority_is_named_if_no_rank_is_seen_waiting():
     # as on GPUs, where a host waits for a number
     read = "telemetry/step_facts.py:95 reduce_step_facts"
     waits = (elsewhere(1, read), elsewhere(4, read))
@@ -93,7 +93,7 @@ def test_where_nobody_is_seen_to_wait_the_few_are_named():
     assert line == f"rank 2 (host n2) has hung since step 7, in {LOADER}"
 
 
-def test_of_two_places_with_as_many_ranks_none_is_the_cause():
+def test_two_equally_large_groups_of_ranks_give_no_faulty_rank():
     found = snapshot(
         (elsewhere(1, "a.py:1 f"), elsewhere(4, "a.py:1 f")), (elsewhere(1), elsewhere(4, host="n2"))
     )
@@ -115,7 +115,7 @@ def test_ranks_in_different_collectives_are_listed():
     )
 
 
-def test_all_in_one_collective_means_that_no_data_pass():
+def test_ranks_waiting_in_one_collective_mean_that_no_data_passes():
     line = diagnose(snapshot(WAITS, WAITS), observer=0)
     assert line.startswith(
         f"all ranks answer and have waited in {REDUCE} since step 7 (20 s): no data passes"
@@ -123,7 +123,7 @@ def test_all_in_one_collective_means_that_no_data_pass():
     assert "NCCL_SOCKET_IFNAME" in line
 
 
-def test_all_in_one_place_of_their_own_hang():
+def test_ranks_stuck_at_one_place_outside_collectives_are_hung():
     both = (elsewhere(1), elsewhere(4))
     assert (
         diagnose(snapshot(both, both), observer=0) == f"all ranks have hung since step 7 (20 s), in {LOADER}"
@@ -143,7 +143,7 @@ def test_all_in_one_place_of_their_own_hang():
         ([99], "rank 99"),
     ],
 )
-def test_ranks_are_named_shortly(ranks, expected):
+def test_lists_of_ranks_are_abbreviated(ranks, expected):
     known = {rank: heartbeat(host=f"n{rank}") for rank in range(40)}
     assert name_ranks(ranks, known) == expected
 

@@ -57,7 +57,7 @@ def ask_all(hearts):
     return results, (time.monotonic() - started) / INTERVAL
 
 
-def test_one_diagnoses_and_all_know_the_same(start):
+def test_one_rank_diagnoses_and_all_ranks_get_the_result(start):
     hearts, opened = start(4, beating=(0, 1, 3))
     opened[2].publish(heartbeat(5, host="n2"))
     diagnoses, _ = ask_all(hearts)
@@ -68,7 +68,7 @@ def test_one_diagnoses_and_all_know_the_same(start):
     assert opened[2].is_alarmed()
 
 
-def test_a_reported_failure_is_found_without_waiting_for_beats(start):
+def test_a_reported_failure_is_found_without_waiting_for_heartbeats(start):
     hearts, opened = start(3, beating=(0, 1))
     opened[2].report(FailureReport(2, "n2", "step 7", "mend data.corpus", MISTAKE))
     diagnoses, intervals = ask_all(hearts)
@@ -86,14 +86,14 @@ def test_a_failure_that_is_reported_during_the_search_ends_it(start):
     assert diagnose_together(hearts[0], lambda: heartbeat(0), rank=0).line == str(failure)
 
 
-def test_a_rank_that_hangs_is_marked_as_worth_a_stack(start):
+def test_a_hung_rank_is_diagnosed_as_a_hang(start):
     hearts, _ = start(2, (0, 1), lambda count: heartbeat(count, place="loader.py:3 read", is_waiting=False))
     diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
     assert diagnosis.is_hang
     assert diagnosis.line.startswith("rank 0 (host n1) has hung since step 7, in loader.py:3 read; rank 1 ")
 
 
-def test_if_the_one_that_diagnoses_ends_too_the_others_do_not_wait_for_ever(start):
+def test_ranks_do_not_wait_forever_if_the_diagnosing_rank_ends(start):
     hearts, opened = start(3, beating=(1,))
     assert opened[2].claim(DIAGNOSES)
     diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
@@ -128,7 +128,7 @@ def test_a_lost_store_names_the_main_process(start):
     )
 
 
-def test_a_refused_connection_is_a_process_that_has_ended(start):
+def test_a_refused_connection_means_that_the_process_has_ended(start):
     hearts, opened = start(2, beating=(1,))
     address = opened[1].address._replace(port=1)  # nobody listens there
     line = silenced(hearts[1], opened[1], address)
@@ -137,7 +137,7 @@ def test_a_refused_connection_is_a_process_that_has_ended(start):
     )
 
 
-def test_no_way_to_the_machine_is_a_network_that_is_cut(start):
+def test_an_unreachable_host_means_a_network_cut(start):
     hearts, opened = start(2, beating=(1,))
     address = opened[1].address._replace(number="255.255.255.255", is_main_process=False)  # no host's
     line = silenced(hearts[1], opened[1], address)
@@ -146,7 +146,7 @@ def test_no_way_to_the_machine_is_a_network_that_is_cut(start):
     assert "): this machine (host n2) or that one is down or cut off the network; rank 1 " in line
 
 
-def test_the_main_process_waits_for_the_others_to_read_but_not_for_ever(start):
+def test_the_main_process_waits_for_readers_but_not_forever(start):
     waits = []
     for _ in range(3):  # on a busy machine one may take longer
         hearts, opened = start(2, beating=(0, 1))
@@ -159,7 +159,7 @@ def test_the_main_process_waits_for_the_others_to_read_but_not_for_ever(start):
     assert INTERVAL <= min(waits) < 2.4 * INTERVAL
 
 
-def test_the_main_process_does_not_wait_for_ever(start):
+def test_the_main_process_does_not_wait_forever(start):
     hearts, opened = start(2, beating=(0,))
     opened[0].publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
     started = time.monotonic()

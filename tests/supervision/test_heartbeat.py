@@ -40,13 +40,13 @@ def test_an_alarm_of_another_rank_is_noticed(pair):
     assert alarmed.wait(20)
 
 
-def test_a_request_runs_beside_the_heartbeats(pair):
+def test_a_request_runs_concurrently_with_heartbeats(pair):
     thread, other, _ = pair
     other.publish(heartbeat(7))
     assert thread.execute(lambda store: store.heartbeats())[1] == heartbeat(7)
 
 
-def test_a_last_heartbeat_is_given_at_the_end(pair):
+def test_a_last_heartbeat_is_sent_at_the_end(pair):
     thread, other, _ = pair
     before = other.heartbeats()[0].count
     thread.stop(is_done=True)
@@ -56,7 +56,7 @@ def test_a_last_heartbeat_is_given_at_the_end(pair):
     assert other.heartbeats()[0].count == last
 
 
-def test_a_store_that_does_not_answer_is_given_up_after_two_intervals_and_then_at_once(pair):
+def test_an_unresponsive_store_is_abandoned_after_two_intervals_and_then_at_once(pair):
     thread, _, _ = pair
     release = threading.Event()
     started = time.monotonic()

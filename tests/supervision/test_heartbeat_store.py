@@ -16,7 +16,7 @@ from megalowbit.supervision.heartbeat_store import (
 FAILURE = FailureReport(1, "n2", "step 7", "ValueError: a defect", DEFECT)
 
 
-def test_heartbeats_of_all_are_read_by_any(monkeypatch):
+def test_any_rank_reads_all_heartbeats(monkeypatch):
     first, second, third = stores(3, monkeypatch)
     assert first.heartbeats() == {}
     first.publish(heartbeat(1))
@@ -45,7 +45,7 @@ def test_one_rank_gets_each_claim(monkeypatch):
     assert first.claim(REPORTS_SIGTERM)
 
 
-def test_a_reported_failure_alarms_all_and_the_first_stays(monkeypatch):
+def test_a_reported_failure_alarms_all_ranks_and_the_first_one_is_kept(monkeypatch):
     first, second = stores(2, monkeypatch)
     assert not first.is_alarmed()
     assert first.failure() is None
@@ -56,7 +56,7 @@ def test_a_reported_failure_alarms_all_and_the_first_stays(monkeypatch):
     assert str(FAILURE).startswith("rank 1 (host n2) failed in step 7: ValueError: a defect")
 
 
-def test_everybody_knows_once_all_living_have_found_read_or_reported(monkeypatch):
+def test_waiting_ends_once_all_live_ranks_have_read_or_reported(monkeypatch):
     first, second, third = stores(3, monkeypatch)
     second.report(FAILURE)
     assert not first.is_read_by_all()
@@ -66,7 +66,7 @@ def test_everybody_knows_once_all_living_have_found_read_or_reported(monkeypatch
     assert first.is_read_by_all()
 
 
-def test_the_lost_are_not_waited_for(monkeypatch):
+def test_lost_ranks_are_not_waited_for(monkeypatch):
     first, _, third = stores(3, monkeypatch)
     first.publish_diagnosis(PublishedDiagnosis("found", LOSS, 2))
     assert not first.is_read_by_all()
@@ -74,7 +74,7 @@ def test_the_lost_are_not_waited_for(monkeypatch):
     assert first.is_read_by_all()
 
 
-def test_where_all_report_there_is_nothing_to_wait_for(monkeypatch):
+def test_nothing_is_waited_for_once_all_ranks_have_reported(monkeypatch):
     first, second = stores(2, monkeypatch)
     first.report(FAILURE)
     second.report(FAILURE)
@@ -92,7 +92,7 @@ def test_a_second_loop_of_the_same_process_starts_with_an_empty_store(monkeypatc
     assert first.is_alarmed()
 
 
-def test_entries_end_with_the_main_process_unless_the_launcher_serves_them(monkeypatch):
+def test_store_entries_end_with_the_main_process_unless_the_launcher_serves_them(monkeypatch):
     first, second = stores(2, monkeypatch)
     assert first.is_hosted_here
     assert not second.is_hosted_here

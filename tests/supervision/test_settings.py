@@ -35,7 +35,7 @@ def test_null_turns_both_off():
         ("termination_seconds", None, "valid number"),
     ],
 )
-def test_values_that_cannot_work_are_refused_by_name(key, value, reason):
+def test_impossible_values_are_rejected_by_name(key, value, reason):
     with pytest.raises(UserError, match=rf"megalowbit\.watchdog\.{key} = .*{reason}"):
         read({key: value})
 
@@ -46,5 +46,5 @@ def test_an_unknown_key_names_its_nearest():
 
 
 @pytest.mark.parametrize(("timeout", "interval"), [(5, 0.5), (6, 0.5), (12, 1.0), (60, 5.0), (600, 5.0)])
-def test_beats_come_twelve_in_a_timeout_within_bounds(timeout, interval):
+def test_there_are_twelve_heartbeats_per_timeout_within_bounds(timeout, interval):
     assert WatchdogSettings(timeout=timeout).interval == interval

@@ -36,13 +36,13 @@ def test_every_group_gets_the_timeout(groups):
     assert {seen_timeout(group) for group in all_groups()} == {timedelta(seconds=7)}
 
 
-def test_gloo_has_the_same_timeout_beside_a_watchdog(groups):
+def test_gloo_has_the_same_timeout_under_a_watchdog(groups):
     assert set_group_timeouts(timedelta(seconds=8), is_watched=True) >= len(groups)
     assert {seen_timeout(group) for group in all_groups()} == {timedelta(seconds=8)}
 
 
 @pytest.mark.parametrize("timeout", [5.0, 6.0, 60.0, 600.0])
-def test_nccl_ends_a_process_after_the_watchdog_has_lost_patience_and_in_time(timeout):
+def test_nccl_ends_a_process_soon_after_the_watchdog_times_out(timeout):
     def of(backend, **how):
         return timeout_of(backend, timedelta(seconds=timeout), **how).total_seconds()
 
@@ -52,7 +52,7 @@ def test_nccl_ends_a_process_after_the_watchdog_has_lost_patience_and_in_time(ti
     assert TIMEOUTS_WITHOUT_PROGRESS * timeout + looking < of("nccl", is_watched=True) < 1.5 * timeout
 
 
-def test_other_backends_are_left_alone():
+def test_other_backends_are_ignored():
     assert timeout_of("mpi", timedelta(seconds=8), is_watched=True) is None
 
 

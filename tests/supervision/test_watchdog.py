@@ -33,7 +33,7 @@ def test_one_rank_needs_no_process_group_and_nothing_is_left_behind():
     assert not threads()  # one that outlived the block might end a process that has left it
 
 
-def test_without_a_timeout_one_thread_looks_for_sigterm_and_groups_keep_theirs():
+def test_without_a_timeout_one_thread_handles_sigterm_and_groups_keep_their_timeouts():
     start_process_group()
     group = dist.new_group([0])
     before = group._get_backend(torch.device("cpu")).options._timeout
@@ -55,14 +55,14 @@ def test_groups_get_the_timeout_even_those_made_after_the_engine():
 @pytest.mark.parametrize(
     "error", [ValueError("x"), KeyboardInterrupt(), TransientError("x"), RuntimeError("gloo/transport")]
 )
-def test_errors_of_a_single_rank_pass_unchanged(error):
+def test_errors_of_a_single_rank_are_unchanged(error):
     with pytest.raises(type(error)) as seen, watchdog(timeout=5.0):
         raise error
     assert seen.value is error
 
 
 @pytest.mark.slow
-def test_a_loop_that_goes_on_is_left_alone():
+def test_a_loop_that_advances_is_not_interrupted():
     with watchdog(timeout=5.0) as watched:
         end = time.monotonic() + 6.5
         while time.monotonic() < end:
@@ -70,7 +70,7 @@ def test_a_loop_that_goes_on_is_left_alone():
             watched.mark("step")
 
 
-def test_a_slow_step_is_told_with_the_median_of_those_before():
+def test_a_slow_step_is_reported_with_the_median_of_earlier_steps():
     watched = watchdog(slow_step=4.0)
     for seconds in [5.0, *[0.5] * 8]:
         assert watched.step_ended(seconds) is None  # the first is slow, and nine are few
@@ -79,7 +79,7 @@ def test_a_slow_step_is_told_with_the_median_of_those_before():
     assert watched.step_ended(2.1) == "the step took 2.1 s, 4 times the median of the last 11 (0.5 s)"
 
 
-def test_a_run_that_has_become_slow_for_good_is_told_of_only_while_it_is_news():
+def test_a_permanently_slower_run_is_reported_only_at_first():
     watched = watchdog(slow_step=2.0)
     for _ in range(60):
         watched.step_ended(1.0)
@@ -89,14 +89,14 @@ def test_a_run_that_has_become_slow_for_good_is_told_of_only_while_it_is_news():
     assert not any(lines[26:])
 
 
-def test_null_tells_of_no_slow_step():
+def test_null_disables_slow_step_warnings():
     watched = watchdog(slow_step=None)
     for _ in range(20):
         watched.step_ended(1.0)
     assert watched.step_ended(1e6) is None
 
 
-def test_an_error_that_another_rank_tells_is_not_printed_twice(capsys):
+def test_an_error_that_another_rank_reports_is_not_printed_twice(capsys):
     error = TransientError("rank 1 does not answer")
     print_error(error)
     error.is_reported = True
@@ -114,7 +114,7 @@ def test_the_page_of_faults_shows_what_runs_and_the_defaults():
     assert {name: json.loads(value.strip("`")) for name, value in shown} == WatchdogSettings().model_dump()
 
 
-def test_marks_keep_nothing_alive():
+def test_marks_keep_no_objects_alive():
     with watchdog(timeout=5.0) as watched:
         before = len(gc.get_objects())
         for step in range(1000):

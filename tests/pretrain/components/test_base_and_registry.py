@@ -36,13 +36,13 @@ def test_keys_and_files_of_components_are_their_own():
         (("megalowbit.recipe=bf16",), ["LossGuard"]),
     ],
 )
-def test_a_run_has_the_components_it_asks_for_in_the_order_of_all(build_job, overrides, expected):
+def test_a_run_has_its_configured_components_in_registry_order(build_job, overrides, expected):
     found = [type(each) for each in build_job(*overrides).components]
     assert [kind.__name__ for kind in found] == expected
     assert found == [kind for kind in COMPONENTS if kind in found]
 
 
-def test_columns_of_components_stand_in_the_order_in_which_they_act(build_job):
+def test_component_columns_are_in_the_order_in_which_components_act(build_job):
     for overrides, more in (((SWITCH, *SPECULATION), "speculation"), ((SWITCH, SPLIT), "weights_split")):
         job = build_job(*overrides)
         job.loss_guard.rollbacks = [{"after_step": 3, "to_step": 2, "reason": ""}]
@@ -54,6 +54,6 @@ def test_columns_of_components_stand_in_the_order_in_which_they_act(build_job):
 
 
 @pytest.mark.parametrize("kind", COMPONENTS)
-def test_a_checkpoint_has_a_place_for_each_state_also_where_a_component_is_off(build_job, kind):
+def test_a_checkpoint_has_an_entry_for_each_component_also_if_it_is_off(build_job, kind):
     progress = build_job()._state({})["progress"]
     assert not kind.key or kind.key in progress

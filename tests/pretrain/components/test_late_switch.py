@@ -54,7 +54,7 @@ def weights(folder, step):
     return torch.load(folder / "checkpoints" / f"step-{step:08d}" / "mp_rank_00_model_states.pt")["module"]
 
 
-def test_the_loss_of_20_steps_before_and_after_is_told():
+def test_the_loss_of_20_steps_before_and_after_is_reported():
     switch, model = switch_of(50)
     losses = [float(n) for n in range(1, 101)]
     lines = told(switch, losses)
@@ -71,7 +71,7 @@ def test_the_loss_of_20_steps_before_and_after_is_told():
     assert {layer.recipe.q_forward_input for layer in bit_layers(model).values()} == {"fp32"}
 
 
-def test_means_are_of_the_steps_there_are():
+def test_means_cover_only_existing_steps():
     switch, _ = switch_of(2, steps=4)
     lines = told(switch, [8.0, math.nan, 3.0, 1.0])
     assert "mean loss 8.0000 over the step before" in lines[2][0]
@@ -142,7 +142,7 @@ def test_a_run_switches_and_records_it(resolve, tmp_path, capsys, scope):
 
 # before, at and after the switch
 @pytest.mark.parametrize("stop", slow_except([3], [2, 3, 5]))
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(resolve, tmp_path, stop, capsys):
+def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(resolve, tmp_path, stop, capsys):
     settings = (f"{AT}=3", "megalowbit.checkpoint.every=1", "megalowbit.checkpoint.keep=null")
     whole = run(resolve(*settings, "scheduler=null"), tmp_path / "whole")
     run(resolve(*settings, "scheduler=null", "megalowbit.run.steps=6"), tmp_path / "parts")
@@ -163,7 +163,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(resolve, tmp_path, stop, c
 
 
 @pytest.mark.slow
-def test_a_switch_may_be_moved_while_it_lies_ahead_and_not_behind(resolve, tmp_path, capsys):
+def test_a_future_switch_may_be_moved_and_a_past_one_may_not(resolve, tmp_path, capsys):
     folder = tmp_path / "run"
     run(resolve("megalowbit.run.steps=3", f"{AT}=2"), folder)
     with pytest.raises(UserError, match=r"late_switch would switch 'forward' after step 4, .* after step 2"):
@@ -178,7 +178,7 @@ def test_a_switch_may_be_moved_while_it_lies_ahead_and_not_behind(resolve, tmp_p
     assert [row.get("precision_switched") for row in rows] == [None, None, None, 0, 1, 1]
 
 
-def test_a_run_switched_to_high_precision_has_nothing_left_to_count(resolve, tmp_path):
+def test_after_a_switch_to_high_precision_nothing_is_counted(resolve, tmp_path):
     run(
         resolve('megalowbit.late_switch={"at": 1, "scope": "all"}', "megalowbit.run.steps=2"),
         tmp_path / "run",
@@ -196,7 +196,7 @@ def test_a_recipe_with_nothing_to_switch_is_refused_and_leaves_no_folder(resolve
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_says_what_comes_later_and_what_it_takes(resolve):
+def test_a_dry_run_describes_later_splits_and_their_memory(resolve):
     text = describe(resolve('megalowbit.late_switch={"at": 2, "scope": "all"}'))
     parts = dict(part.split("\n", 1) for part in text.removeprefix("== ").split("\n\n== "))
     assert parts["late switch"].startswith("after step 2: nvfp4, all in high precision (forward: input fp32")
@@ -220,7 +220,7 @@ def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
 
 
 @pytest.mark.parametrize("scope", ["forward", "all"])
-def test_a_run_that_goes_back_to_before_the_switch_has_it_before_it_again(scope):
+def test_a_rollback_to_before_the_switch_repeats_the_switch(scope):
     switch, model = switch_of(3, scope=scope)
     lines = told(switch, [1.0] * 5)
     state = {"before": [1.0] * 3, "since": []}

@@ -17,7 +17,7 @@ def config(at=None, scope="forward", steps=100):
     ("at", "total", "step"),
     [(12, 100, 12), (1, 2, 1), (0.9, 700, 630), (0.5, 5, 2), (0.29, 100, 29), (0.001, 100, 1)],
 )
-def test_a_number_is_a_step_and_a_fraction_one_of_the_run(at, total, step):
+def test_a_whole_number_is_a_step_and_a_fraction_a_share_of_the_run(at, total, step):
     settings = LateSwitchSettings(at=at)
     assert settings.step(total) == step
     assert type(settings.at) is type(at)
@@ -25,7 +25,7 @@ def test_a_number_is_a_step_and_a_fraction_one_of_the_run(at, total, step):
 
 
 @pytest.mark.parametrize("at", [0, -1, 0.0, 1.0, 1.5, -0.1, float("nan"), True, "0.9", None])
-def test_what_is_neither_is_refused(at):
+def test_values_that_are_neither_steps_nor_fractions_are_rejected(at):
     with pytest.raises(ValueError, match="expected a whole number of steps ≥ 1, or a fraction"):
         LateSwitchSettings(at=at)
 
@@ -50,7 +50,7 @@ def test_a_switch_after_the_last_step_is_refused(at, total):
         ({"megalowbit": {"run": {"steps": 100}}}, config(60)),  # written by an earlier version
     ],
 )
-def test_a_switch_that_lies_ahead_may_change(before, now):
+def test_a_future_switch_may_be_changed(before, now):
     LateSwitch.check_resumed(before, now, step=50)
 
 
@@ -67,7 +67,7 @@ def test_a_switch_that_lies_ahead_may_change(before, now):
         (config(0.4, steps=100), config(0.4, steps=200), "after step 80, .*after step 40"),
     ],
 )
-def test_a_switch_that_would_have_changed_trained_steps_is_refused(before, now, message):
+def test_a_switch_that_would_change_trained_steps_is_rejected(before, now, message):
     with pytest.raises(UserError, match=message):
         LateSwitch.check_resumed(before, now, step=50)
 

@@ -23,12 +23,12 @@ def decisions(guard, losses, *, start=1):
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback", "stop"])
-def test_a_single_loss_that_is_not_finite_is_passed_over(policy):
+def test_a_single_non_finite_loss_is_ignored(policy):
     assert decisions(guard_of(nonfinite=policy), [2.0, NAN, 2.0, INF, NAN, 2.0] * 3) == {}
 
 
 @pytest.mark.parametrize(("policy", "action"), [("rollback", "roll back"), ("stop", "stop")])
-def test_losses_that_are_not_finite_in_a_row_are_acted_upon(policy, action):
+def test_consecutive_non_finite_losses_trigger_an_action(policy, action):
     (found,) = decisions(guard_of(nonfinite=policy), [2.0, NAN, 2.0, NAN, INF, NAN]).items()
     step, decision = found
     assert (step, decision.action, decision.since) == (6, action, 4)
@@ -38,19 +38,19 @@ def test_losses_that_are_not_finite_in_a_row_are_acted_upon(policy, action):
     assert (decision.line == reason) == (action == "roll back")
 
 
-def test_patience_of_one_acts_at_once():
+def test_with_patience_one_the_guard_acts_at_once():
     guard = guard_of(nonfinite="rollback", patience=1)
     line = "step 2: the loss of the step was not finite (the last one is inf)"
     assert decisions(guard, [2.0, INF]) == {2: GuardDecision(action="roll back", line=line, since=2)}
 
 
-def test_by_default_they_are_told_once_in_a_row():
+def test_by_default_consecutive_problems_are_reported_once():
     found = decisions(guard_of(), [NAN] * 9 + [2.0] + [NAN] * 4)
     assert sorted(found) == [3, 13]
     assert {decision.action for decision in found.values()} == {"continue"}
 
 
-def test_an_update_from_a_loss_that_is_not_finite_is_told():
+def test_an_update_from_a_non_finite_loss_is_reported():
     decision = guard_of().judge(7, INF, is_skipped=False)
     assert decision.action == "continue"
     assert (
@@ -58,28 +58,28 @@ def test_an_update_from_a_loss_that_is_not_finite_is_told():
     )
 
 
-def test_a_step_skipped_with_a_finite_loss_is_no_trouble():
+def test_a_skipped_step_with_a_finite_loss_is_not_unstable():
     guard = guard_of(nonfinite="stop", spike="stop", patience=1)
     for step in range(1, 100):
         assert guard.judge(step, 2.0 + 0.1 * (step % 3), is_skipped=True) == GuardDecision()
     assert guard.is_stable
 
 
-def test_a_spike_is_told_once_and_so_is_the_next_one():
+def test_each_spike_is_reported_once():
     found = decisions(guard_of(), [*QUIET, 6.0, 7.0, 2.0, 6.0])
     assert sorted(found) == [141, 144]
     assert found[141].line.startswith("step 141: loss 6 is ")
     assert {decision.action for decision in found.values()} == {"continue"}
 
 
-def test_spikes_switched_off_are_not_looked_for():
+def test_disabled_spike_detection_finds_nothing():
     guard = guard_of(spike="off")
     assert decisions(guard, QUIET + [50.0] * 300) == {}
     assert guard.state_dict()["spikes"]["losses"] == []
 
 
 @pytest.mark.parametrize(("policy", "action"), [("rollback", "roll back"), ("stop", "stop")])
-def test_spikes_in_a_row_are_acted_upon_and_a_single_one_is_told(policy, action):
+def test_consecutive_spikes_trigger_an_action_and_a_single_one_is_reported(policy, action):
     found = decisions(guard_of(spike=policy), [*QUIET, 6.0, 2.0, 6.0, 7.0, 8.0])
     assert {step: decision.action for step, decision in found.items()} == {
         141: "continue",
@@ -92,7 +92,7 @@ def test_spikes_in_a_row_are_acted_upon_and_a_single_one_is_told(policy, action)
     assert found[145].since == 143
 
 
-def test_a_loss_that_has_risen_goes_back_to_before_it_rose():
+def test_a_risen_loss_rolls_back_to_before_the_rise():
     rising = [loss * math.exp(0.004 * step) for step, loss in enumerate(QUIET * 2)]
     warned = decisions(guard_of(), QUIET * 4 + rising)
     told = min(warned)
@@ -102,14 +102,14 @@ def test_a_loss_that_has_risen_goes_back_to_before_it_rose():
     assert 560 - 100 < acted[told].since <= 560 < told
 
 
-def test_trouble_of_two_kinds_began_with_the_first():
+def test_two_problems_have_the_start_of_the_first():
     guard = guard_of(nonfinite="rollback", spike="rollback")
     found = decisions(guard, [*QUIET, 6.0, NAN, 6.0, NAN, NAN, NAN])
     assert found[146].since == 141
     assert found[146].action == "roll back"
 
 
-def test_no_checkpoint_is_worth_going_back_to_while_there_is_trouble():
+def test_no_checkpoint_qualifies_for_rollback_while_the_loss_is_unstable():
     calm = {}
     for policy in ("skip", "rollback", "stop"):
         guard = guard_of(nonfinite=policy)
@@ -124,7 +124,7 @@ def test_no_checkpoint_is_worth_going_back_to_while_there_is_trouble():
     }
 
 
-def test_what_a_rollback_may_ask_for_is_known_beforehand():
+def test_the_guard_reports_which_checkpoints_a_rollback_may_need():
     assert guard_of().good_until(7) is None
     guard = guard_of(nonfinite="rollback")
     decisions(guard, [2.0, 2.0, NAN, NAN])
@@ -150,7 +150,7 @@ def test_rollbacks_are_counted_and_the_last_one_stops():
     )
 
 
-def test_trouble_that_comes_back_at_once_asks_for_an_earlier_checkpoint():
+def test_a_problem_that_recurs_at_once_needs_an_earlier_checkpoint():
     guard = guard_of(nonfinite="rollback")
     assert guard.newest_good_step(18) == 17
     guard.rollbacks = [{"after_step": 20, "to_step": 15, "reason": ""}]
@@ -160,7 +160,7 @@ def test_trouble_that_comes_back_at_once_asks_for_an_earlier_checkpoint():
 
 
 @pytest.mark.parametrize("stop", [3, 139, 141, 143, 147])
-def test_a_guard_that_was_saved_decides_alike(stop):
+def test_a_restored_guard_makes_the_same_decisions(stop):
     settings = {"nonfinite": "rollback", "spike": "stop"}
     losses = [*QUIET, 6.0, 2.0, NAN, NAN, 6.0, NAN, NAN, NAN, 6.0, 7.0, 8.0]
     whole = decisions(guard_of(**settings), losses)

@@ -8,14 +8,14 @@ from megalowbit.pretrain.components.loss_guard import LossGuardSettings
 from megalowbit.pretrain.resume import changed_settings
 
 
-def test_by_default_nothing_but_a_word_is_done():
+def test_by_default_the_guard_only_warns():
     settings = LossGuardSettings()
     assert (settings.nonfinite, settings.spike) == ("skip", "warn")
     assert not settings.rolls_back
 
 
 @pytest.mark.parametrize("policy", ["nonfinite", "spike"])
-def test_either_policy_may_roll_back(policy):
+def test_both_policies_can_roll_back(policy):
     assert LossGuardSettings(**{policy: "rollback"}).rolls_back
 
 
@@ -42,7 +42,7 @@ def test_a_configuration_with_all_its_components_is_read_without_torch():
     assert run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_resumed_run_may_change_its_mind_and_one_of_an_earlier_version_has_the_defaults(resolve):
+def test_a_resumed_run_may_change_the_loss_guard_and_older_runs_have_its_defaults(resolve):
     saved = resolve().to_dict()
     now = resolve("megalowbit.loss_guard.nonfinite=rollback").to_dict()
     assert changed_settings(saved, now) == ["megalowbit.loss_guard.nonfinite: skip → rollback"]

@@ -31,13 +31,13 @@ def findings(losses, **settings):
 
 
 @pytest.mark.parametrize("spread", [0.005, 0.1, 0.3])
-def test_healthy_losses_are_passed_over(spread):
+def test_healthy_losses_are_ignored(spread):
     spikes, rises, _ = findings(healthy(7000, spread=spread))
     assert len(spikes) <= 1
     assert not rises
 
 
-def test_a_step_that_stands_out_is_found_wherever_it_is():
+def test_a_spike_is_detected_at_any_step():
     losses = healthy(1500)
     planted = [150, 200, 201, 700, 1400]
     for step in planted:
@@ -60,26 +60,26 @@ def test_deviations_are_those_of_log_losses_before_the_step():
     }
 
 
-def test_a_loss_that_falls_is_never_told():
+def test_a_falling_loss_is_never_reported():
     losses = healthy(400)
     losses[300:] = [loss / 5 for loss in losses[300:]]
     assert findings(losses)[:2] == ({}, {})
 
 
-def test_a_loss_that_hardly_varies_has_no_spikes_of_a_thousandth():
+def test_a_nearly_constant_loss_has_no_tiny_spikes():
     losses = [2.0 + 1e-5 * (step % 3) for step in range(300)]
     losses[200] = 2.005
     losses[250] = 2.1
     assert sorted(findings(losses)[0]) == [251]
 
 
-def test_nothing_is_judged_before_there_is_something_to_compare_with():
+def test_no_loss_is_judged_before_there_are_earlier_ones():
     assert findings([2.0] * 31 + [50.0])[0] == {}
     assert sorted(findings([2.0] * 32 + [50.0])[0]) == [33]
 
 
 @pytest.mark.parametrize("over", [1, 100, 300])
-def test_a_loss_that_rises_and_stays_is_found_and_so_is_where_it_began(over):
+def test_a_lasting_rise_is_detected_together_with_its_first_step(over):
     began, losses = 600, healthy(1400)
     losses[began:] = [
         loss * 1.5 ** min((step + 1) / over, 1) for step, loss in enumerate(losses[began:])
@@ -92,7 +92,7 @@ def test_a_loss_that_rises_and_stays_is_found_and_so_is_where_it_began(over):
     assert began - 2 * WINDOW < spikes.low_until <= began + 0.1 * over
 
 
-def test_a_rise_is_told_once_and_again_only_where_it_goes_on():
+def test_a_rise_is_reported_once_and_again_only_if_it_continues():
     losses = healthy(600)
     flat = losses[-200:]
     losses += [1.3 * loss for loss in flat * 3]
@@ -104,7 +104,7 @@ def test_a_rise_is_told_once_and_again_only_where_it_goes_on():
     assert min(step for step in rises if step > 1200) < 1200 + WINDOW
 
 
-def test_single_spikes_are_no_rise():
+def test_single_spikes_do_not_count_as_a_rise():
     losses = healthy(1000)
     losses[300::20] = [3 * loss for loss in losses[300::20]]
     spikes, rises, _ = findings(losses)
@@ -113,7 +113,7 @@ def test_single_spikes_are_no_rise():
 
 
 @pytest.mark.parametrize("stop", [10, 90, 350, 651])
-def test_saved_and_loaded_it_finds_the_same(stop):
+def test_a_restored_detector_finds_the_same_problems(stop):
     losses = healthy(600) + [1.5 * loss for loss in healthy(900, seed=1)[600:]]
     losses[400] *= 4
     whole = findings(losses)
@@ -129,7 +129,7 @@ def test_saved_and_loaded_it_finds_the_same(stop):
     assert again.state_dict() == whole[2].state_dict()
 
 
-def test_a_window_of_another_length_goes_on_with_what_there_is():
+def test_a_window_of_another_length_continues_with_the_saved_losses():
     _, _, spikes = findings(healthy(500))
     shorter = LossSpikes(LossGuardSettings(window=40))
     shorter.load_state_dict(spikes.state_dict())
@@ -141,5 +141,5 @@ def test_a_window_of_another_length_goes_on_with_what_there_is():
         assert each.add(502, 2.0).spike is None
 
 
-def test_a_loss_of_zero_is_a_number_like_others():
+def test_a_loss_of_zero_is_valid():
     assert findings([0.0] * 200)[:2] == ({}, {})

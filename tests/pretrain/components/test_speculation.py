@@ -49,7 +49,7 @@ def report(*changes, step=119, rows=(), shares=None):
     return SpeculationReport(step=step, rows=tuple(rows), changes=changes, shares=shares or {})
 
 
-def test_of_many_changes_three_are_told_misses_first_and_the_others_counted():
+def test_three_changes_are_listed_misses_first_and_the_others_counted():
     changes = [change("bf16", "int8", layer=f"h.{n}") for n in range(40)]
     changes += [change("int8", "fp8", layer="grew", reason="trend", predicted_db=16.24)]
     changes += [change("fp8", "bf16", layer="missed", reason="missed", predicted_db=None)]
@@ -66,7 +66,7 @@ def test_of_many_changes_three_are_told_misses_first_and_the_others_counted():
     assert change_lines(report()) == []
 
 
-def test_a_miss_is_told_with_what_was_measured():
+def test_a_miss_is_reported_with_the_measured_snr():
     row = GemmRow(
         layer="h.0", product="output", precision="int8", reason="safe", measured_db=2.46, is_hit=False
     )
@@ -88,7 +88,7 @@ def test_lines_of_changes_are_at_most_100_characters_and_keep_the_end_of_a_long_
         assert "step 9999999: ..model" not in line
 
 
-def test_the_ladder_is_described_on_one_line():
+def test_the_candidates_are_described_on_one_line():
     settings = SpeculationSettings(
         candidates=["int4", "int8", "bf16"], threshold_db={"int4": 12.5, "int8": 20}, every=1, verify_every=1
     )
@@ -106,7 +106,7 @@ def test_the_ladder_is_described_on_one_line():
     assert len("speculate " + describe_speculation(longest)) <= 100
 
 
-def test_facts_of_a_look_and_the_summary_are_those_of_report_and_totals():
+def test_facts_of_a_check_and_the_summary_equal_report_and_totals():
     shares = {"int4": 0.25, "mixed": 0.5, "bf16": 0.25}
     totals = SpeculationTotals(
         shares={"int4": 0.1, "mixed": 0.2, "bf16": 0.7},
@@ -150,7 +150,7 @@ def write_looks(folder, resume_step, *looks):
     component.close_records()
 
 
-def test_the_file_of_looks_says_what_ran_and_what_follows(tmp_path):
+def test_speculation_records_have_the_precision_used_and_the_next_one(tmp_path):
     rows = [
         GemmRow(
             layer="a", product=product, precision="int8", predicted_db=20.5, measured_db=None, is_hit=None,
@@ -195,7 +195,7 @@ def test_a_recipe_that_leaves_nothing_to_choose_is_refused_in_one_line(resolve, 
     assert "\n" not in str(caught.value)
 
 
-def test_after_a_switch_it_is_said_which_products_are_still_chosen_for():
+def test_after_a_switch_the_log_names_the_products_with_a_choice():
     forward = switched(recipe("nvfp4"), "forward")
     assert line_after_switch(forward) == "speculation continues for grad_input and grad_weight"
     assert line_after_switch(switched(recipe("nvfp4"), "all")).startswith("speculation has no product left")
@@ -221,7 +221,7 @@ def test_mistakes_in_the_section_are_answered_without_torch(resolve, key):
         resolve(f"megalowbit.speculation.{key}={value}")
 
 
-def test_the_dry_run_describes_the_ladder_and_refuses_what_the_run_would(resolve):
+def test_the_dry_run_describes_the_candidates_and_rejects_the_same_values_as_a_run(resolve):
     parts = dict(part.split("\n", 1) for part in describe(resolve(ON)).removeprefix("== ").split("\n\n== "))
     assert parts["speculation"] == describe_speculation(SpeculationSettings())
     assert json.loads(parts["configuration"])["megalowbit"]["speculation"]["candidates"] == [
@@ -236,7 +236,7 @@ def test_the_dry_run_describes_the_ladder_and_refuses_what_the_run_would(resolve
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_memory_estimated_is_the_most_that_any_choice_keeps(tmp_path, resolve, family):
+def test_the_memory_estimate_uses_the_largest_candidate(tmp_path, resolve, family):
     config = resolve(ON)
     if family == "llama":
         (tmp_path / "model.json").write_text(json.dumps(LLAMA))
@@ -264,7 +264,7 @@ def test_the_memory_estimated_is_the_most_that_any_choice_keeps(tmp_path, resolv
     assert kept(largest) <= estimated <= 1.03 * kept(largest)  # the fake attention keeps a little more
 
 
-def test_the_memory_of_a_run_without_a_ladder_is_that_of_its_recipe(resolve):
+def test_the_memory_of_a_run_without_speculation_is_that_of_its_recipe(resolve):
     config = resolve()
     plain = estimate_run(config, recipe("nvfp4"))
     bf16 = estimate_run(config, recipe("bf16"))

@@ -72,7 +72,7 @@ def test_the_block_shown_is_valid(resolve):
     assert settings.settings.speculation.threshold("int8") == 20
 
 
-def test_the_lines_shown_are_of_the_form_that_is_told():
+def test_the_documented_lines_have_the_logged_form():
     lines = [line.strip() for line in SECTION.splitlines() if line.startswith("    step ")]
     form = (
         r"step \d+: (\S+ (output|grad_input|grad_weight) \w+ → \w+( at \S+ dB)? \([\w ]+\)|and \d+ more, .*)"

@@ -61,7 +61,7 @@ def shares_by_step(folder, steps):
     return by_step, counts
 
 
-def test_a_run_records_what_it_decides_and_sums_it_up(resolve, tmp_path, capsys):
+def test_a_run_records_and_summarises_its_decisions(resolve, tmp_path, capsys):
     folder = tmp_path / "run"
     rows = run(resolve(ON, RECIPE), folder)
     assert list(looks(folder)) == [1, 3, 5]
@@ -104,7 +104,7 @@ def test_a_run_records_what_it_decides_and_sums_it_up(resolve, tmp_path, capsys)
     assert [line for line in printed if line.startswith("low bits")]
 
 
-def test_a_run_without_it_has_no_trace_of_it(resolve, tmp_path, capsys):
+def test_a_run_without_the_component_has_no_trace_of_it(resolve, tmp_path, capsys):
     rows = run(resolve("megalowbit.run.steps=2"), tmp_path / "run")
     assert not (tmp_path / "run" / "speculation.jsonl").exists()
     assert not [key for row in rows for key in row if "speculation" in key]
@@ -118,7 +118,7 @@ def test_a_run_without_it_has_no_trace_of_it(resolve, tmp_path, capsys):
     ("precision", "tolerance"),
     [("bf16", 0), ("fp32", 1e-6)],  # Conv1D's weights lie transposed, which fp32 sums in another order
 )
-def test_a_ladder_of_one_rung_is_the_unquantised_run(resolve, tmp_path, precision, tolerance):
+def test_a_single_candidate_equals_the_unquantised_run(resolve, tmp_path, precision, tolerance):
     block = {**BLOCK, "candidates": ["bf16"]}
     kind = f"megalowbit.precision={precision}"
     rows = run(resolve(f"megalowbit.speculation={json.dumps(block)}", RECIPE, kind), tmp_path / "run")
@@ -130,7 +130,7 @@ def test_a_ladder_of_one_rung_is_the_unquantised_run(resolve, tmp_path, precisio
 
 # between looks, and right after one
 @pytest.mark.parametrize("stop", slow_except([3], [2, 3, 4]))
-def test_a_resumed_run_is_bitwise_the_undisturbed_one(resolve, tmp_path, stop):
+def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(resolve, tmp_path, stop):
     settings = (ON, RECIPE, "megalowbit.checkpoint.every=1", "megalowbit.checkpoint.keep=null")
     whole = run(resolve(*settings), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
@@ -158,7 +158,7 @@ def test_a_resumed_run_is_bitwise_the_undisturbed_one(resolve, tmp_path, stop):
         ((RECIPE,), r"megalowbit\.speculation was on in the run to resume and is off now"),
     ],
 )
-def test_a_resume_with_other_decisions_is_refused_and_leaves_the_run_alone(
+def test_a_resume_with_other_decisions_is_rejected_and_the_run_is_unchanged(
     resolve, tmp_path, overrides, message
 ):
     folder = tmp_path / "run"
@@ -194,7 +194,7 @@ def test_a_recipe_with_nothing_to_choose_is_refused_before_a_folder_is_made(
 
 
 @pytest.mark.parametrize("scope", slow_except(["forward"], ["forward", "all"]))
-def test_after_a_late_switch_precisions_are_chosen_for_what_still_quantises(resolve, tmp_path, capsys, scope):
+def test_after_a_late_switch_only_quantised_products_get_a_precision(resolve, tmp_path, capsys, scope):
     switch = f'megalowbit.late_switch={{"at": 3, "scope": "{scope}"}}'  # the next look would be at step 5
     folder = tmp_path / "run"
     settings = (ON, RECIPE, switch, "megalowbit.checkpoint.every=3", "megalowbit.checkpoint.keep=null")
@@ -255,7 +255,7 @@ def train_steps(job, count):
     return [step for step, _ in found], [look for _, look in found]
 
 
-def test_a_step_done_twice_is_looked_at_once_as_it_was_done_last(build_job):
+def test_of_a_repeated_step_only_the_last_record_counts(build_job):
     fp16 = ("megalowbit.precision=fp16", 'megalowbit.grad_scaler={"initial_scale": 1024, "hysteresis": 1}')
     one = ("gradient_accumulation_steps=1", "train_batch_size=2")
     job = build_job(ON, RECIPE, *fp16, *one, "megalowbit.run.overflow_retries=2")
@@ -299,7 +299,7 @@ def test_a_skipped_step_leaves_what_its_gradients_touched_at_bf16_for_patience_l
     assert all(ran[number]["output"] != "bf16" for number in ran)
 
 
-def test_products_and_operands_are_counted_as_they_ran(build_job):
+def test_products_and_operands_are_counted_by_the_precision_they_ran_in(build_job):
     job = build_job(ON, RECIPE)
     first, second = (train_step(job) for _ in range(2))
     # 8 layers, two micro-batches, two steps

@@ -36,7 +36,7 @@ QUICK = [("tensor", "gpt2"), ("pipeline", "llama")]
 
 
 @pytest.mark.parametrize(("cut", "kind"), slow_except(QUICK, [(cut, kind) for cut in CUTS for kind in KINDS]))
-def test_every_family_is_sized_whole_and_cut(tmp_path, kind, cut):
+def test_every_family_is_sized_unsharded_and_sharded(tmp_path, kind, cut):
     """With FP8, which shards of any size can be quantised to."""
     path = write_config(tmp_path)
     fields = tiny_config(kind, vocab_size=256, positions=64, hidden_size=512, num_layers=4).to_diff_dict()
@@ -53,14 +53,14 @@ def test_every_family_is_sized_whole_and_cut(tmp_path, kind, cut):
     assert share.saved_for_backward < whole.saved_for_backward
 
 
-def test_a_model_that_would_not_fit_here_is_described_all_the_same(resolve):
+def test_a_dry_run_describes_models_that_do_not_fit_on_this_machine(resolve):
     overrides = {"n_embd": 8192, "n_layer": 4, "n_head": 64, "vocab_size": 50304}
     config = resolve(*(f"megalowbit.model.overrides.{key}={value}" for key, value in overrides.items()))
     parts = sections(describe(config))
     assert "3,634," in parts["parameters"]
 
 
-def test_a_gemm_this_machine_lacks_is_said_since_the_run_may_be_for_another(resolve):
+def test_a_gemm_missing_on_this_machine_is_only_noted_in_a_dry_run(resolve):
     recipe = '{"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"}'
     parts = sections(describe(resolve(f"megalowbit.recipe={recipe}")))
     assert "cannot run on cpu" in parts["products"] or parts["products"].startswith("fp4 on cuda")
@@ -81,7 +81,7 @@ def test_ranks_of_splits_are_given_as_a_range_over_the_layers(resolve):
     assert ": rank" not in sections(describe(resolve()))["layers"]
 
 
-def test_a_range_of_ranks_names_sizes_at_either_end():
+def test_a_range_of_split_ranks_is_described_by_both_ends():
     split = {"base": "nvfp4", "split_weight": {"rank": 0.5}}
     layers = [BitLinear(*sizes, recipe=split) for sizes in ((32, 16), (64, 48), (4, 64))]
     assert split_ranks(layers) == ["split_weight: rank 2 (4→64) … 24 (64→48)"]
@@ -96,6 +96,6 @@ def test_a_range_of_ranks_names_sizes_at_either_end():
         ("megalowbit.recipe=nvfp5", "did you mean 'nvfp4'"),
     ],
 )
-def test_what_would_fail_in_the_run_fails_here(resolve, override, message):
+def test_errors_of_a_run_also_fail_its_dry_run(resolve, override, message):
     with pytest.raises(UserError, match=message):
         describe(resolve(override))

@@ -41,9 +41,7 @@ def bytes_of(tensors):
 
 
 @pytest.mark.parametrize("kind", slow_except(["gpt2", "llama"], KINDS))
-def test_weights_gradients_masters_and_moments_are_what_an_optimizer_really_holds(
-    build_job, resolve, kind, tmp_path
-):
+def test_the_estimate_of_optimizer_memory_equals_the_tensors_held(build_job, resolve, kind, tmp_path):
     tiny_config(kind, vocab_size=256, positions=64).save_pretrained(tmp_path / kind)
     model = f"megalowbit.model={json.dumps({'config': str(tmp_path / kind / 'config.json')})}"
     job = build_job(model)
@@ -67,7 +65,7 @@ SPLIT = {"base": "nvfp4", "split_input": {"rank": 4, "gains": "ysche"}, "split_w
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "bf16", SPLIT], ids=["nvfp4", "bf16", "split"])
-def test_what_is_saved_for_backward_is_counted_as_on_real_tensors(resolve, name):
+def test_saved_tensors_are_counted_as_with_real_tensors(resolve, name):
     config = resolve()
     model = build_model(config.settings.model, seed=0)
     convert(model, name)
@@ -80,7 +78,7 @@ def test_what_is_saved_for_backward_is_counted_as_on_real_tensors(resolve, name)
     assert estimated == pytest.approx(real, rel=0.1)
 
 
-def test_a_bit_linear_saves_packed_operands_only():
+def test_bitlinear_saves_only_packed_operands():
     layers = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False, dtype=torch.bfloat16))
 
     class Model(torch.nn.Module):
@@ -137,7 +135,7 @@ def test_fp32_norms_have_no_masters_and_autocast_keeps_more(resolve):
 
 
 @pytest.mark.slow
-def test_zero_leaves_each_process_its_share(resolve):
+def test_with_zero_each_process_holds_its_share(resolve):
     whole = estimate(resolve())
     stages = [estimate(resolve(), sharing=ZeroSharing(stage=stage, data_size=4)) for stage in range(4)]
     assert stages[0] == whole
@@ -153,7 +151,7 @@ def test_zero_leaves_each_process_its_share(resolve):
     ]  # fmt: skip
 
 
-def test_what_is_offloaded_is_on_the_host_and_not_in_the_total(resolve):
+def test_offloaded_tensors_count_for_the_host_and_not_for_the_total(resolve):
     config = {
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000}
     }
@@ -215,7 +213,7 @@ def llama3_8b(*overrides, world_size):
     )
 
 
-def test_llama3_8b_on_eight_processes_is_what_a_pencil_says():
+def test_llama3_8b_on_eight_processes_matches_a_manual_calculation():
     found = llama3_8b(world_size=8)  # tensor 4, data 2, ZeRO 1
     count = PROJECTIONS // 4 + WHOLE
     assert count == 2_795_769_856

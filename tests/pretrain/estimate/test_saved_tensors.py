@@ -39,7 +39,7 @@ class SharedInput(torch.nn.Module):
         return SimpleNamespace(loss=third(kept).sum(), logits=input_ids)
 
 
-def test_of_a_choice_of_recipes_layers_are_counted_with_the_one_that_keeps_more():
+def test_layers_with_a_choice_of_recipes_are_sized_by_the_largest():
     model = SharedInput().bfloat16()
     convert(model, "nvfp4")
     codes = recipe({"base": "fp8", "q_backward_weight": "fp32"})
@@ -86,7 +86,7 @@ def counted_calls(blocks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_that_are_alike_are_counted_as_if_all_were_run(kind, blocks_and_model):
+def test_identical_blocks_are_counted_as_if_each_had_run(kind, blocks_and_model):
     blocks, model = blocks_and_model
     expected = saved_for_backward(model, 2, 16)
     calls = counted_calls(blocks)
@@ -96,7 +96,7 @@ def test_blocks_that_are_alike_are_counted_as_if_all_were_run(kind, blocks_and_m
     assert all("forward" not in vars(block) for block in blocks)
 
 
-def test_blocks_with_a_window_are_not_like_blocks_without():
+def test_blocks_with_and_without_a_window_are_counted_separately():
     """They keep a mask."""
     model = tiny_model("qwen3", num_layers=6, max_window_layers=3)
     blocks = list(model.model.layers)
@@ -108,7 +108,7 @@ def test_blocks_with_a_window_are_not_like_blocks_without():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_count_blocks_that_are_alike_as_if_all_were_run(kind, blocks_and_model, monkeypatch):
+def test_stages_count_identical_blocks_as_if_each_had_run(kind, blocks_and_model, monkeypatch):
     blocks, model = blocks_and_model
     parts = parts_of(model)
     shape = {"micro_batch_size": 2, "sequence_length": 16, "interval": 0, "num_in_flight": 1}

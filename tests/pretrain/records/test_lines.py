@@ -9,12 +9,12 @@ from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.records.lines import products_line, startup_lines, zero_rate_warning
 
 
-def test_what_products_ran_in_is_said_on_one_line():
+def test_the_precision_of_products_is_reported_on_one_line():
     line = products_line({"output": {"fp8": 1200, "bf16": 2}, "grad_weight": {"bf16": 3}})
     assert line == "products  output 2 bf16 + 1,200 fp8, grad_weight 3 bf16"
 
 
-def test_the_opening_names_folder_model_recipe_data_and_batch(build_job):
+def test_the_startup_lines_name_folder_model_recipe_data_and_batch(build_job):
     job = build_job()
     text = startup_lines(job, ProcessIdentity(), is_resumed=False, changes=["run.steps 5 -> 6"])
     first_words = [line.split()[0] for line in text.splitlines() if line]

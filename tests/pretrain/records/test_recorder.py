@@ -59,7 +59,7 @@ def test_other_processes_than_the_main_one_write_nothing(build_job, tmp_path):
     assert not list((tmp_path / "run").iterdir())
 
 
-def test_how_splits_found_their_factors_is_recorded_and_said(build_job, tmp_path, capsys, caplog):
+def test_warm_and_cold_splits_are_recorded_and_reported(build_job, tmp_path, capsys, caplog):
     job = build_job(SPLIT)
     with Recorder(job, Console(2), is_main=True, is_resume=False) as recorder:
         for _ in range(2):
@@ -74,7 +74,7 @@ def test_how_splits_found_their_factors_is_recorded_and_said(build_job, tmp_path
     assert not caplog.records
 
 
-def test_a_run_without_splits_says_nothing_of_them(build_job, tmp_path, capsys):
+def test_a_run_without_splits_does_not_report_any(build_job, tmp_path, capsys):
     job = build_job()
     with Recorder(job, Console(1), is_main=True, is_resume=False) as recorder:
         recorder.step(train_step(job)[0])
@@ -83,7 +83,7 @@ def test_a_run_without_splits_says_nothing_of_them(build_job, tmp_path, capsys):
     assert "splits" not in capsys.readouterr().out
 
 
-def test_directions_that_did_not_fit_are_warned_of_once(build_job, caplog):
+def test_mismatched_directions_cause_one_warning(build_job, caplog):
     job = build_job(SPLIT)
     with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
         recorder.step(train_step(job)[0])
@@ -109,7 +109,7 @@ def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_damaged_record_leaves_the_others_as_they_are(build_job, tmp_path):
+def test_a_damaged_record_does_not_affect_the_others(build_job, tmp_path):
     job = build_job()
     record(job, 3)
     table = tmp_path / "run" / "overflow_layers.jsonl"
@@ -121,7 +121,7 @@ def test_a_damaged_record_leaves_the_others_as_they_are(build_job, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics
 
 
-def test_a_full_disk_is_one_line_that_says_how_to_go_on(build_job, tmp_path):
+def test_a_full_disk_is_a_one_line_error_that_explains_how_to_continue(build_job, tmp_path):
     job = build_job()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
@@ -135,7 +135,7 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(build_job, tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_summary_that_finds_no_room_names_the_checkpoint_to_go_on_from(build_job, tmp_path):
+def test_an_unwritable_summary_names_the_checkpoint_to_resume_from(build_job, tmp_path):
     job = build_job()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:

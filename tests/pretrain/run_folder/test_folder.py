@@ -26,7 +26,7 @@ def test_numbers_of_longer_names_do_not_count(tmp_path):
     assert claim("gpt2", run_dir=None, is_resume=False, root=tmp_path).path.name == "gpt2"
 
 
-def test_a_removed_folder_does_not_bring_back_an_old_number(tmp_path):
+def test_numbers_of_removed_folders_are_not_reused(tmp_path):
     (tmp_path / "gpt2-2").mkdir()
     assert claim("gpt2", run_dir=None, is_resume=False, root=tmp_path).path.name == "gpt2-3"
 
@@ -41,13 +41,13 @@ def test_resume_continues_the_newest_or_starts_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["saved.json", "checkpoints"])
-def test_resume_goes_to_a_run_that_has_lost_its_configuration(tmp_path, left):
+def test_resume_finds_a_run_without_its_configuration(tmp_path, left):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / left).mkdir()
     assert claim("gpt2", run_dir=None, is_resume=True, root=tmp_path).path.name == "gpt2"
 
 
-def test_a_default_folder_that_is_away_is_not_begun_anew_beside_it(tmp_path):
+def test_a_default_folder_with_a_missing_link_target_is_not_replaced(tmp_path):
     (tmp_path / "gpt2").symlink_to(tmp_path / "scratch")
     with pytest.raises(UserError, match=r"gpt2 is a link to .*scratch', which does not exist: put it back"):
         claim("gpt2", run_dir=None, is_resume=True, root=tmp_path)
@@ -55,7 +55,7 @@ def test_a_default_folder_that_is_away_is_not_begun_anew_beside_it(tmp_path):
     assert claim("gpt2", run_dir=None, is_resume=False, root=tmp_path).path.name == "gpt2-2"
 
 
-def test_a_named_folder_with_content_is_refused_and_left_alone(tmp_path):
+def test_a_named_folder_with_content_is_rejected_and_unchanged(tmp_path):
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "notes.txt").write_text("keep me")
@@ -85,7 +85,7 @@ def test_the_resolved_configuration_is_written_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-def test_the_lock_names_the_try_that_holds_or_held_the_folder(tmp_path, monkeypatch):
+def test_the_lock_names_the_attempt_that_holds_or_held_the_folder(tmp_path, monkeypatch):
     folder, lock = RunFolder(tmp_path), tmp_path / ".lock"
     monkeypatch.setenv("MEGALOWBIT_TRY", "123456-10")
     with folder.locked():
@@ -101,7 +101,7 @@ def test_the_lock_names_the_try_that_holds_or_held_the_folder(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "another program's"])
-def test_a_lock_that_is_not_ours_is_refused_and_left_as_it_is(tmp_path, kind):
+def test_a_foreign_lock_file_is_rejected_and_unchanged(tmp_path, kind):
     lock, precious = tmp_path / "run" / ".lock", tmp_path / "precious"
     lock.parent.mkdir()
     precious.write_text("keep me")
@@ -121,7 +121,7 @@ def test_a_lock_that_is_not_ours_is_refused_and_left_as_it_is(tmp_path, kind):
     assert lock.is_symlink() or lock.exists()
 
 
-def test_a_held_folder_is_refused_to_another_job_and_free_afterwards(tmp_path):
+def test_a_locked_folder_is_rejected_for_another_job_until_it_is_released(tmp_path):
     code = (
         "import pathlib, sys, time\n"
         "from megalowbit.pretrain.run_folder.folder import RunFolder\n"
@@ -153,7 +153,7 @@ def test_a_start_that_fails_leaves_no_new_folder_behind(tmp_path):
     assert not folder.path.exists()
 
 
-def test_a_folder_with_records_or_of_the_user_stays_after_a_failure(tmp_path):
+def test_a_failure_keeps_folders_with_records_and_folders_of_the_user(tmp_path):
     recorded = claim("gpt2", run_dir=None, is_resume=False, root=tmp_path)
     with recorded.locked():
         recorded.write_config({})
@@ -178,7 +178,7 @@ def test_an_older_export_is_set_aside_and_never_lost(tmp_path):
     assert not (tmp_path / "hf-step-00000008").exists()
 
 
-def test_what_a_killed_job_left_half_written_is_removed_by_the_next_one(tmp_path):
+def test_the_next_job_removes_half_written_files_of_a_killed_one(tmp_path):
     folder = claim("gpt2", run_dir=tmp_path / "run", is_resume=False)
     (folder.path / ".hf.0123abcd.tmp").mkdir()
     (folder.path / ".hf.0123abcd.tmp" / "model.safetensors").write_text("half")
@@ -200,23 +200,23 @@ def test_what_a_killed_job_left_half_written_is_removed_by_the_next_one(tmp_path
         (None, False),
     ],
 )
-def test_a_run_is_summed_up_if_its_summary_is_of_its_last_step(tmp_path, summary, expected):
+def test_a_summary_counts_only_if_it_is_of_the_last_step(tmp_path, summary, expected):
     if summary is not None:
         (tmp_path / "summary.json").write_text(summary)
     assert RunFolder(tmp_path).has_summary_of(7) is expected
 
 
-def test_a_mark_that_finds_no_room_is_one_line(tmp_path):
+def test_an_unwritable_done_file_is_a_one_line_error(tmp_path):
     with pytest.raises(UserError, match=r"gone/DONE cannot be written \(No such file or directory\): free"):
         RunFolder(tmp_path / "gone").mark_done(3)
 
 
-def test_a_summary_that_is_no_file_is_none(tmp_path):
+def test_a_summary_that_is_not_a_regular_file_is_ignored(tmp_path):
     os.mkfifo(tmp_path / "summary.json")
     assert not RunFolder(tmp_path).has_summary_of(7)
 
 
-def test_a_folder_of_somebody_else_is_one_line(tmp_path):
+def test_a_folder_of_another_user_is_a_one_line_error(tmp_path):
     """Read and entered by all, written by none."""
     run = tmp_path / "run"
     run.mkdir()

@@ -42,7 +42,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("lose", LOSSES)
-def test_a_run_whose_checkpoints_are_gone_is_refused_and_left_as_it_is(resolve, finished, lose):
+def test_a_run_without_its_checkpoints_is_rejected_and_unchanged(resolve, finished, lose):
     lose(finished)
     before = contents(finished)
     with pytest.raises(UserError, match=LOSSES[lose]) as caught:
@@ -69,7 +69,7 @@ def end_marks(folder):
         ("strange note", r"saved.json is damaged: its step is \[\]"),
     ],
 )
-def test_each_trace_of_a_checkpoint_is_enough(resolve, finished, evidence, message):
+def test_any_trace_of_a_checkpoint_is_detected(resolve, finished, evidence, message):
     end_marks(finished)
     note, latest = finished / "saved.json", finished / "checkpoints" / "latest"
     if evidence == "folder":
@@ -95,7 +95,7 @@ def test_each_trace_of_a_checkpoint_is_enough(resolve, finished, evidence, messa
 
 @pytest.mark.parametrize("is_earlier_version", [False, True])
 @pytest.mark.parametrize("is_in_save", [False, True])
-def test_a_run_killed_before_its_first_checkpoint_begins_again_and_keeps_its_records(
+def test_a_run_killed_before_its_first_checkpoint_restarts_and_keeps_its_records(
     resolve, tmp_path, monkeypatch, caplog, is_in_save, is_earlier_version
 ):
     folder, config = tmp_path / "run", resolve(*STEPS)
@@ -127,7 +127,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again_and_keeps_its_rec
     assert json.loads((folder / "saved.json").read_text()) == {"step": 2}
 
 
-def test_a_run_whose_configuration_is_gone_is_compared_with_its_checkpoint(resolve, finished):
+def test_a_run_without_its_configuration_is_compared_with_its_checkpoint(resolve, finished):
     (finished / "config.json").unlink()
     with pytest.raises(UserError, match=r"megalowbit\.recipe was 'nvfp4' in the run to resume"):
         resume(resolve(*STEPS, "megalowbit.recipe=mxfp4"), finished)
@@ -145,7 +145,7 @@ def test_a_run_whose_configuration_is_gone_is_compared_with_its_checkpoint(resol
         ("[]", "holds a list, not an object"),
     ],
 )
-def test_a_damaged_configuration_of_the_run_is_one_line(resolve, finished, text, message):
+def test_a_damaged_configuration_of_the_run_is_a_one_line_error(resolve, finished, text, message):
     (finished / "config.json").write_text(text)
     with pytest.raises(UserError, match=message):
         resume(resolve(*STEPS), finished)

@@ -13,7 +13,7 @@ from megalowbit.pretrain.run import pretrain
 from megalowbit.pretrain.run_folder.restart import check_restart
 
 
-def test_restart_moves_all_aside_and_trains_the_same_again(resolve, finished):
+def test_restart_moves_all_files_aside_and_repeats_the_training(resolve, finished):
     notes = finished / "notes.txt"
     notes.write_text("of the user")
     losing = {"checkpoints": remove_manifests, "link": dangle, "nothing": lambda folder: None}
@@ -64,7 +64,7 @@ def test_a_restart_that_was_killed_after_all_had_moved_is_begun_again(resolve, t
     assert not (tmp_path / "run" / "before-restart-2").exists()
 
 
-def test_a_folder_that_restart_cannot_look_into_is_one_line(tmp_path):
+def test_a_folder_that_restart_cannot_read_is_a_one_line_error(tmp_path):
     with pytest.raises(UserError, match=r"cannot be read \(File name too long\): choose another"):
         check_restart(tmp_path / ("a" * 300))
     (tmp_path / "run").mkdir(mode=0)

@@ -41,13 +41,13 @@ def test_launchers_and_job_scripts_are_known_by_what_they_export(environ, expect
     assert is_launched(environ) is expected
 
 
-def test_a_launcher_that_lives_has_not_ended():
+def test_a_running_launcher_has_not_ended():
     with LauncherWatch() as launcher:
         assert not launcher.has_ended
 
 
 @pytest.mark.parametrize("kind", ["parent", "deepspeed", "another parent's parent"])
-def test_a_launcher_that_is_killed_is_noticed_and_only_a_launcher(tmp_path, kind):
+def test_the_end_of_a_launcher_is_noticed_and_that_of_another_parent_is_not(tmp_path, kind):
     """Three processes: a program, a launcher, and the rank that watches."""
     rank = tmp_path / "rank.py"
     rank.write_text(RANK)

@@ -41,7 +41,7 @@ print(pending_stop_signal().name, pending_stop_signal().name, flush=True)
 
 
 @pytest.mark.parametrize("name", slow_except(["SIGUSR1"], ["SIGUSR1", "SIGTERM"]))
-def test_a_stop_signal_before_or_after_the_imports_waits_until_it_is_asked_for(name):
+def test_a_stop_signal_during_startup_is_kept_until_it_is_read(name):
     process = subprocess.Popen(
         [sys.executable, "-c", WAITING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -59,7 +59,7 @@ def test_a_stop_signal_before_or_after_the_imports_waits_until_it_is_asked_for(n
     assert process.returncode == 0
 
 
-def test_released_signals_end_a_process_as_ever():
+def test_released_signals_have_their_default_effect():
     code = (
         "import os, signal; from megalowbit.pretrain.stopping.signals import *; block_stop_signals(); "
         "os.kill(os.getpid(), signal.SIGTERM); print('waits', flush=True); release_stop_signals()"
@@ -84,7 +84,7 @@ print(pending_stop_signal().name)
 
 
 @pytest.mark.parametrize("state", ["starting", "begun"])
-def test_sigterm_ends_a_process_that_starts_and_waits_in_one_that_has_begun(state):
+def test_sigterm_ends_a_starting_process_and_is_deferred_in_a_training_one(state):
     process = subprocess.Popen(
         [sys.executable, "-c", STARTING, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, cwd=ROOT,
@@ -137,7 +137,7 @@ def test_an_interrupt_ends_a_process_that_waits_for_other_ranks(tmp_path, name, 
     assert errors.read_text() == line
 
 
-def test_an_interrupt_of_python_is_raised_and_unwinds_as_ever(monkeypatch):
+def test_a_keyboard_interrupt_is_raised_as_usual(monkeypatch):
     # a machine that stands still for the second would end this process, and all tests with it
     monkeypatch.setattr(stop_signals, "INTERRUPT_GRACE_SECONDS", 600.0)
     before = signal.set_wakeup_fd(-1)
@@ -152,7 +152,7 @@ def test_an_interrupt_of_python_is_raised_and_unwinds_as_ever(monkeypatch):
     assert signal.set_wakeup_fd(before) == -1
 
 
-def test_a_launcher_that_has_ended_ends_a_start_for_another_try():
+def test_a_start_ends_with_exit_code_75_if_the_launcher_has_ended():
     code = "import time\nfrom megalowbit.pretrain.stopping.signals import StartSignals\n"
     code += "with StartSignals(has_launcher_ended=lambda: True):\n    time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -160,7 +160,7 @@ def test_a_launcher_that_has_ended_ends_a_start_for_another_try():
     assert (done.returncode, done.stderr) == (75, line)
 
 
-def test_nothing_waits_in_a_process_nobody_signalled():
+def test_without_a_signal_no_stop_request_is_pending():
     assert pending_stop_signal() is None
 
 
@@ -179,7 +179,7 @@ def test_an_interrupt_waits_for_the_end_of_the_block_and_then_raises():
     assert done == ["first half", "second half"]
 
 
-def test_what_ignores_interrupts_goes_on_ignoring_them():
+def test_a_process_that_ignores_interrupts_still_ignores_them():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with uninterrupted():
@@ -189,7 +189,7 @@ def test_what_ignores_interrupts_goes_on_ignoring_them():
         signal.signal(signal.SIGINT, before)
 
 
-def test_afterwards_an_interrupt_raises_at_once_and_an_error_of_the_block_stays_the_one_that_is_seen():
+def test_after_the_block_an_interrupt_raises_at_once_and_does_not_hide_an_error_of_the_block():
     before = signal.getsignal(signal.SIGINT)
 
     def fail():

@@ -48,7 +48,7 @@ def lines_of(path):
 
 
 @pytest.mark.slow
-def test_a_calibration_compares_thresholds_with_bf16_and_goes_on_where_it_was(tmp_path, capsys):
+def test_a_calibration_compares_thresholds_with_bf16_and_can_be_resumed(tmp_path, capsys):
     arguments = ["--ds-config", write_config(tmp_path, block=BLOCK), "--threshold", NEVER, "--threshold", "3"]
     arguments += ["--steps", STEPS, "--seed", "1", "--last", "4", "--out", "out", "--max-gap", "90"]
     done = tool(*arguments, cwd=tmp_path)
@@ -188,7 +188,7 @@ def test_the_lowest_threshold_whose_gap_is_allowed_is_suggested():
         ),
     ],
 )
-def test_what_is_not_sure_is_said(outcomes, last_lines):
+def test_uncertain_estimates_are_marked(outcomes, last_lines):
     found = calibration(*outcomes)
     assert found.table().splitlines()[-len(last_lines) :] == last_lines
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["suggested_threshold_db"] == (
@@ -196,7 +196,7 @@ def test_what_is_not_sure_is_said(outcomes, last_lines):
     )
 
 
-def test_thresholds_are_sorted_and_run_once_each_beside_bf16(tmp_path):
+def test_thresholds_are_sorted_and_each_runs_once_in_addition_to_bf16(tmp_path):
     own = plan(tmp_path, thresholds=(20.0, 7.5, 20.0), seeds=(2, 1, 2))
     runs = own.runs()
     assert [(run.label, run.seed) for run in runs] == [
@@ -247,7 +247,7 @@ def test_mistakes_are_found_before_the_first_run(tmp_path, changes, message):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_reference_that_diverges_is_told(tmp_path):
+def test_a_diverging_reference_is_reported(tmp_path):
     own = plan(tmp_path, thresholds=(3.0,))
     for run in own.runs():
         run.folder.mkdir(parents=True)

@@ -42,7 +42,7 @@ def recorded(run, losses, skips=None):
     return run
 
 
-def test_a_gap_is_paired_by_seed_and_marked_where_its_error_may_have_made_it():
+def test_gaps_are_paired_by_seed_and_marked_if_within_the_error():
     peers = {1: 2.0, 2: 3.0, 3: 2.5}
     gap = Gap.between({1: 2.3, 2: 3.1, 3: 2.6}, peers)  # gaps of 0.3, 0.1 and 0.1
     assert gap.mean == pytest.approx(0.5 / 3)
@@ -105,7 +105,7 @@ def test_a_folder_is_complete_with_all_its_steps_and_refused_with_other_settings
         other.is_complete()
 
 
-def test_a_run_diverged_where_nothing_at_its_end_was_learned(make_run):
+def test_a_run_that_ends_without_learning_has_diverged(make_run):
     run = recorded(make_run(""), [3.0, 2.0, None, None], skips=[0, 0, 1, 2])
     assert run.diverged_at() == 3
     assert math.isnan(run.final_loss(2))
@@ -158,7 +158,7 @@ def test_a_damaged_file_is_named_with_the_folder_to_remove(make_run, name, conte
     )
 
 
-def test_a_record_without_a_loss_is_no_result(make_run):
+def test_a_record_without_a_loss_is_not_a_result(make_run):
     run = recorded(make_run(""), [])
     with pytest.raises(UserError, match=r"metrics\.jsonl is damaged \(it has no loss\)"):
         run.final_loss(2)
