@@ -13,7 +13,7 @@ from megalowbit.errors import UserError
 WHOLE = {"a": torch.arange(12.0).view(4, 3), "b": torch.arange(5.0) + 100}  # what `stage_two` holds
 
 
-def test_flat_partitions_become_whole_parameters(stage_two):
+def test_flat_partitions_become_full_parameters(stage_two):
     contents = CheckpointContents(stage_two)
     assert contents.parameters() == ["a", "b"]
     assert contents.names() == ["a", "b", "c"]

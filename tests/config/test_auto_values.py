@@ -19,7 +19,7 @@ def guesses(**config):
     return list(read_deepspeed_config({**base, **config}, total_steps=200).guesses)
 
 
-def test_each_optimizer_value_that_nobody_gave_is_named_and_one_that_was_given_is_not():
+def test_only_optimizer_values_left_auto_are_logged():
     params = {"lr": "auto", "betas": "auto", "eps": 1e-6, "weight_decay": "auto"}
     assert guesses(optimizer={"type": "AdamW", "params": params}) == [
         "optimizer.params.lr = 0.0003",
@@ -62,7 +62,7 @@ def test_a_batch_size_that_follows_from_the_others_is_no_guess(sizes, expected):
         ({"bf16": {"enabled": True}}, []),
     ],
 )
-def test_a_precision_that_nobody_chose_is_named(blocks, expected):
+def test_a_precision_left_auto_is_logged(blocks, expected):
     assert guesses(**blocks) == expected
 
 
@@ -73,7 +73,7 @@ def test_of_a_scheduler_what_follows_from_rate_and_steps_is_left_out():
     assert guesses(scheduler=scheduler, gradient_clipping="auto") == expected
 
 
-def test_initialize_says_all_of_them_in_one_line_on_one_rank(caplog, monkeypatch):
+def test_initialize_logs_all_auto_values_in_one_line_on_one_rank(caplog, monkeypatch):
     settings = {MICRO: "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     with caplog.at_level(logging.WARNING):
         mlb.initialize(model=torch.nn.Linear(4, 4), config=copy.deepcopy(settings))

@@ -86,7 +86,7 @@ def test_the_sections_accepted_without_the_loop_are_those_it_reads():
     assert list(LOOP_SECTIONS) == list(SETTINGS_MODEL.model_fields)
 
 
-def test_keys_of_other_rooms_in_our_block_are_left_to_them():
+def test_keys_of_other_packages_in_our_block_are_left_to_them():
     parts = read_deepspeed_config({**PLAIN, "megalowbit": {"run": {"steps": 3}, "precision": "fp32"}})
     assert parts.megalowbit["run"] == {"steps": 3}
 

@@ -18,7 +18,7 @@ from megalowbit.errors import UserError
         {"managed_gradient_accumulation": True, "hybrid_engine": {"enabled": False}},
     ],
 )
-def test_what_says_nothing_out_of_reach_passes(config):
+def test_supported_configurations_pass(config):
     assert check_keys(config) is None
 
 
@@ -48,7 +48,7 @@ def test_what_says_nothing_out_of_reach_passes(config):
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation = False"),
     ],
 )
-def test_what_is_not_possible_yet_is_refused_with_key_value_and_remedy(config, key):
+def test_unsupported_settings_are_rejected_with_key_value_and_remedy(config, key):
     with pytest.raises(UserError) as caught:
         check_keys(config)
     message = str(caught.value)
@@ -97,7 +97,7 @@ def test_a_misspelt_key_of_a_block_that_sizes_the_run_names_the_nearest(config, 
     assert str(caught.value) == line
 
 
-def test_a_key_of_our_block_that_stands_outside_of_it_is_told_where_it_belongs():
+def test_a_key_outside_our_block_is_reported_with_the_block_it_belongs_to():
     with pytest.raises(UserError, match=r"'watchdog': move it into .*, megalowbit\.watchdog"):
         check_keys({"watchdog": {}}, ours=("watchdog",))
     with pytest.raises(UserError, match="unknown key 'wachdog'"):

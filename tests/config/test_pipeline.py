@@ -70,7 +70,7 @@ SPLIT = {"base": {"base": "nvfp4", "parameter_split": {"warmup_steps": 1, "rank"
         ({"recipe": SPLIT}, {}, "parameter_split"),
     ],
 )
-def test_what_needs_all_layers_is_refused_beside_stages(block, more, part):
+def test_settings_that_need_all_layers_are_rejected_with_stages(block, more, part):
     parts = read(block=block, **more)
     check_pipeline(parts.deepspeed, parts.settings, 1)
     with pytest.raises(UserError, match=r"pipeline\.stages = 2") as error:

@@ -31,7 +31,7 @@ def read(zero, *, block=None, **keys):
         {"stage": 3, "zero_hpz_partition_size": 1, "zenflow": None, "compute_grad_norm": True},
     ],
 )
-def test_what_leaves_the_arithmetic_alone_passes(zero):
+def test_settings_that_do_not_change_results_pass(zero):
     assert read(zero).deepspeed["zero_optimization"] == zero
 
 
@@ -75,7 +75,7 @@ def test_what_leaves_the_arithmetic_alone_passes(zero):
         ({"stage": 1, "load_from_fp32_weights": False}, "zero_optimization.load_from_fp32_weights = False"),
     ],
 )
-def test_what_changes_results_or_cannot_be_saved_is_refused(zero, key):
+def test_settings_that_change_results_or_prevent_saving_are_rejected(zero, key):
     with pytest.raises(UserError) as caught:
         read(zero)
     message = str(caught.value)
@@ -84,7 +84,7 @@ def test_what_changes_results_or_cannot_be_saved_is_refused(zero, key):
     assert "\n" not in message
 
 
-def test_deepspeeds_old_way_to_say_stage_0_is_taken():
+def test_deepspeeds_old_form_of_stage_0_is_accepted():
     assert read(False).deepspeed["zero_optimization"] == {"stage": 0}
 
 
@@ -98,7 +98,7 @@ def test_deepspeeds_old_way_to_say_stage_0_is_taken():
         ({}, {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}}, "optimizer.type = 'Adagrad'"),
     ],
 )
-def test_what_needs_whole_gradients_is_for_stage_0_only(stage, block, keys, named):
+def test_settings_that_need_full_gradients_require_stage_0(stage, block, keys, named):
     with pytest.raises(UserError) as caught:
         read({"stage": stage}, block={"precision": "fp16", **block}, **keys)
     assert named in lines_of(caught.value)[0]

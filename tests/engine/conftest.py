@@ -1,4 +1,4 @@
-"""One process, one group: engine tests leave the environment of the test session as they found it."""
+"""Fixtures that restore the process after each engine test: environment, torch functions, engines."""
 
 import gc
 import os
@@ -9,8 +9,8 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _modules_are_not_searched():
-    """What imports have made stays to the end: `_engines_are_let_go` need not look at millions of objects."""
+def _imports_are_excluded_from_collection():
+    """Imported objects stay to the end, so `_engines_are_destroyed` need not search millions of them."""
     import deepspeed  # noqa: F401
 
     gc.collect()
@@ -20,7 +20,7 @@ def _modules_are_not_searched():
 
 
 @pytest.fixture(autouse=True)
-def _environment_as_before():
+def _rank_variables_restored():
     """Rank variables that an engine exports must not reach other tests, or programs they start."""
     before = dict(os.environ)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -31,18 +31,18 @@ def _environment_as_before():
 
 
 @pytest.fixture(autouse=True)
-def _linear_as_before():
-    """DeepSpeed puts a function of its own into torch at stage 3 and leaves it there."""
+def _linear_restored():
+    """At stage 3 DeepSpeed replaces torch's `linear` and does not restore it."""
     before = torch.nn.functional.linear
     yield
     torch.nn.functional.linear = before
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _engines_are_let_go():
-    """A ZeRO engine reserves gigabytes of addresses for its buckets, until no process can fork.
+def _engines_are_destroyed():
+    """A ZeRO engine reserves gigabytes of addresses for its buckets; too many engines make `fork` fail.
 
-    At stage 3 DeepSpeed puts a function of its own in the place of torch's `linear`, for the whole process.
+    At stage 3 DeepSpeed replaces torch's `linear` for the whole process.
     """
     torch.nn.functional.linear = torch._C._nn.linear
     yield
@@ -50,7 +50,7 @@ def _engines_are_let_go():
     deepspeed = sys.modules.get("deepspeed")
     if deepspeed is not None:
         for each in gc.get_objects():
-            # not isinstance, which asks a weak proxy for what may be gone
+            # not isinstance: it would dereference weak proxies whose object may be gone
             if issubclass(type(each), deepspeed.DeepSpeedEngine):
                 each.destroy()
         gc.collect()

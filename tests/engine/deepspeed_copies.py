@@ -1,4 +1,4 @@
-"""Copies of the installed DeepSpeed that call themselves another version, with or without other changes."""
+"""Copies of the installed DeepSpeed with another version number and, optionally, other changes."""
 
 import shutil
 import sys
@@ -14,9 +14,9 @@ def copy_deepspeed(folder, version, changes=()):
     """A package `deepspeed` below `folder`, to be put first on PYTHONPATH; returns `folder`.
 
     Args:
-        folder: is made.
-        version: what `deepspeed.__version__` says.
-        changes: (file, old text, new text) in it.
+        folder: is created.
+        version: value of `deepspeed.__version__`.
+        changes: (file, old text, new text) of each edit.
     """
     target = folder / "deepspeed"
     target.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Models of two linear layers, their configuration, and engines around them that step on seeded numbers."""
+"""Models of two linear layers, their configuration, and engines that train them on seeded data."""
 
 import torch
 
@@ -26,11 +26,11 @@ def make_engine(stage=0, *, optimizer=ADAMW, width=16, seed=0, micro_batches=1, 
     """An engine in bf16.
 
     Args:
-        stage: of ZeRO.
+        stage: the ZeRO stage.
         optimizer: its configuration.
-        width: between both layers; what goes in and comes out has 16 features.
+        width: features between the two layers; inputs and outputs have 16.
         seed: of the weights.
-        micro_batches: to an optimizer step.
+        micro_batches: per optimizer step.
         block: more keys of `"megalowbit"`.
     """
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Engines of one small model at every ZeRO stage and precision, and what their masters hold."""
+"""Engines of one small model at every ZeRO stage and precision, and their masters."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megalowbit.engine.initialize import initialize
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STAGES = ["0", "1", "2", "3", "1 offload", "2 offload", "3 offload"]
-# what runs in `make test`; each precision, each class of DeepSpeed's, with and without offload
+# runs in `make test`: each precision and each optimizer class of DeepSpeed, with and without offload
 QUICK = {"0": "fp16", "2": "bf16", "3": "fp32", "1 offload": "fp16"}
 S = 64.0  # the loss scale in fp16
 

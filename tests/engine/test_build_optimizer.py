@@ -15,15 +15,15 @@ def tiny_gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def test_parameters_collected_before_the_conversion_are_refused_where_it_replaced_them():
+def test_parameters_collected_before_a_conversion_that_replaces_them_are_rejected():
     net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     parameters = [torch.nn.Parameter(p.detach().clone()) for p in net.parameters()]
     with pytest.raises(UserError, match="convert the model first"):
         initialize(model=net, config=config("nvfp4"), model_parameters=parameters)
 
 
-def test_an_optimizer_over_weights_that_the_conversion_replaced_is_refused():
-    """A `Conv1D`'s weight is another parameter afterwards, and the old one would be trained for nothing."""
+def test_an_optimizer_with_weights_that_the_conversion_replaced_is_rejected():
+    """Conversion gives a `Conv1D` a new weight parameter; training the old one would have no effect."""
     net = tiny_gpt2()
     optimizer = torch.optim.AdamW(net.parameters())
     with pytest.raises(UserError, match=r"optimizer holds 4 parameters .* no longer.* pass a callable"):
@@ -31,7 +31,7 @@ def test_an_optimizer_over_weights_that_the_conversion_replaced_is_refused():
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_callable_gets_the_parameters_that_the_conversion_left(stage):
+def test_an_optimizer_callable_gets_the_parameters_of_the_converted_model(stage):
     net, given = tiny_gpt2(), []
     settings = {**config("nvfp4"), "zero_optimization": {"stage": stage}}
     del settings["optimizer"]
@@ -51,7 +51,7 @@ def test_a_callable_gets_the_parameters_that_the_conversion_left(stage):
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_callable_that_makes_no_optimizer_is_one_clear_line():
+def test_a_callable_that_returns_no_optimizer_raises_a_one_line_error():
     with pytest.raises(UserError, match=r"optimizer returned a list: return a torch.optim.Optimizer"):
         initialize(model=model(), config=config(), optimizer=lambda groups: list(groups))
     with pytest.raises(UserError, match="optimizer is a str: pass a torch optimizer, or a callable"):
@@ -68,12 +68,12 @@ def filled(kind, **params):
     ("kind", "params", "expected"),
     [
         ("AdamW", {}, torch.optim.AdamW),
-        ("Adam", {}, torch.optim.AdamW),  # DeepSpeed's Adam decouples weight decay unless told not to
+        ("Adam", {}, torch.optim.AdamW),  # DeepSpeed's Adam decouples weight decay by default
         ("adam", {"adam_w_mode": False}, torch.optim.Adam),
         ("SGD", {"momentum": 0.9, "nesterov": True}, torch.optim.SGD),
     ],
 )
-def test_the_optimizer_is_torchs_fused_one_and_steps(kind, params, expected):
+def test_the_default_optimizer_is_torchs_fused_adam_and_it_steps(kind, params, expected):
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = build_optimizer(filled(kind, lr=0.1, **params), [{"params": [parameter]}])
     assert type(optimizer) is expected
@@ -83,6 +83,6 @@ def test_the_optimizer_is_torchs_fused_one_and_steps(kind, params, expected):
     assert (parameter < 1).all()
 
 
-def test_a_groups_own_weight_decay_wins():
+def test_the_weight_decay_of_a_group_overrides_the_configured_one():
     groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "weight_decay": 0.0}]
     assert build_optimizer(filled("AdamW", weight_decay=0.3), groups).param_groups[0]["weight_decay"] == 0.0

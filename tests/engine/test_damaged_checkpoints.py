@@ -1,4 +1,4 @@
-"""Checkpoints damaged at random: each time one line, the one before, and nothing lost."""
+"""Checkpoints damaged at random: one log line, fallback to the previous checkpoint, no data lost."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def extend(data, generator):
 
 
 def shuffle(data, generator):
-    """The same size, other content: as of another rank or another step."""
+    """The same size with other content, like the file of another rank or step."""
     return generator.randbytes(len(data))
 
 
@@ -62,7 +62,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def says_the_same(one, other):
+def has_the_same_content(one, other):
     try:
         return json.loads(one) == json.loads(other)
     except ValueError:
@@ -70,7 +70,7 @@ def says_the_same(one, other):
 
 
 @pytest.mark.parametrize("count", [80, pytest.param(500, marks=pytest.mark.slow)])
-def test_damage_of_any_kind_leads_to_the_checkpoint_before(store, caplog, count):
+def test_any_damage_makes_the_store_fall_back_to_the_previous_checkpoint(store, caplog, count):
     generator = random.Random(7)
     newest, before = store.path_of(2), store.path_of(1)
     whole = contents(newest)
@@ -87,7 +87,7 @@ def test_damage_of_any_kind_leads_to_the_checkpoint_before(store, caplog, count)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             found = CheckpointStore(store.folder).latest()
-        if name == MANIFEST and damaged is not None and says_the_same(damaged, whole[name]):
+        if name == MANIFEST and damaged is not None and has_the_same_content(damaged, whole[name]):
             assert found == newest
             harmless += 1
         else:

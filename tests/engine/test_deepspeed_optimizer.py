@@ -27,14 +27,14 @@ def test_only_losses_are_scaled(scaler):
     assert optimizer.dynamic_loss_scale == isinstance(scaler, DynamicGradScaler)
 
 
-def test_without_a_scaler_the_loss_is_left_alone():
+def test_without_a_scaler_the_loss_is_unchanged():
     parameter, optimizer = make()
     loss = parameter.float().sum()
     assert optimizer.scale_if_loss(loss) is loss
     assert not optimizer.needs_scaler()
 
 
-def test_the_gradients_to_reduce_are_the_buffer_itself():
+def test_the_gradients_to_reduce_are_the_gradient_buffer():
     parameter, optimizer = make()
     (flat,), experts = optimizer.get_grads_for_reduction()
     flat.fill_(2.0)
@@ -44,7 +44,7 @@ def test_the_gradients_to_reduce_are_the_buffer_itself():
     assert empty.get_grads_for_reduction() == ([], {})
 
 
-def test_overflow_and_norm_are_what_the_step_found():
+def test_overflow_and_grad_norm_report_the_last_step():
     parameter, optimizer = make()
     parameter.main_grad.fill_(1.0)
     optimizer.step()
@@ -61,14 +61,14 @@ def test_refresh_takes_weights_that_were_loaded_into_the_model():
     assert (optimizer.fp32_from_float16_groups[0][0] == 3).all()
 
 
-def test_after_destroy_gradients_are_ordinary_again():
+def test_after_destroy_gradients_accumulate_in_grad_again():
     parameter, optimizer = make()
     optimizer.destroy()
     parameter.float().sum().backward()
     assert parameter.grad.tolist() == [[1, 1], [1, 1]]
 
 
-def test_deepspeeds_further_arguments_of_load_are_accepted():
+def test_the_other_arguments_of_deepspeeds_load_are_accepted():
     parameter, optimizer = make()
     parameter.main_grad.fill_(1.0)
     optimizer.step()

@@ -71,7 +71,7 @@ def test_matrices_decay_and_biases_do_not():
     assert decays == {2: 0.1, 1: 0.0}
 
 
-def test_given_groups_are_used_as_they_are():
+def test_given_groups_are_used_unchanged():
     net = model()
     groups = [{"params": net[0].parameters(), "lr": 0.5}, {"params": net[2].parameters()}]
     _, optimizer, _, _ = initialize(model=net, config=config(), model_parameters=groups)
@@ -89,7 +89,7 @@ def test_frozen_parameters_are_cast_and_buffers_are_not():
     assert len(train(engine, 2)) == 2
 
 
-def test_a_read_configuration_and_a_file_do_the_same(tmp_path):
+def test_a_configuration_may_be_a_read_object_or_a_file(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config("fp32")))
     runs = [train(initialize(model=model(), config=c)[0], 3) for c in (path, read_deepspeed_config(path))]
@@ -114,7 +114,7 @@ def test_the_configured_scheduler_moves_the_learning_rate(block):
     assert rates[0] < rates[-1] <= 0.02
 
 
-def test_a_scheduler_callable_gets_our_optimizer():
+def test_a_scheduler_callable_receives_the_wrapped_optimizer():
     def make(optimizer):
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
 
@@ -123,7 +123,7 @@ def test_a_scheduler_callable_gets_our_optimizer():
     assert engine.get_lr() == [0.005, 0.005]
 
 
-def test_an_optimizer_of_ones_own_comes_with_its_scheduler():
+def test_an_optimizer_of_the_caller_needs_a_scheduler_of_the_caller():
     net = model()
     inner = torch.optim.SGD(net.parameters(), lr=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
@@ -170,7 +170,7 @@ def test_deepspeed_logs_only_warnings_unless_asked():
         ),
     ],
 )
-def test_what_does_not_fit_together_is_one_clear_line(arguments, message):
+def test_arguments_that_cannot_be_combined_raise_a_one_line_error(arguments, message):
     with pytest.raises(UserError, match=message) as caught:
         initialize(**{"model": model(), "config": config(), **arguments})
     assert "\n" not in str(caught.value)
@@ -180,7 +180,7 @@ def quantised(recipe):
     return config(megalowbit={"precision": "bf16", "recipe": recipe})
 
 
-def test_a_recipe_that_quantises_converts_the_model_and_it_trains():
+def test_a_quantising_recipe_converts_the_model_and_it_trains():
     net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
     engine, *_ = initialize(model=net, config=quantised("nvfp4"), seed=3)
     assert list(bit_layers(engine.module)) == ["0", "2"]
@@ -219,7 +219,7 @@ def warnings_of(caplog, settings):
 @pytest.mark.parametrize(
     "names", [(), ("late_switch",), ("speculation",), ("parameter_split",), tuple(SCHEDULED)]
 )
-def test_a_schedule_that_a_loop_of_ones_own_must_keep_is_said_once(caplog, tmp_path, names):
+def test_a_schedule_that_the_callers_loop_must_apply_is_warned_about_once(caplog, tmp_path, names):
     settings = quantised("nvfp4")
     for name in names:
         settings["megalowbit"].update(SCHEDULED[name])
@@ -230,14 +230,14 @@ def test_a_schedule_that_a_loop_of_ones_own_must_keep_is_said_once(caplog, tmp_p
         assert warnings_of(caplog, read_deepspeed_config(settings)) == []
 
 
-def test_a_schedule_that_is_set_to_null_is_not_warned_of(caplog):
+def test_a_schedule_set_to_null_gives_no_warning(caplog):
     settings = quantised({"base": "nvfp4", "parameter_split": None})
     settings["megalowbit"].update(late_switch=None, speculation=None)
     with caplog.at_level(logging.WARNING):
         assert warnings_of(caplog, settings) == []
 
 
-def test_a_converted_model_is_left_as_it_is():
+def test_a_converted_model_is_not_converted_again():
     net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
     convert(net, "nvfp4")
     layers = bit_layers(net)
@@ -250,13 +250,13 @@ def test_a_recipe_without_quantizers_leaves_plain_layers():
     assert bit_layers(engine.module) == {}
 
 
-def test_a_recipe_that_finds_nothing_to_quantise_is_an_error():
+def test_a_recipe_that_matches_no_layer_is_an_error():
     net = torch.nn.Sequential(torch.nn.Embedding(4, 4))
     with pytest.raises(UserError):
         initialize(model=net, config=quantised("nvfp4"))
 
 
-def test_the_regularizer_works_on_the_low_bit_layers_once_a_step():
+def test_the_regularizer_changes_the_low_bit_layers_once_per_step():
     def moved(**block):
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
@@ -283,19 +283,19 @@ def test_the_regularizer_works_on_the_low_bit_layers_once_a_step():
     weight = starts[0].bfloat16().double()
     slope = 0.5 / weight.numel() * (2 * 3.0 * weight - 2 * 1e-4 * weight / (weight**2 + 1e-3) ** 2)
     torch.testing.assert_close((without[0] - with_it[0]).double(), slope, rtol=1e-3, atol=1e-7)
-    assert torch.equal(without[1], with_it[1])  # a layer that is kept has none
+    assert torch.equal(without[1], with_it[1])  # a kept layer has no such gradient
     value = 0.5 / weight.numel() * (3.0 * weight**2 + 1e-4 / (weight**2 + 1e-3)).sum()
     assert engine.regularizer.value.item() == pytest.approx(float(value), rel=1e-6)
 
 
-def test_a_regularizer_without_low_bit_layers_is_refused():
+def test_a_regularizer_without_low_bit_layers_is_rejected():
     asked = config(megalowbit={"regularizer": {"strength": 1e-4}})
     with pytest.raises(UserError, match=r"regularizer\.strength = 0\.0001 but no low-bit layer is trained"):
         initialize(model=model(), config=asked)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_the_configured_norm_is_the_one_that_is_reported(precision):
+def test_the_engine_reports_the_configured_gradient_norm(precision):
     norms = {}
     for name in ("global", "sum_of_norms"):
         settings = config(megalowbit={"precision": precision, "gradient_norm": name})
@@ -310,7 +310,7 @@ def test_the_configured_norm_is_the_one_that_is_reported(precision):
     assert norms["global"][0] == pytest.approx(sum(n**2 for n in norms["global"][1]) ** 0.5, rel=1e-6)
 
 
-def test_deepspeeds_own_reading_of_the_configuration_fails_on_all_ranks_together(monkeypatch):
+def test_the_configuration_checks_run_inside_succeed_together(monkeypatch):
     depth, seen = [], []
 
     def together(work, *arguments, **named):

@@ -11,7 +11,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Model(nn.Module):
-    """Notes in which type things are computed."""
+    """Records the dtypes in which its values are computed."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def train(engine, steps=30):
 
 
 @pytest.mark.parametrize("precision", DTYPES)
-def test_autocast_and_fp32_norms_train_and_do_what_they_say(precision):
+def test_autocast_and_fp32_norms_set_the_computed_types_and_train(precision):
     half = DTYPES[precision]
     engine, optimizer, _, _ = initialize(
         model=Model(), config=config(precision, autocast=True, fp32_norms=True)
@@ -78,7 +78,7 @@ def test_both_are_off_by_default():
     assert not any(optimizer.fp32_from_fp32_groups)
 
 
-def test_changes_of_the_table_arrive():
+def test_changes_of_the_autocast_table_take_effect():
     engine, _, _, _ = initialize(
         model=Model(), config=config("bf16", autocast={"float32": ["linear"], "float16": ["softmax"]})
     )
@@ -95,7 +95,7 @@ def test_frozen_norms_stay_fp32_as_well():
     assert engine.module.first.weight.dtype == torch.float16
 
 
-def test_fp32_norms_of_a_model_without_norms_are_refused():
+def test_fp32_norms_are_rejected_for_a_model_without_norms():
     with pytest.raises(UserError, match="no norm to keep in fp32"):
         initialize(model=nn.Linear(4, 1), config=config("bf16", fp32_norms=True))
 

@@ -1,4 +1,4 @@
-"""`"lr_schedule"` in an engine: every ZeRO stage, skipped steps, resume, and what may not stand beside it."""
+"""`"lr_schedule"` in an engine: ZeRO stages, skipped steps, resume, and settings that it excludes."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from megalowbit.optim.schedules.factors import WSDSchedule
 
 WSD = {"type": "wsd", "warmup_steps": 2, "decay_steps": 3, "total_steps": 6, "min_lr_ratio": 0.1}
 FACTORS = [WSDSchedule(**WSD).factor(each) for each in range(8)]
-# 1 and 2 are one class of DeepSpeed's
+# stages 1 and 2 use the same DeepSpeed class
 STAGES = pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
 
 
@@ -19,13 +19,13 @@ def rates(engine):
 
 
 def weights(engine):
-    """Exact masters, whole: one process has all of them."""
+    """The full masters; a single process holds all of them."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return [each.detach().clone() for group in inner.param_groups for each in group["params"]]
 
 
 @STAGES
-def test_each_step_has_the_rate_of_the_schedule(stage):
+def test_each_step_uses_the_learning_rate_of_the_schedule(stage):
     engine = make_engine(stage, lr_schedule=WSD)
     seen = []
     for number in range(8):
@@ -35,7 +35,7 @@ def test_each_step_has_the_rate_of_the_schedule(stage):
 
 
 @STAGES
-def test_a_skipped_step_does_not_count(stage):
+def test_a_skipped_step_does_not_advance_the_schedule(stage):
     scaler = {"type": "constant", "scale": 8.0}
     engine = make_engine(stage, precision="fp16", grad_scaler=scaler, lr_schedule={**WSD, "warmup_steps": 3})
     x = torch.randn(2, 16, dtype=torch.float16)
@@ -48,7 +48,7 @@ def test_a_skipped_step_does_not_count(stage):
 
 
 @STAGES
-def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(stage, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(stage, tmp_path):
     whole = make_engine(stage, lr_schedule=WSD)
     for number in range(3):
         step(whole, number)
@@ -64,7 +64,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_was_not_stopped(stage, tmp_path):
 
 
 @STAGES
-def test_a_resumed_run_may_end_at_another_step(stage, tmp_path):
+def test_a_resumed_run_may_have_another_number_of_steps(stage, tmp_path):
     whole = make_engine(stage, lr_schedule=WSD)
     for number in range(3):
         step(whole, number)
@@ -95,7 +95,7 @@ def test_a_checkpoint_without_a_schedule_is_refused_at_every_stage(stage, tmp_pa
         make_engine(stage, lr_schedule=WSD).load_checkpoint(str(tmp_path), tag="one")
 
 
-def test_groups_of_the_user_keep_their_ratio():
+def test_groups_of_the_user_keep_the_ratio_of_their_learning_rates():
     net = model()
     groups = [{"params": [net[0].weight], "lr": 0.1}, {"params": [net[2].weight], "lr": 0.3}]
     settings = config(megalowbit={"precision": "bf16", "lr_schedule": WSD})
@@ -105,7 +105,7 @@ def test_groups_of_the_user_keep_their_ratio():
     assert scheduler.max_lrs == [0.1, 0.3]
 
 
-def test_total_steps_are_those_that_the_caller_names():
+def test_the_caller_sets_the_total_number_of_steps():
     section = {"type": "cosine", "total_steps": "auto"}
     settings = config(megalowbit={"precision": "bf16", "lr_schedule": section})
     engine, *_ = initialize(model=model(), config=settings, total_steps=10)

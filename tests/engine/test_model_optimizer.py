@@ -51,7 +51,7 @@ def ids(groups):
     return [[id(p) for p in group["params"]] for group in groups]
 
 
-def test_by_default_all_trainable_parameters_are_trained_and_vectors_do_not_decay():
+def test_by_default_all_trainable_parameters_are_trained_and_only_matrices_decay():
     model = Model()
     model.embed.weight.requires_grad_(False)
     groups = parameter_groups(model, None, CONFIG)
@@ -64,7 +64,7 @@ def test_by_default_all_trainable_parameters_are_trained_and_vectors_do_not_deca
 
 
 @pytest.mark.parametrize("kind", [list, iter])
-def test_given_parameters_or_groups_are_taken_as_they_are(kind):
+def test_given_parameters_or_groups_are_used_unchanged(kind):
     model = Model()
     some = list(model.layers.parameters())
     assert ids(parameter_groups(model, kind(some), CONFIG)) == [[id(p) for p in some]]
@@ -85,13 +85,13 @@ def test_given_parameters_or_groups_are_taken_as_they_are(kind):
         (lambda model: [{"params": []}], 0),
     ],
 )
-def test_parameters_that_are_not_the_models_are_refused(given, count):
+def test_parameters_of_another_model_are_rejected(given, count):
     model = Model()
     with pytest.raises(UserError, match=f"holds {count} parameters that are not .* convert the model first"):
         parameter_groups(model, given(model), CONFIG)
 
 
-def test_an_optimizers_own_groups_are_trained_and_must_be_the_models():
+def test_the_groups_of_an_optimizer_are_trained_and_must_belong_to_the_model():
     model = Model()
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
     assert groups_to_train(model, optimizer, None, {}) is optimizer.param_groups
@@ -102,7 +102,7 @@ def test_an_optimizers_own_groups_are_trained_and_must_be_the_models():
         groups_to_train(model, optimizer, None, {})
 
 
-def test_an_optimizer_with_moments_of_another_shape_is_refused():
+def test_an_optimizer_with_moments_of_another_shape_is_rejected():
     model = Model()
     optimizer = torch.optim.Adam(model.layers.parameters())
     for parameter in model.layers.parameters():
@@ -117,7 +117,7 @@ def test_an_optimizer_with_moments_of_another_shape_is_refused():
         groups_to_train(model, optimizer, None, {})
 
 
-def test_a_callable_is_given_what_is_trained():
+def test_an_optimizer_callable_receives_the_trained_parameters():
     model = Model()
     model.embed.requires_grad_(False)
     groups = groups_to_train(model, torch.optim.SGD, None, {})
@@ -131,7 +131,7 @@ def test_a_callable_is_given_what_is_trained():
         client_optimizer(model, lambda _: torch.optim.SGD(Model().layers.parameters()), groups)
 
 
-def test_a_frozen_stage_is_named():
+def test_a_pipeline_stage_without_trainable_parameters_is_named():
     model = Model().requires_grad_(False)
     model.stage_id = 2
     with pytest.raises(UserError, match=r"stage 2 has no trainable parameter: .* pipeline.partition"):
@@ -146,7 +146,7 @@ def test_a_frozen_stage_is_named():
         ("fp32", DeepSpeedFP32Optimizer, torch.float32),
     ],
 )
-def test_the_model_has_the_precision_asked_for_frozen_parameters_too(precision, cls, dtype):
+def test_all_parameters_get_the_requested_precision_including_frozen_ones(precision, cls, dtype):
     model = Model()
     model.embed.requires_grad_(False)
     keep_fp32(model)
@@ -180,7 +180,7 @@ def test_the_settings_reach_the_optimizer():
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_steps_with_all_instruments_name_what_overflowed(precision):
+def test_steps_with_all_instruments_name_the_overflowed_parameter(precision):
     model = Model()
     scaler = {} if precision == "fp32" else {"grad_scaler": {"type": "max_norm", "initial_scale": 64.0}}
     optimizer = wrap(model, precision=precision, layer_scaling={"enabled": True}, **scaler)
@@ -219,12 +219,12 @@ def test_a_regularizer_adds_its_gradients_at_each_step():
         ({"grad_scaler": {"type": "norm_ratio"}}, "no linear layer"),
     ],
 )
-def test_a_model_that_lacks_what_the_settings_ask_for_is_refused(block, message):
+def test_a_model_without_the_modules_that_the_settings_need_is_rejected(block, message):
     with pytest.raises(UserError, match=message):
         wrap(torch.nn.LayerNorm(3), **block)
 
 
-def test_an_optimizer_that_needs_a_closure_is_refused():
+def test_an_optimizer_that_needs_a_closure_is_rejected():
     model = Model()
     message = "^optimizer LBFGS needs a closure to step"
     with pytest.raises(UserError, match=message):

@@ -8,7 +8,7 @@ from megalowbit.engine.initialize import initialize
 from megalowbit.engine.overflow_retry import COUNTERS, retry_engine_step
 from megalowbit.errors import UserError
 
-RIGHT = 2.0**11  # scaled by more, gradients overflow
+RIGHT = 2.0**11  # with a larger scale, gradients overflow
 
 
 class Model(torch.nn.Module):
@@ -22,7 +22,7 @@ class Model(torch.nn.Module):
         self.seen += 1
         x = x * (1 + 0.1 * random.random() + 0.1 * np.random.rand())
         hidden = torch.nn.functional.dropout(torch.tanh(self.first(x)), 0.2)
-        # of two micro-batches: a gradient of about 20, and fp16 ends at 65504
+        # the sum of two micro-batches is about 20; the largest fp16 number is 65504
         return self.second(hidden).float().square().mean() + 40 * self.second.bias.float()[0]
 
 
@@ -70,7 +70,7 @@ def train(initial_scale, max_retries, steps=4):
     return losses, retries, facts, weights, numbers, engine
 
 
-def test_a_retried_run_is_the_run_that_began_at_the_right_scale():
+def test_a_run_with_retries_equals_one_that_began_at_the_right_scale():
     found, expected = train(RIGHT * 8, 5), train(RIGHT, 0)
     assert expected[1] == [0, 0, 0, 0]
     assert expected[2]["skipped_steps"] == 0
@@ -85,11 +85,11 @@ def test_a_step_that_never_succeeds_counts_as_one_skipped_step():
     assert retries == [2]
     assert (facts["global_steps"], facts["skipped_steps"], facts["micro_steps"]) == (1, 1, 2)
     assert not engine.was_step_applied()
-    # an octave for each retry; of the last try, only hysteresis decides
+    # one octave for each retry; after the last attempt only hysteresis decides
     assert engine.optimizer.loss_scale <= RIGHT * 2**8
 
 
-def test_the_middle_of_a_step_is_no_place_to_begin():
+def test_a_retry_cannot_start_in_the_middle_of_accumulation():
     engine = make(RIGHT)
     engine.backward(engine(torch.randn(4, 32).half()))
     engine.step()

@@ -20,18 +20,18 @@ class Model(torch.nn.Module):
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
-        self.calls = self.calls + 1  # another tensor each time
+        self.calls = self.calls + 1  # a new tensor each time
         return self.layer(self.dropout(self.norm(x))).square().mean()
 
 
 def optimizer_of(model, scaler):
-    """Steps fp32 parameters, and skips where a gradient is not finite."""
+    """An optimizer of fp32 parameters that skips steps with non-finite gradients."""
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     return Float16OptimizerWithFloat16Params(inner, grad_scaler=scaler, bf16=scaler is None, clip_grad=0.0)
 
 
 def overflowing_step(scaler):
-    """`run()` of a step that always overflows, and the list of the scales it ran at."""
+    """Return `run()` of a step that always overflows, and the list of the scales it ran at."""
     model = torch.nn.Linear(1, 1)
     optimizer, scales = optimizer_of(model, scaler), []
 
@@ -45,7 +45,7 @@ def overflowing_step(scaler):
 
 
 def train(scale, *, max_retries, steps=5, limit=64.0):
-    """A plain loop in which gradients times `scale` overflow above `limit`; what every step leaves behind."""
+    """Train with gradients that overflow if `scale` times them exceeds `limit`; return the state by step."""
     model = Model()
     scaler = DynamicGradScaler(initial_scale=scale, hysteresis=2, growth_interval=1000)
     optimizer = optimizer_of(model, scaler)
@@ -69,7 +69,7 @@ def train(scale, *, max_retries, steps=5, limit=64.0):
     return seen, tensors, scaler.scale, torch.rand(3).tolist()
 
 
-def test_a_run_that_overflows_first_is_the_run_that_began_at_the_right_scale():
+def test_a_run_that_overflows_first_equals_one_that_began_at_the_right_scale():
     seen, tensors, scale, numbers = train(512.0, max_retries=5)
     expected, same_tensors, same_scale, same_numbers = train(64.0, max_retries=0)
     assert [step[:2] for step in seen] == [(True, 3), (True, 0), (True, 0), (True, 0), (True, 0)]
@@ -79,18 +79,18 @@ def test_a_run_that_overflows_first_is_the_run_that_began_at_the_right_scale():
     assert tensors["calls"] == 10
 
 
-def test_without_retries_the_step_is_lost():
+def test_without_retries_an_overflowed_step_is_skipped():
     seen, tensors, _, _ = train(512.0, max_retries=0)
     assert [step[0] for step in seen] == [False] * 4 + [True]
     assert tensors["calls"] == 10
 
 
-def test_retries_end_at_their_number_and_at_the_floor():
+def test_retries_stop_at_max_retries_and_at_the_minimum_scale():
     scaler = DynamicGradScaler(initial_scale=2.0**10, min_scale=2.0**7)
     run, snapshot, scales = overflowing_step(scaler)
     report, retries = retry_step(run, snapshot, scaler, 2)
     assert (report.is_applied, retries) == (False, 2)
-    # one octave a retry: hysteresis does not hold the first, and the update's own backoff is not doubled
+    # one octave a retry: hysteresis does not delay the first, and the update does not back off again
     assert scales == [1024.0, 512.0, 256.0]
     scales.clear()
     assert retry_step(run, snapshot, scaler, 9)[1] == len(scales) - 1
@@ -99,13 +99,13 @@ def test_retries_end_at_their_number_and_at_the_floor():
 
 
 @pytest.mark.parametrize("scaler", [None, ConstantGradScaler(8.0)])
-def test_what_cannot_be_lowered_is_not_retried(scaler):
+def test_a_scale_that_cannot_be_lowered_is_not_retried(scaler):
     run, snapshot, scales = overflowing_step(scaler)
     report, retries = retry_step(run, snapshot, scaler, 3)
     assert (report.is_applied, retries, len(scales)) == (False, 0, 1)
 
 
-def test_a_factor_that_was_lowered_leaves_the_scale_alone():
+def test_lowering_a_layer_factor_leaves_the_loss_scale_unchanged():
     blocks = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
     scaling = LayerScaling(blocks, ["0", "1"])
     state = scaling.state_dict()
@@ -125,7 +125,7 @@ def test_a_factor_that_was_lowered_leaves_the_scale_alone():
     assert (report.is_applied, retries, scaler.scale) == (True, 2, 64.0)
 
 
-def test_pairs_of_the_caller_are_restored_each_time():
+def test_the_callers_states_are_restored_before_each_retry():
     values = {"count": 1}
 
     def restore(saved):
@@ -139,6 +139,6 @@ def test_pairs_of_the_caller_are_restored_each_time():
 
 
 @pytest.mark.parametrize("number", [-1, 1.0, True])
-def test_a_number_of_retries_that_is_none_is_refused(number):
+def test_an_invalid_number_of_retries_is_rejected(number):
     with pytest.raises(UserError, match="max_retries"):
         retry_step(lambda: None, StepSnapshot(Model()), None, number)

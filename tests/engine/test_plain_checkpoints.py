@@ -1,4 +1,4 @@
-"""What DeepSpeed saved without us: refused with a way in, which leads there."""
+"""Checkpoints of stock DeepSpeed are rejected, and the remedy that the error names works."""
 
 import re
 
@@ -15,7 +15,7 @@ from megalowbit.hf.settings import ModelSettings
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_the_line_about_a_plain_checkpoint_names_a_way_in_that_works(stage, tmp_path):
+def test_the_error_for_a_plain_checkpoint_names_a_remedy_that_works(stage, tmp_path):
     start_process_group()
     settings = {
         "train_micro_batch_size_per_gpu": 2,
@@ -40,5 +40,5 @@ def test_the_line_about_a_plain_checkpoint_names_a_way_in_that_works(stage, tmp_
     for parameter in target.parameters():
         parameter.data.zero_()
     target.load_state_dict(weights)
-    for name, value in target.state_dict().items():  # DeepSpeed's masters begin with rounded weights
+    for name, value in target.state_dict().items():  # DeepSpeed initialises its masters from rounded weights
         assert torch.equal(value, expected[name].bfloat16().float())

@@ -17,7 +17,7 @@ from megalowbit.layers.conversion.convert import bit_layers, convert, random_str
 from megalowbit.layers.recipe import recipe
 
 
-def test_a_model_leaves_converted_and_knows_its_layers():
+def test_the_prepared_model_is_converted_and_lists_its_low_bit_layers():
     net, parts = model(), read_deepspeed_config(config("nvfp4"))
     prepared = prepare_model(net, parts, ProcessGrid(0, 1), mpu=None, seed=5)
     assert list(prepared.low_bit) == list(bit_layers(net)) == ["0", "2"]
@@ -26,7 +26,7 @@ def test_a_model_leaves_converted_and_knows_its_layers():
     assert random_stream(net).state_dict()["seed"] == 5
 
 
-def test_without_a_recipe_it_stays_as_it_is():
+def test_without_a_recipe_the_model_is_unchanged():
     net, parts = model(), read_deepspeed_config(config())
     prepared = prepare_model(net, parts, ProcessGrid(0, 1), mpu=None, seed=0)
     assert prepared == PreparedModel(recipe=None, low_bit=prepared.low_bit, mpu=None, groups=None)
@@ -34,14 +34,14 @@ def test_without_a_recipe_it_stays_as_it_is():
     assert type(net[0]) is torch.nn.Linear
 
 
-def test_the_former_name_of_an_attribute_is_rejected_and_not_ignored():
+def test_the_former_name_of_an_attribute_is_rejected():
     net = model()
     net[0].weight.cut = object()
     with pytest.raises(UserError, match=r"parameter 0.weight has an attribute cut, .* called sharding"):
         prepare_model(net, read_deepspeed_config(config()), ProcessGrid(0, 1), mpu=None, seed=0)
 
 
-def test_one_layer_that_got_lost_in_the_engine_is_named():
+def test_a_low_bit_layer_missing_from_the_engine_is_named():
     net = model()
     engine, *_ = initialize(model=net, config=config("nvfp4"))
     prepared = PreparedModel(recipe=recipe("nvfp4"), low_bit=["0", "2"], mpu=None, groups=None)
@@ -54,7 +54,7 @@ def test_one_layer_that_got_lost_in_the_engine_is_named():
         check_prepared(engine, prepared)
 
 
-def test_low_bit_layers_that_got_lost_on_the_way_are_an_error():
+def test_missing_low_bit_layers_are_an_error():
     with pytest.raises(UserError, match="'nvfp4' asks for low-bit layers but the model has none"):
         check_quantised(model(), recipe("nvfp4"))
 
@@ -64,14 +64,14 @@ def test_an_unknown_recipe_is_named():
         initialize(model=model(), config=config("nvfp5"))
 
 
-def test_a_model_converted_with_another_recipe_than_the_configured_one_is_refused():
+def test_a_model_converted_with_a_recipe_other_than_the_configured_one_is_rejected():
     net = model()
     convert(net, recipe("nvfp4"))
     with pytest.raises(UserError, match=r"recipe is 'bf16' but layer 0 was converted with 'nvfp4'"):
         initialize(model=net, config=config("bf16"))
 
 
-def test_every_data_parallel_rank_rounds_with_its_own_numbers():
+def test_every_data_parallel_rank_rounds_with_its_own_random_numbers():
     net = model()
     convert(net, recipe("nvfp4"))
     set_random_ranks(net, ProcessGrid(7, 8, tensor_size=2))
@@ -90,7 +90,7 @@ class WithExperts(torch.nn.Module):
 
 
 @pytest.mark.parametrize("is_converted", [False, True])
-def test_projections_that_no_layer_stands_for_are_refused_unless_they_are_kept(is_converted):
+def test_projections_outside_linear_layers_are_rejected_unless_they_are_kept(is_converted):
     kept = {"base": "nvfp4", "keep": ["experts"]}
     for asked in ("nvfp4", kept):
         net = WithExperts()

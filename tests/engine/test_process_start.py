@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 RANK_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def test_plain_python_starts_a_group_of_one_and_says_nothing():
+def test_plain_python_starts_a_group_of_one_without_output():
     environ = {key: value for key, value in os.environ.items() if key not in RANK_NAMES}
     environ["PYTHONPATH"] = str(ROOT)
     code = (
@@ -32,7 +32,7 @@ def test_plain_python_starts_a_group_of_one_and_says_nothing():
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["0", "1", "1", "gloo", "False"], "")
 
 
-def test_a_group_that_someone_else_started_is_used():
+def test_an_existing_process_group_is_used():
     start_process_group()
     size = dist.get_world_size()
     os.environ.pop("RANK")
@@ -47,7 +47,7 @@ def run(folder, code, env):
     return run_script(script, env=env)
 
 
-def test_a_port_that_is_taken_is_one_clear_line(tmp_path):
+def test_a_port_in_use_raises_a_one_line_error(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -65,7 +65,7 @@ def test_a_port_that_is_taken_is_one_clear_line(tmp_path):
     assert "--master_port" in done.stdout
 
 
-def test_a_group_is_left_in_order(tmp_path):
+def test_stopping_the_group_destroys_it_and_may_be_repeated(tmp_path):
     code = (
         "from megalowbit.engine.process_start import start_process_group, stop_process_group\n"
         "import torch.distributed as dist\n"
@@ -78,7 +78,7 @@ def test_a_group_is_left_in_order(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
 
 
-def test_an_interface_that_is_not_there_is_one_clear_line(monkeypatch):
+def test_a_missing_network_interface_raises_a_one_line_error(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib77")
     with pytest.raises(
         UserError, match=r"GLOO_SOCKET_IFNAME ib77 is not a network interface of .*: use one of .*lo"

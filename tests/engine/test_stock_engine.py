@@ -1,4 +1,4 @@
-"""A converted model in an engine that `deepspeed.initialize` made: it says no, or one warning."""
+"""A converted model in an engine of `deepspeed.initialize`: an error, or a single warning."""
 
 import copy
 import logging
@@ -54,7 +54,7 @@ def test_the_engine_around_a_model_is_found(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_half_precision_is_told_once(stage, caplog):
+def test_half_precision_is_warned_about_once(stage, caplog):
     engine = make(net(), stage=stage, bf16={"enabled": True})
     with caplog.at_level(logging.WARNING):
         step(engine)
@@ -63,7 +63,7 @@ def test_half_precision_is_told_once(stage, caplog):
     assert mlb.random_stream(engine.module).step == 2
 
 
-def test_full_precision_and_evaluation_are_not_told(caplog):
+def test_full_precision_and_evaluation_give_no_warning(caplog):
     engine = make(net())
     engine.eval()
     engine(torch.ones(2, 16))
@@ -72,7 +72,7 @@ def test_full_precision_and_evaluation_are_not_told(caplog):
     assert not [record for record in caplog.records if TOLD in record.message]
 
 
-def test_a_model_that_has_trained_before_and_a_copy_of_it_are_looked_at_again(caplog):
+def test_a_model_that_has_trained_before_and_its_copy_are_checked_again(caplog):
     model = net()
     model(torch.ones(2, 16)).sum().backward()
     engine = make(copy.deepcopy(model), bf16={"enabled": True})
@@ -92,7 +92,7 @@ def test_a_model_that_has_trained_before_and_a_copy_of_it_are_looked_at_again(ca
         ({"precision": "fp16"}, "megalowbit.precision is 'fp16', and the engine computes in bf16"),
     ],
 )
-def test_a_block_that_nobody_acts_on_ends_the_first_forward(block, said):
+def test_a_block_with_unsupported_settings_fails_the_first_forward(block, said):
     engine = make(net(), bf16={"enabled": True}, megalowbit=block)
     for _ in range(2):
         with pytest.raises(UserError) as seen:
@@ -100,12 +100,12 @@ def test_a_block_that_nobody_acts_on_ends_the_first_forward(block, said):
         assert str(seen.value).startswith(said)
 
 
-def test_a_block_that_agrees_trains():
+def test_a_block_that_matches_the_model_trains():
     engine = make(net(), bf16={"enabled": True}, megalowbit={"recipe": "nvfp4", "precision": "bf16"})
     step(engine)
 
 
-def test_layers_that_were_replaced_are_missed():
+def test_replaced_low_bit_layers_are_reported():
     model = net()
     engine = make(model, bf16={"enabled": True})
     model[1] = nn.Linear(16, 16).bfloat16()
@@ -113,7 +113,7 @@ def test_layers_that_were_replaced_are_missed():
         step(engine)
 
 
-def test_an_optimizer_of_ours_in_a_stock_engine_is_refused():
+def test_a_megalowbit_optimizer_in_a_stock_engine_is_rejected():
     model = net().bfloat16()
     settings = mlb.OptimizerConfig(lr=0.1, bf16=True, params_have_main_grad=False)
     engine = make(model, optimizer=mlb.get_megatron_optimizer(model, settings))
@@ -121,13 +121,13 @@ def test_an_optimizer_of_ours_in_a_stock_engine_is_refused():
         step(engine)
 
 
-def test_an_unconverted_model_is_refused_where_a_script_asks():
+def test_an_explicit_check_rejects_an_unconverted_model():
     engine = make(net(None), megalowbit={"recipe": "nvfp4"})
     with pytest.raises(UserError, match="Sequential has no low-bit layers"):
         check_training(engine)
 
 
-def test_engines_of_ours_are_left_alone(caplog):
+def test_megalowbit_engines_pass_without_a_warning(caplog):
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
@@ -141,7 +141,7 @@ def test_engines_of_ours_are_left_alone(caplog):
 
 @pytest.mark.skipif(not get_accelerator().is_fp16_supported(), reason="DeepSpeed refuses fp16 on this CPU")
 def test_stock_fp16_at_stage_zero_never_scales_the_loss():
-    """docs/other-loops.md says so; once this fails, DeepSpeed has mended it."""
+    """docs/other-loops.md says so; if this fails, DeepSpeed has fixed it."""
     model = nn.Linear(2, 1, bias=False)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = make(
@@ -168,7 +168,7 @@ def step_gpt2(engine):
 
 
 @pytest.mark.parametrize("gathers", [True, False])
-def test_a_gpt2_at_stage_three_is_refused_before_it_is_exported_transposed(gathers):
+def test_a_gpt2_at_stage_three_is_rejected_because_its_export_would_be_transposed(gathers):
     key = "stage3_gather_16bit_weights_on_model_save"
     engine = make(gpt2(), stage=3, bf16={"enabled": True}, zero_optimization={"stage": 3, key: gathers})
     for ask in (step_gpt2, check_training):
@@ -181,7 +181,7 @@ def test_a_gpt2_at_stage_three_is_refused_before_it_is_exported_transposed(gathe
         )
 
 
-def test_split_weights_at_stage_three_are_refused_and_plain_ones_train():
+def test_split_weights_at_stage_three_are_rejected_and_plain_ones_train():
     engine = make(net({"base": "nvfp4", "parameter_split": {"rank": 2}}), stage=3, bf16={"enabled": True})
     with pytest.raises(UserError, match="export the weight of 0 without its split parts: use stage 2"):
         step(engine)
@@ -197,7 +197,7 @@ def test_exports_of_lower_stages_are_in_the_layout_of_transformers(stage, tmp_pa
     stored = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     weight = "transformer.h.0.attn.c_proj.weight"
     assert torch.equal(stored[weight], model.transformer.h[0].attn.c_proj.weight.t())
-    # what Accelerate and Trainer do
+    # as Accelerate and Trainer do
     model.save_pretrained(tmp_path / "hf", state_dict=clone_tensors_for_torch_save(model.state_dict()))
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "hf", dtype="auto").state_dict()
     mlb.restore(model)

@@ -94,7 +94,7 @@ def test_an_impossible_llama_is_refused_in_one_line(change, message):
         ),
     ],
 )
-def test_what_blocks_cannot_attend_with_is_refused_in_one_line(kind, change, message):
+def test_attention_that_blocks_do_not_support_is_rejected_in_one_line(kind, change, message):
     with pytest.raises(UserError, match=message) as caught:
         check_config(tiny_config(kind, **change), "x.json")
     assert "\n" not in str(caught.value)

@@ -35,7 +35,7 @@ def all_equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_output_is_close_to_the_plain_layers_and_parameters_are_its(reference):
+def test_output_is_close_to_that_of_the_plain_layer_and_parameters_are_shared(reference):
     layer, x = layer_and_input()
     assert [(name, p.shape) for name, p in layer.named_parameters()] == [
         ("weight", (32, 48)),
@@ -59,25 +59,25 @@ def test_initial_weights_and_random_state_are_those_of_a_plain_layer():
         assert torch.equal(one.bias, other.bias)
 
 
-def test_state_dicts_pass_both_ways():
+def test_state_dicts_load_from_and_into_plain_layers():
     plain, low = nn.Linear(16, 8), BitLinear(16, 8)
     low.load_state_dict(plain.state_dict())
     plain.load_state_dict(low.state_dict())
     assert list(low.state_dict()) == ["weight", "bias"]
 
 
-def test_repr_names_the_recipe():
+def test_repr_shows_the_recipe():
     assert "in_features=16, out_features=8, bias=False, recipe='nvfp4'" in repr(BitLinear(16, 8, bias=False))
 
 
-def test_repr_has_the_rank_of_a_weight_that_is_split():
+def test_repr_shows_the_rank_of_a_split_weight():
     layer = BitLinear(16, 8, recipe={"base": "nvfp4", "parameter_split": {"rank": 3}})
     assert "split at rank" not in repr(layer)
     layer.is_split = True
     assert "split at rank 3)" in repr(layer)
 
 
-def test_the_same_step_gives_the_same_bits_and_another_step_others():
+def test_the_same_step_gives_the_same_bits_and_another_step_different_bits():
     layer, x = layer_and_input()
     first = grads_of(layer, x)
     layer.random_stream.advance()
@@ -98,7 +98,7 @@ def test_backward_uses_the_step_of_its_forward():
     assert torch.equal(x.grad, expected[1])
 
 
-def test_two_uses_in_one_micro_batch_draw_different_numbers():
+def test_two_uses_in_one_micro_batch_draw_different_random_numbers():
     layer, x = layer_and_input()
     first, second = layer(x), layer(x)
     grad = torch.randn(20, 32, generator=torch.Generator().manual_seed(0))
@@ -144,7 +144,7 @@ def test_micro_batches_accumulate_gradients():
     assert torch.allclose(layer.weight.grad, first, rtol=0.2, atol=first.abs().max().item() * 0.2)
 
 
-def test_without_grad_mode_nothing_is_recorded():
+def test_without_grad_mode_no_graph_is_recorded():
     layer, x = layer_and_input()
     expected = layer(x).detach()
     with torch.no_grad():
@@ -199,7 +199,7 @@ def test_tied_weights_collect_gradients_of_both_layers():
     assert not torch.equal(one.weight.grad, first)
 
 
-def test_a_layer_alone_draws_anew_each_training_forward_and_follows_torchs_seed():
+def test_a_single_layer_draws_new_random_numbers_each_forward_and_follows_torchs_seed():
     def two_gradients():
         torch.manual_seed(5)
         layer = BitLinear(32, 32)
@@ -212,7 +212,7 @@ def test_a_layer_alone_draws_anew_each_training_forward_and_follows_torchs_seed(
     assert all_equal((first, second), two_gradients())
 
 
-def test_two_layers_alone_do_not_share_their_numbers():
+def test_two_single_layers_draw_different_random_numbers():
     torch.manual_seed(0)
     one, other = BitLinear(32, 32), BitLinear(32, 32)
     for parameter in (*one.parameters(), *other.parameters()):
@@ -226,7 +226,7 @@ def test_two_layers_alone_do_not_share_their_numbers():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_a_layer_alone_keeps_the_masks_of_the_dropout_behind_it(use_reentrant):
+def test_checkpointing_a_single_layer_keeps_the_masks_of_the_following_dropout(use_reentrant):
     def gradients(run):
         torch.manual_seed(3)
         block = nn.Sequential(BitLinear(32, 32), nn.Dropout(0.5))
@@ -256,13 +256,13 @@ def test_copies_and_pickles_compute_the_same():
 
 
 @pytest.mark.parametrize("shape", [(), (20, 47), (48, 20)])
-def test_a_wrong_input_size_is_refused_by_name(shape):
+def test_a_wrong_input_size_is_rejected_by_name(shape):
     layer, _ = layer_and_input()
     with pytest.raises(UserError, match="BitLinear 'layer' expects a last axis of 48"):
         layer(torch.randn(shape))
 
 
-def test_an_integer_input_is_refused():
+def test_an_integer_input_is_rejected():
     layer, _ = layer_and_input()
     with pytest.raises(UserError, match="int64"):
         layer(torch.ones(2, 48, dtype=torch.int64))
@@ -293,7 +293,7 @@ def test_training_with_low_bit_gradients_fits_a_linear_map():
     assert sum(losses[-20:]) < 0.1 * sum(losses[:20])
 
 
-def test_a_stack_keeps_at_most_0_30_of_what_bf16_linear_layers_keep():
+def test_a_stack_saves_at_most_30_percent_of_the_bytes_of_bf16_linear_layers():
     def kept(layer_class, tokens):
         """Bytes of distinct memory that autograd holds at the end of a forward pass, its peak."""
         torch.manual_seed(0)
@@ -317,20 +317,20 @@ def test_a_stack_keeps_at_most_0_30_of_what_bf16_linear_layers_keep():
     assert low <= 0.30 * plain
 
 
-class LopsidedStream(RandomStream):
+class BiasedStream(RandomStream):
     """A stream on a device that rounds up too often, as its check sees it."""
 
     def check(self, device, encode=None):
-        def lopsided(request):
+        def biased_backend(request):
             x = request.x
             return backends.encode(request._replace(x=torch.where(x < 6, x + 0.06, x)))
 
-        super().check(device, lopsided)
+        super().check(device, biased_backend)
 
 
-def test_a_layer_refuses_a_device_that_rounds_with_a_bias():
+def test_a_layer_rejects_a_device_with_biased_rounding():
     layer, x = layer_and_input()
-    layer.random_stream = LopsidedStream(1)
+    layer.random_stream = BiasedStream(1)
     output = layer(x)  # nearest even: nothing is drawn
     with pytest.raises(RuntimeError, match="is biased"):
         output.sum().backward()
@@ -339,7 +339,7 @@ def test_a_layer_refuses_a_device_that_rounds_with_a_bias():
         layer(x)
 
 
-def test_ranks_round_a_stochastic_weight_alike_and_their_own_data_differently():
+def test_ranks_round_a_stochastic_weight_equally_and_their_data_differently():
     def quantized(rank):
         """Q(W) of forward and of backward, and Q(input), each seen through a product with the identity."""
         torch.manual_seed(0)

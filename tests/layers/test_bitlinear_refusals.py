@@ -19,7 +19,7 @@ from megalowbit.layers.bitlinear import BitLinear
         (torch.zeros(()), "expects a last axis of 64"),
     ],
 )
-def test_an_input_that_does_not_fit_is_refused_by_name_or_by_sizes(input, message):
+def test_an_input_of_wrong_size_is_rejected_with_the_layers_name_or_sizes(input, message):
     layer = BitLinear(64, 32)
     with pytest.raises(UserError, match=rf"^BitLinear\(64, 32\) {message}"):
         layer(input)
@@ -30,13 +30,13 @@ def test_an_input_that_does_not_fit_is_refused_by_name_or_by_sizes(input, messag
 
 @pytest.mark.parametrize("size", [-1, 1.5, None, "4"])
 @pytest.mark.parametrize("name", ["in_features", "out_features"])
-def test_a_size_that_is_none_is_refused(name, size):
+def test_an_invalid_layer_size_is_rejected(name, size):
     with pytest.raises(UserError, match=f"{name} of BitLinear must be a whole number ≥ 0, not {size!r}"):
         BitLinear(**{"in_features": 4, "out_features": 4, name: size})
 
 
 @pytest.mark.parametrize("value", [5, None, "nvfp5", {"base": "nvfp4", "kep": []}])
-def test_what_is_no_recipe_cannot_be_set(value):
+def test_only_recipes_can_be_set(value):
     layer = BitLinear(64, 32, recipe="mxfp4")
     with pytest.raises(UserError, match="unknown recipe"):
         layer.recipe = value
@@ -45,7 +45,7 @@ def test_what_is_no_recipe_cannot_be_set(value):
 
 @pytest.mark.parametrize("role", ["input", "grad_output"])
 @pytest.mark.parametrize(("shape", "axes"), [((2, 3, 64), "0 to 1"), ((5, 64), "0 to 0"), ((64,), "none")])
-def test_an_axis_the_input_has_not_is_refused_at_the_first_forward(role, shape, axes):
+def test_a_split_along_a_missing_input_axis_is_rejected_at_the_first_forward(role, shape, axes):
     layer = BitLinear(64, 32, recipe={"base": "nvfp4", f"split_{role}": {"rank": 2, "broadcast_dim": 2}})
     layer.layer_name = "h.0.up"
     message = rf"split_{role}.broadcast_dim = 2 is not a leading axis .*axes: {axes}\): set"

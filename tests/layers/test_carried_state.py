@@ -42,7 +42,7 @@ def train(model, steps):
     return gradients
 
 
-def test_a_model_with_its_states_back_goes_on_bit_for_bit():
+def test_a_model_with_restored_states_continues_bit_for_bit():
     model = converted()
     train(model, 3)
     again = converted()
@@ -53,7 +53,7 @@ def test_a_model_with_its_states_back_goes_on_bit_for_bit():
     assert all(map(torch.equal, train(again, 3), train(model, 3)))
 
 
-def test_without_its_states_it_would_not():
+def test_without_its_states_a_model_continues_differently():
     model = converted()
     train(model, 3)
     again = converted()
@@ -71,7 +71,7 @@ def test_states_survive_a_file(tmp_path):
     assert all(map(torch.equal, train(again, 2), train(model, 2)))
 
 
-def test_evaluation_leaves_no_trace():
+def test_evaluation_does_not_change_the_states():
     model, quiet = converted(), converted()
     train(model, 2), train(quiet, 2)
     model.eval()
@@ -93,7 +93,7 @@ def test_factors_are_found_cold_once_and_warm_from_then_on():
     ("every", "refreshed_at"),
     [(3, [1, 5, 9, 13, 17]), (4, [1, 5, 9, 13, 17]), (5, [1, 1, 9, 9, 17]), (12, [1, 1, 1, 13, 13])],
 )
-def test_weights_kept_for_a_step_are_factored_once_in_so_many_micro_batches(every, refreshed_at):
+def test_cached_weights_are_factored_once_per_step(every, refreshed_at):
     model = converted({"base": "nvfp4", "split_weight": {"rank": 2, "refresh_every": every}})
     cache, seen = cache_weights(model), []
     for _ in range(5):
@@ -109,7 +109,7 @@ def test_weights_kept_for_a_step_are_factored_once_in_so_many_micro_batches(ever
     assert counts["cold"] + counts["warm"] + counts["reused"] == 2 * 5  # once a step
 
 
-def test_weights_go_on_alike_on_a_rank_that_was_not_there():
+def test_weights_continue_equally_on_a_rank_that_was_added():
     model = converted()
     train(model, 3)
     shared, own = split_state_dict(model, SHARED_ROLES), split_state_dict(model, OWN_ROLES)
@@ -133,7 +133,7 @@ def test_weights_go_on_alike_on_a_rank_that_was_not_there():
         load_split_state_dict(new, own, SHARED_ROLES)
 
 
-def test_loading_states_of_some_operands_leaves_others_alone():
+def test_loading_states_of_some_operands_leaves_others_unchanged():
     model = converted()
     train(model, 2)
     before = split_state_dict(model, OWN_ROLES)
@@ -146,7 +146,7 @@ def test_loading_states_of_some_operands_leaves_others_alone():
 
 
 @pytest.mark.parametrize("is_split", [True, False])
-def test_output_gradients_go_on_warm_where_loading_splits_or_merges_weights(is_split):
+def test_output_gradients_stay_warm_when_loading_splits_or_merges_weights(is_split):
     block = {**RECIPE, "split_weight": None, "parameter_split": {"rank": 2}}
     model, other = converted(block), converted(block)
     for layer in bit_layers(model if not is_split else other).values():
@@ -163,7 +163,7 @@ def test_output_gradients_go_on_warm_where_loading_splits_or_merges_weights(is_s
         assert [each["misfit"] for each in counts.values()] == [0, 0]
 
 
-def test_directions_of_a_checkpoint_whose_gradients_were_wider_start_cold():
+def test_directions_from_a_checkpoint_with_wider_gradients_start_cold():
     block = {**RECIPE, "split_weight": None, "parameter_split": {"rank": 2}}
     model = converted(block)
     train(model, 2)
@@ -178,7 +178,7 @@ def test_directions_of_a_checkpoint_whose_gradients_were_wider_start_cold():
     assert after["misfit"] - before["misfit"] == len(saved)
 
 
-def test_splits_are_told_apart_by_operand():
+def test_split_states_are_stored_by_operand():
     weights = converted({"base": "nvfp4", "split_weight": {"rank": 2}})
     assert has_splits(weights)
     assert has_splits(weights, SHARED_ROLES)
@@ -195,6 +195,6 @@ def test_a_model_without_splits_has_no_state():
 
 
 @pytest.mark.parametrize("saved", [{"3": {}}, {"0": 5}, {"0": {"outputs": {}}}])
-def test_states_of_another_model_are_refused(saved):
+def test_states_of_another_model_are_rejected(saved):
     with pytest.raises(UserError, match="not a layer of this model"):
         load_split_state_dict(converted(), saved)

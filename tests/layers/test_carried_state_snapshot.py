@@ -31,7 +31,7 @@ def step(model, seed, micro_batches):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_a_step_that_is_done_again_is_the_same_step_bit_for_bit(recipe, micro_batches):
+def test_a_repeated_step_gives_the_same_bits(recipe, micro_batches):
     model = model_of(recipe)
     step(model, 0, micro_batches)
     snapshot = take_layers(model)
@@ -48,7 +48,7 @@ def test_a_step_that_is_done_again_is_the_same_step_bit_for_bit(recipe, micro_ba
     assert not torch.equal(first, untouched)  # without putting anything back
 
 
-def test_a_run_with_a_repeated_step_goes_on_as_one_without():
+def test_a_run_with_a_repeated_step_continues_like_one_without():
     straight, repeated = model_of(SPLIT), model_of(SPLIT)
     snapshot = take_layers(repeated)
     step(repeated, 0, 2)
@@ -57,7 +57,7 @@ def test_a_run_with_a_repeated_step_goes_on_as_one_without():
         assert torch.equal(step(straight, seed, 2)[0], step(repeated, seed, 2)[0])
 
 
-def test_quantised_weights_are_forgotten():
+def test_restoring_clears_cached_quantised_weights():
     model = model_of("mxfp4")
     cache = cache_weights(model)
     snapshot = take_layers(model)
@@ -67,7 +67,7 @@ def test_quantised_weights_are_forgotten():
     assert len(cache) == 0
 
 
-def test_a_model_without_low_bit_layers_is_fine():
+def test_a_model_without_low_bit_layers_is_accepted():
     model = torch.nn.Linear(2, 2)
     snapshot = take_layers(model)
     restore_layers(model, snapshot)
@@ -75,7 +75,7 @@ def test_a_model_without_low_bit_layers_is_fine():
     assert not bit_layers(model)
 
 
-def test_a_micro_batch_that_gets_its_number_again_is_no_second_use():
+def test_a_repeated_micro_batch_does_not_count_as_a_second_use():
     model = model_of("nvfp4")
     cache = cache_weights(model)
     before = random_stream(model).state_dict()

@@ -13,7 +13,7 @@ from megalowbit.layers.recipe import recipe, recipes
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
 LENGTH, WIDTH = 32, 64
 ROWS = re.findall(r"^\| (`.*`) \| (yes|no)\b", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-SAID = {name: said == "yes" for names, said in ROWS for name in re.findall(r"`([\w-]+)`", names)}
+DOCUMENTED = {name: said == "yes" for names, said in ROWS for name in re.findall(r"`([\w-]+)`", names)}
 
 
 def outputs(name, x):
@@ -26,19 +26,19 @@ def outputs(name, x):
 
 
 def test_the_page_names_every_recipe_that_quantises():
-    assert set(SAID) == {name for name in recipes() if recipe(name).quantizes}
+    assert set(DOCUMENTED) == {name for name in recipes() if recipe(name).quantizes}
 
 
-@pytest.mark.parametrize("name", sorted(SAID))
-def test_a_later_token_changes_earlier_ones_only_where_the_page_says_so(name):
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_a_later_token_changes_earlier_ones_only_in_recipes_documented_as_such(name):
     x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
     half, turned = LENGTH // 2, x.clone()
     turned[:, half:] *= 3
     before, after = (outputs(name, each)[:, :half] for each in (x, turned))
-    assert torch.equal(before, after) == SAID[name]
+    assert torch.equal(before, after) == DOCUMENTED[name]
 
 
-def test_a_causal_recipe_decodes_with_a_cache_what_one_forward_gives():
+def test_a_causal_recipe_decodes_with_a_cache_as_in_one_forward():
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=64, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0

@@ -22,7 +22,7 @@ from megalowbit.layers.conversion.convert import (
 from megalowbit.layers.recipe import recipe as recipe_of
 
 
-def fourth_counts_double(values):
+def doubles_the_fourth(values):
     """A user's gain that needs four singular values."""
     factors = torch.ones_like(values)
     factors[3] = 2
@@ -41,7 +41,7 @@ RECIPES = {
         "split_weight": {"rank": 2, "q_factors": "fp32"},
         "split_grad_output": {"rank": 4},
     },
-    "own gain": {"base": "nvfp4", "split_input": {"rank": 8, "gains": f"{__name__}:fourth_counts_double"}},
+    "own gain": {"base": "nvfp4", "split_input": {"rank": 8, "gains": f"{__name__}:doubles_the_fourth"}},
     "kept factors": {
         "base": "nvfp4",
         "split_input": {"rank": 3, "q_factors": "fp32", "refresh_every": 2, "reuse": "factors"},
@@ -132,7 +132,7 @@ def assert_same(one, other):
         for name, recipe in RECIPES.items()
     ],
 )
-def test_a_compiled_block_computes_draws_and_counts_as_an_eager_one(recipe):
+def test_a_compiled_block_computes_draws_and_counts_like_an_eager_one(recipe):
     eager, compiled = block(recipe), block(recipe)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     expected = three_steps(eager, eager)
@@ -158,7 +158,7 @@ def test_autocast_is_followed():
 
 
 @pytest.mark.slow
-def test_kept_weights_are_used_by_compiled_models_too():
+def test_compiled_models_use_cached_weights():
     eager, compiled = block(), block()
     caches = cache_weights(eager), cache_weights(compiled)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
@@ -166,7 +166,7 @@ def test_kept_weights_are_used_by_compiled_models_too():
     assert len(caches[0]) == len(caches[1]) == 4
 
 
-def test_evaluation_neither_advances_the_stream_nor_keeps_anything():
+def test_evaluation_neither_advances_the_stream_nor_saves_tensors():
     eager, compiled = block().eval(), block().eval()
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 8, 32)
@@ -176,7 +176,7 @@ def test_evaluation_neither_advances_the_stream_nor_keeps_anything():
     assert random_stream(compiled).step == 0
 
 
-def test_there_is_one_graph_and_no_break():
+def test_a_model_compiles_into_one_graph_without_a_break():
     model = block()
     explanation = torch._dynamo.explain(lambda x: model(x))(torch.randn(2, 8, 32))
     assert explanation.graph_count == 1
@@ -184,7 +184,7 @@ def test_there_is_one_graph_and_no_break():
 
 
 @pytest.mark.slow
-def test_a_resumed_stream_goes_on_in_a_compiled_model():
+def test_a_resumed_stream_continues_in_a_compiled_model():
     model = block()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     first = three_steps(model, run)
@@ -193,7 +193,7 @@ def test_a_resumed_stream_goes_on_in_a_compiled_model():
     assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
 
 
-def test_a_layer_alone_draws_its_own_numbers():
+def test_a_single_layer_draws_its_own_random_numbers():
     torch.manual_seed(0)
     layer = BitLinear(32, 32)
     run = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -215,7 +215,7 @@ def test_frozen_tensors_get_no_gradient():
     assert model.up.weight.grad.abs().sum() > 0
 
 
-def test_a_copied_layer_has_a_handle_of_its_own_and_a_dead_one_none():
+def test_a_copied_layer_has_a_new_handle_and_a_deleted_one_none():
     layer = BitLinear(16, 16)
     copied = copy.deepcopy(layer)
     assert _layer(layer.handle) is layer
@@ -247,7 +247,7 @@ def test_sizes_may_change_from_step_to_step():
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_checkpointing_a_compiled_block_draws_the_same_numbers_again(is_inside):
+def test_checkpointing_a_compiled_block_repeats_its_random_numbers(is_inside):
     def gradients(make_run):
         model = block(RECIPES["stochastic"])
         return three_steps(model, make_run(model))
@@ -285,7 +285,7 @@ def test_operators_are_neither_merged_nor_captured():
         assert {torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe} <= tags
 
 
-def test_an_operator_returns_no_memory_of_the_weight_cache():
+def test_an_operator_returns_no_tensor_that_aliases_the_weight_cache():
     model = block()
     cache = cache_weights(model)
     layer = model.up
@@ -313,7 +313,7 @@ def test_an_operator_returns_no_memory_of_the_weight_cache():
 
 
 @pytest.mark.parametrize("wide", ["input", "weight"])
-def test_exponents_found_in_forward_reach_a_compiled_backward_whole(wide):
+def test_exponents_found_in_forward_reach_a_compiled_backward_unchanged(wide):
     def gradients(is_compiled):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 32))
@@ -360,7 +360,7 @@ def test_a_compiled_model_notices_another_recipe():
     assert len(caches[0]) == len(caches[1]) == 4
 
 
-def test_another_recipe_before_a_compiled_backward_is_refused():
+def test_changing_the_recipe_before_a_compiled_backward_is_rejected():
     model = block()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")
     output = run(torch.randn(2, 8, 32))
@@ -408,7 +408,7 @@ def test_a_model_converted_in_inference_mode_can_be_compiled_and_trained():
     assert_same(three_steps(model, run), three_steps(eager, eager))
 
 
-def test_a_compiled_stream_is_not_counted_past_its_end():
+def test_a_compiled_stream_does_not_advance_past_its_last_step():
     model = block()
     random_stream(model).load_state_dict({"seed": 3, "step": 2**63 - 1})
     run = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -124,7 +124,7 @@ def test_half_precision_layers_round_the_same_products(dtype):
     )
 
 
-def test_the_two_copies_of_an_output_gradient_draw_numbers_of_their_own():
+def test_the_two_copies_of_an_output_gradient_draw_different_random_numbers():
     x, w, g = operands(32, 32, 32)
     chosen = own_recipe("nvfp4e2m1bnosr", q_backward_outputgrad="nvfp4e2m1b")
     lowbit_linear(x, w, None, context_with(chosen)).backward(g)
@@ -136,7 +136,7 @@ def test_the_two_copies_of_an_output_gradient_draw_numbers_of_their_own():
     assert close(w.grad, columns @ dequantized("nvfp4e2m1bnosr", plain[0].T.copy()).T)
 
 
-def test_operands_that_are_not_quantised_enter_as_they_are():
+def test_operands_that_are_not_quantised_are_multiplied_unchanged():
     x, w, g = operands(20, 24, 40)
     chosen = own_recipe("fp32", q_backward_input="nvfp4e2m1bnosr")
     output = lowbit_linear(x, w, None, context_with(chosen))
@@ -198,7 +198,7 @@ def test_empty_batches_pass():
     assert not w.grad.any()
 
 
-def test_a_non_finite_output_gradient_stays_visible():
+def test_a_non_finite_output_gradient_reaches_the_gradients():
     x, w, g = operands(40, 32, 32)
     g[3, 5] = torch.inf
     lowbit_linear(x, w, None, context_with(own_recipe("nvfp4e2m1bnosr", hadamard=True))).backward(g)

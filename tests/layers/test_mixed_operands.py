@@ -26,7 +26,7 @@ def matrix(rows, cols, seed, *, dtype=FP32, scale=1.0):
     return (x * scale).to(dtype)
 
 
-def by_the_book(x, size=128):
+def expected_values(x, size=128):
     """What the quantizer makes of a matrix, rounded to fp32 once, in float64."""
     scales, codes, _ = book.encoded(x.detach().double().numpy(), size)
     return torch.from_numpy(book.decoded(scales, codes, size, x.shape[1])).float().double()
@@ -42,13 +42,13 @@ def bound(left, right, compute, out):
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("compute", [BF16, FP16, FP32, FP64])
-def test_products_equal_float64_up_to_the_roundings_promised(compute, has_bias):
+def test_products_equal_float64_within_the_documented_roundings(compute, has_bias):
     x, w = matrix(30, 300, 1), matrix(20, 300, 2, scale=0.02)
     left, right = (quantizer("int8e5m2b").quantize(each) for each in (x, w))
     assert all(torch.signbit(each.scales).any() for each in (left, right))
     bias = torch.randn(20, generator=torch.Generator().manual_seed(3)) if has_bias else None
     got = multiply(left, right, transpose_right=True, compute_dtype=compute, out_dtype=compute, bias=bias)
-    a, b = by_the_book(x), by_the_book(w).t()
+    a, b = expected_values(x), expected_values(w).t()
     expected = a @ b + (bias.double() if has_bias else 0)
     allowed = bound(a, b, compute, compute) + 2 * ROUNDING[compute] * expected.abs()
     assert got.dtype == compute
@@ -57,11 +57,11 @@ def test_products_equal_float64_up_to_the_roundings_promised(compute, has_bias):
 
 @pytest.mark.parametrize("other", ["nvfp4e2m1bnosr", "int8", "int8b", "fp32"])
 @pytest.mark.parametrize("compute", [BF16, FP16, FP32])
-def test_they_multiply_operands_of_other_quantizers(other, compute):
+def test_mixed_operands_multiply_operands_of_other_quantizers(other, compute):
     x, w = matrix(16, 256, 4), matrix(24, 256, 5, dtype=compute, scale=0.02)
     left, right = quantizer("int8e5m2b").quantize(x), quantizer(other).quantize(w)
     got = multiply(left, right, transpose_right=True, compute_dtype=compute, out_dtype=FP32)
-    a, b = by_the_book(x), right.dequantize().double().t()
+    a, b = expected_values(x), right.dequantize().double().t()
     magnitude = a.abs() @ b.abs()
     allowed = (3 * ROUNDING[compute] + 256 * ROUNDING[FP32]) * magnitude
     assert ((got.double() - a @ b).abs() <= allowed).all()
@@ -86,7 +86,7 @@ def test_they_multiply_operands_of_other_quantizers(other, compute):
         ((BF16, None), FP16, FP32, FP32),
     ],
 )
-def test_the_gemm_runs_in_the_layers_half_precision_where_it_has_one(exact, compute, on_cpu, on_cuda):
+def test_the_gemm_runs_in_the_half_precision_of_the_layer(exact, compute, on_cpu, on_cuda):
     for pair in (exact, exact[::-1]):
         assert gemm_dtype(pair, compute, torch.device("cpu")) == on_cpu
         assert gemm_dtype(pair, compute, torch.device("cuda")) == on_cuda
@@ -109,7 +109,7 @@ def test_a_layers_output_and_gradients_are_products_of_its_dequantised_operands(
     grad = matrix(24, out_features, 7, dtype=dtype, scale=1e-2)
     output = layer(x)
     output.backward(grad)
-    q_x, q_w, q_g = (by_the_book(each) for each in (x, layer.weight, grad))
+    q_x, q_w, q_g = (expected_values(each) for each in (x, layer.weight, grad))
     for got, left, right, addend in (
         (output.detach(), q_x, q_w.t(), layer.bias.detach().double()),
         (x.grad, q_g, q_w, 0.0),
@@ -122,21 +122,21 @@ def test_a_layers_output_and_gradients_are_products_of_its_dequantised_operands(
         assert ((got.double() - expected).abs() <= allowed + tiny).all()
 
 
-def test_the_recipe_rounds_output_gradients_stochastically_with_their_own_key():
+def test_the_recipe_rounds_output_gradients_stochastically_with_separate_keys():
     layer = layer_of("speculative-int8", 256, 128, FP32)
     x = matrix(24, 256, 8).requires_grad_()
     grad = matrix(24, 128, 9, scale=1e-2)
     layer(x).backward(grad)
     key = RandomStream(1).key("layer", "grad_output")
     q_g = quantizer("int8e5m2b:sr").quantize(grad, random_key=key).dequantize().double()
-    q_w, q_x = by_the_book(layer.weight), by_the_book(x)
+    q_w, q_x = expected_values(layer.weight), expected_values(x)
     assert ((x.grad.double() - q_g @ q_w).abs() <= bound(q_g, q_w, FP32, FP32)).all()
     assert ((layer.weight.grad.double() - q_g.t() @ q_x).abs() <= bound(q_g.t(), q_x, FP32, FP32)).all()
-    assert not torch.equal(q_g, by_the_book(grad))
+    assert not torch.equal(q_g, expected_values(grad))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_a_layer_keeps_eight_and_a_quarter_bits_an_element(dtype):
+def test_a_layer_saves_eight_and_a_quarter_bits_per_element(dtype):
     layer = layer_of("speculative-int8", 768, 512, dtype)
     x = matrix(256, 768, 10, dtype=dtype).requires_grad_()
     saved = []
@@ -146,27 +146,27 @@ def test_a_layer_keeps_eight_and_a_quarter_bits_an_element(dtype):
 
 
 @pytest.mark.parametrize("has_transform", [False, True])
-def test_one_copy_for_each_product_lies_in_blocks_along_what_it_sums_over(has_transform):
+def test_the_copy_for_each_product_has_blocks_along_the_axis_it_sums_over(has_transform):
     chosen = {**NEAREST, "layout": "per_gemm", "hadamard": has_transform}
     layer = layer_of(recipe(chosen), 144, 80, FP32)
     x = matrix(150, 144, 11).requires_grad_()
     grad = matrix(150, 80, 12, scale=1e-2)
     output = layer(x)
     output.backward(grad)
-    q_x, q_w = by_the_book(x), by_the_book(layer.weight)
+    q_x, q_w = expected_values(x), expected_values(layer.weight)
     assert ((output.double() - q_x @ q_w.t() - layer.bias.double()).abs() <= 1e-4).all()
-    q_g, q_w = by_the_book(grad), by_the_book(layer.weight.t()).t()
+    q_g, q_w = expected_values(grad), expected_values(layer.weight.t()).t()
     assert ((x.grad.double() - q_g @ q_w).abs() <= bound(q_g, q_w, FP32, FP32)).all()
     if has_transform:
         exact = grad.double().t() @ x.detach().double()
         assert (layer.weight.grad - exact).norm() / exact.norm() < 0.03
         return
-    q_g, q_x = by_the_book(grad.t()), by_the_book(x.t()).t()
+    q_g, q_x = expected_values(grad.t()), expected_values(x.t()).t()
     assert ((layer.weight.grad.double() - q_g @ q_x).abs() <= bound(q_g, q_x, FP32, FP32)).all()
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_shows_in_the_gradients(bad):
+def test_a_non_finite_output_gradient_makes_the_gradients_non_finite(bad):
     layer = layer_of("speculative-int8", 256, 200, BF16)
     x = matrix(24, 256, 13, dtype=BF16).requires_grad_()
     grad = matrix(24, 200, 14, dtype=BF16)
@@ -178,7 +178,7 @@ def test_a_gradient_that_is_not_finite_shows_in_the_gradients(bad):
     assert x.grad[[0, 1, 2, *range(4, 24)]].isfinite().all()
 
 
-def test_a_tiny_gpt2_trains_as_in_bf16_and_its_overflow_is_none():
+def test_a_tiny_gpt2_trains_as_in_bf16_without_overflow():
     def losses(name):
         torch.manual_seed(0)
         sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 64, "n_head": 2, "n_layer": 2}

@@ -93,7 +93,7 @@ def test_forward_is_exact_and_backward_quantises_as_before(chosen):
 
 
 @every_value(order=["compensated", "seed"], layout=["single_copy", "per_gemm"], is_compiled=[False, True])
-def test_operands_are_split_for_backward_alone_after_the_switch(order, layout, is_compiled):
+def test_after_the_switch_operands_are_split_for_backward_only(order, layout, is_compiled):
     split = {"rank": 4, "order": order}
     splits = {"split_input": split, "split_weight": split, "split_grad_output": split}
     torch.manual_seed(0)
@@ -138,7 +138,7 @@ def test_gradients_after_the_switch_are_float64_products_of_reference_operands(r
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chosen", RECIPES.values(), ids=RECIPES)
-def test_all_leaves_plain_linear_layers(chosen, dtype):
+def test_switching_everything_leaves_plain_linear_layers(chosen, dtype):
     model = model_of(chosen, dtype)
     switch_precision(model, "all")
     x, g = tensors(dtype)
@@ -161,7 +161,7 @@ def test_every_named_recipe_can_be_switched(name, scope):
     assert Recipe.from_dict(chosen.to_dict()) == chosen
 
 
-def test_what_no_longer_is_quantised_is_neither_split_nor_transformed_nor_multiplied_in_fp8():
+def test_unquantised_operands_are_not_split_transformed_or_multiplied_in_fp8():
     mixed = recipe(
         {
             "base": "nvfp4",
@@ -186,7 +186,7 @@ def test_what_no_longer_is_quantised_is_neither_split_nor_transformed_nor_multip
     assert switched(split, "all").parameter_split is None
 
 
-def test_products_in_fp8_go_on_in_backward_alone():
+def test_products_in_fp8_continue_in_backward_only():
     model = model_of({"base": "mxfp4", "gemm": "fp8", "q_backward_outputgrad": "mxfp4e2m1bnosr"})
     switch_precision(model, "forward")
     train(model, *tensors())
@@ -195,7 +195,7 @@ def test_products_in_fp8_go_on_in_backward_alone():
     assert sum(paths.get("fp8", 0) for paths in counts.values()) > 0
 
 
-def test_weights_kept_from_before_are_forgotten_and_those_of_backward_are_kept():
+def test_the_switch_clears_cached_forward_weights_and_keeps_those_of_backward():
     model = model_of(NEAREST)
     cache = cache_weights(model)
     x, g = tensors()
@@ -212,7 +212,7 @@ def test_weights_kept_from_before_are_forgotten_and_those_of_backward_are_kept()
     assert all(torch.equal(one, two) for one, two in zip(gradients, expected, strict=True))
 
 
-def test_observers_hear_of_what_is_still_quantised():
+def test_observers_receive_the_counts_of_operands_that_stay_quantised():
     model, heard = model_of("nvfp4"), Heard()
     set_observer(model, heard)
     switch_precision(model, "forward")
@@ -264,7 +264,7 @@ def test_activation_checkpointing_gives_the_same_gradients_after_the_switch():
     assert all(torch.equal(one, two) for one, two in zip(gradients, expected, strict=True))
 
 
-def test_layers_with_nothing_to_switch_are_left_alone_and_a_switched_model_restores():
+def test_layers_with_nothing_to_switch_are_unchanged_and_a_switched_model_restores():
     model = model_of("nvfp4")
     backward_only = {"base": "nvfp4", "q_forward_input": "fp32", "q_forward_weight": "fp32"}
     model[1].recipe = recipe(backward_only)
@@ -275,7 +275,7 @@ def test_layers_with_nothing_to_switch_are_left_alone_and_a_switched_model_resto
     assert not bit_layers(model)
 
 
-def test_what_cannot_be_switched_is_refused():
+def test_a_switch_that_is_not_possible_is_rejected():
     with pytest.raises(UserError, match=r"unknown scope .*'forwards': did you mean 'forward'\?"):
         switch_precision(model_of("nvfp4"), "forwards")
     with pytest.raises(
@@ -290,7 +290,7 @@ def test_what_cannot_be_switched_is_refused():
         switched(recipe("bf16"), "all")
 
 
-def test_a_gradient_quantised_for_grad_weight_alone_is_switched_off_with_the_rest():
+def test_a_gradient_quantised_only_for_grad_weight_is_switched_off_with_the_rest():
     own = recipe({"base": "nvfp4", "q_backward_outputgrad_for_weight": "int8:sr"})
     forward = switched(own, "forward")
     assert forward.q_forward_input == forward.q_forward_weight == "fp32"

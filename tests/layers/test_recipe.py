@@ -7,7 +7,7 @@ from megalowbit.layers.recipe import OPERAND_FIELDS, Recipe, operand_quantizers,
 from megalowbit.spectral.settings import OperandSplit
 
 
-def test_named_recipes_are_what_they_say():
+def test_named_recipes_have_the_documented_fields():
     nvfp4, bf16 = recipe("nvfp4"), recipe("bf16")
     assert nvfp4.q_backward_outputgrad == "nvfp4e2m1b"
     assert {getattr(nvfp4, field) for field in OPERAND_FIELDS[:4]} == {"nvfp4e2m1bnosr"}
@@ -25,7 +25,7 @@ def test_the_speculative_int8_recipe_rounds_only_gradients_stochastically():
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "bf16", "speculative-int8"])
-def test_a_recipe_survives_its_dictionary(name):
+def test_a_recipe_can_be_rebuilt_from_its_dictionary(name):
     assert Recipe.from_dict(recipe(name).to_dict()) == recipe(name)
 
 
@@ -40,7 +40,7 @@ def test_a_block_overrides_its_base_and_is_named_after_it():
     assert recipe(own) is own
 
 
-def test_a_split_over_its_base_drops_what_its_own_method_does_not_read():
+def test_a_split_drops_keys_of_its_base_that_its_method_does_not_read():
     mean = recipe({"base": "metis-seed", "split_grad_output": {"method": "mean"}})
     assert mean.split_grad_output == OperandSplit(method="mean")
     exact = recipe({"base": "metis-seed", "split_grad_output": {"method": "svd"}}).split_grad_output
@@ -72,7 +72,7 @@ def test_a_split_over_its_base_drops_what_its_own_method_does_not_read():
         ({"base": "nvfp4", "q_backward_outputgrad_for_weight": "int9"}, "unknown quantizer 'int9'"),
     ],
 )
-def test_wrong_recipes_are_refused_in_one_line(value, message):
+def test_wrong_recipes_are_rejected_in_one_line(value, message):
     with pytest.raises(UserError, match=message) as caught:
         recipe(value)
     assert "\n" not in str(caught.value)
@@ -116,18 +116,18 @@ def test_the_mxfp4_recipe_rounds_gradients_stochastically():
         },
     ],
 )
-def test_layouts_and_gemms_that_fit_survive_their_dictionary(block):
+def test_valid_layouts_and_gemms_can_be_rebuilt_from_their_dictionary(block):
     chosen = recipe(block)
     assert Recipe.from_dict(json.loads(json.dumps(chosen.to_dict()))) == chosen
 
 
-def test_what_a_recipe_does_beyond_its_quantizers_is_printed():
+def test_a_recipe_prints_its_settings_beyond_quantizers():
     text = str(recipe({"base": "mxfp4", "layout": "per_gemm", "hadamard": True, "gemm": "fp8"}))
     assert "one copy for each GEMM; Hadamard transform before grad_weight; GEMMs in fp8" in text
     assert ";" not in str(recipe("nvfp4")).replace("; backward", "")
 
 
-def test_an_output_gradient_may_be_quantised_for_grad_weight_alone():
+def test_an_output_gradient_may_be_quantised_only_for_grad_weight():
     plain = recipe("nvfp4")
     assert plain.outputgrad_for_weight == plain.q_backward_outputgrad == "nvfp4e2m1b"
     own = recipe({"base": "nvfp4", "q_backward_outputgrad_for_weight": "int8:sr"})
@@ -165,7 +165,7 @@ def test_an_output_gradient_may_be_quantised_for_grad_weight_alone():
         ),
     ],
 )
-def test_a_split_is_printed_with_what_it_reads(field, block, expected):
+def test_a_split_is_printed_with_the_keys_it_reads(field, block, expected):
     assert f"; {expected})" in str(recipe({"base": "nvfp4", field: block}))
 
 
@@ -216,7 +216,7 @@ def test_a_split_is_printed_with_what_it_reads(field, block, expected):
         ),
     ],
 )
-def test_fields_that_do_not_fit_together_are_refused_with_the_remedy(changes, message):
+def test_fields_that_cannot_be_combined_are_rejected_with_the_remedy(changes, message):
     with pytest.raises(UserError, match=message) as caught:
         recipe({"base": "nvfp4", **changes})
     assert "\n" not in str(caught.value)
@@ -255,7 +255,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
-def test_fields_that_do_not_fit_are_refused_by_name(changes, message):
+def test_invalid_fields_are_rejected_by_name(changes, message):
     with pytest.raises(UserError) as caught:
         recipe({"base": "nvfp4", **changes})
     assert message in str(caught.value)
@@ -281,18 +281,18 @@ def test_keys_left_out_of_a_split_come_from_the_base():
     assert recipe({"base": "metis-seed", "split_grad_output": {"rank": 60}}) == recipe("metis-seed")
 
 
-def test_a_split_can_be_taken_out_of_a_base():
+def test_a_split_of_the_base_can_be_removed():
     assert recipe({"base": "metis-seed", "split_grad_output": None}).split_grad_output is None
 
 
 @pytest.mark.parametrize("name", ["metis-seed", "metis-nvfp4", "nvidia-nvfp4"])
-def test_recipes_with_splits_survive_a_trip_through_json(name):
+def test_recipes_with_splits_can_be_rebuilt_from_json(name):
     import json
 
     block = json.loads(json.dumps(recipe(name).to_dict()))
     assert recipe(block) == recipe(name)
 
 
-def test_a_report_names_what_a_split_changes():
+def test_a_conversion_report_describes_the_splits():
     text = str(recipe("metis-seed"))
     assert "split_grad_output (method svd_lowrank, rank 60, niter 0, order seed" in text

@@ -44,7 +44,7 @@ def close(gradient, expected):
 
 @pytest.mark.parametrize("chunk", [2**22, 10, 1])
 @pytest.mark.parametrize("epsilon", [1e-3, 1e-8])
-def test_value_and_gradient_are_those_of_the_formula(chunk, epsilon, monkeypatch):
+def test_value_and_gradient_follow_the_formula(chunk, epsilon, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
     settings = SETTINGS.model_copy(update={"epsilon": epsilon})
     layers = {"a": layer(), "b": layer(5, 3, seed=1)}
@@ -59,14 +59,14 @@ def test_value_and_gradient_are_those_of_the_formula(chunk, epsilon, monkeypatch
         assert each.bias.grad is None
 
 
-def test_it_adds_to_what_the_loss_has_left_times_the_loss_scale():
+def test_it_adds_its_gradient_times_the_loss_scale_to_that_of_the_loss():
     one = layer()
     one.weight.grad = torch.ones_like(one.weight)
     DualRangeRegularizer({"": one}, SETTINGS).add_gradients(loss_scale=64.0)
     close(one.weight.grad - 1, 64 * reference([one.weight], SETTINGS)[1][0])
 
 
-def test_main_grad_is_used_where_there_is_one():
+def test_main_grad_is_used_if_present():
     one = layer(dtype=torch.bfloat16)
     one.weight.main_grad = torch.zeros(one.weight.shape)
     DualRangeRegularizer({"": one}, SETTINGS).add_gradients()
@@ -118,7 +118,7 @@ def split_reference(one, settings, cap=None):
 
 @pytest.mark.parametrize("chunk", [2**22, 20, 1])
 @pytest.mark.parametrize("place", ["grad", "main_grad"])
-def test_a_split_weight_is_regularised_whole_through_its_four_parts(chunk, place, monkeypatch):
+def test_a_split_weight_is_regularised_as_the_full_weight_through_its_four_parts(chunk, place, monkeypatch):
     monkeypatch.setattr(module, "CHUNK", chunk)
     one = splittable(dtype=torch.bfloat16 if place == "main_grad" else torch.float32)
     for part in one.parts():
@@ -132,7 +132,7 @@ def test_a_split_weight_is_regularised_whole_through_its_four_parts(chunk, place
     assert one.bias.grad is None
 
 
-def test_the_gradient_of_a_split_weight_is_capped_before_it_goes_to_the_parts():
+def test_the_gradient_of_a_split_weight_is_capped_before_the_chain_rule_to_its_parts():
     one = splittable()
     cap = float(split_reference(one, SETTINGS)[1][0].abs().median())
     settings = SETTINGS.model_copy(update={"max_gradient": cap})
@@ -155,7 +155,7 @@ def test_frozen_parts_of_a_split_weight_get_no_gradient(frozen):
             close(part.grad, expected)
 
 
-def test_factors_of_a_split_that_has_not_happened_are_left_alone():
+def test_factors_of_a_layer_not_split_yet_get_no_gradient():
     one = splittable(is_split=False)
     found = DualRangeRegularizer({"": one}, SETTINGS).add_gradients()
     value, (expected,) = reference([one.weight], SETTINGS)
@@ -165,7 +165,7 @@ def test_factors_of_a_split_that_has_not_happened_are_left_alone():
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_a_split_leaves_the_value_as_it_is(dtype, tolerance):
+def test_a_split_does_not_change_the_value(dtype, tolerance):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(48, 64, dtype=dtype))
     with torch.no_grad():
@@ -181,7 +181,7 @@ def test_a_split_leaves_the_value_as_it_is(dtype, tolerance):
     assert regularizer.add_gradients().item() == pytest.approx(before, rel=tolerance)
 
 
-def test_a_weight_that_is_no_number_shows_in_gradient_and_value():
+def test_a_nan_weight_makes_gradient_and_value_nan():
     one = layer()
     with torch.no_grad():
         one.weight[1, 1] = math.nan
@@ -204,12 +204,12 @@ def test_the_low_bit_layers_of_a_model_are_regularised():
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["0.weight"]
 
 
-def test_strength_0_builds_nothing():
+def test_strength_0_builds_no_regularizer():
     model = converted()
     assert build_regularizer(model, RegularizerSettings(), list(model.parameters())) is None
 
 
-def test_without_a_trained_low_bit_layer_it_is_refused():
+def test_a_model_without_a_trained_low_bit_layer_is_rejected():
     model = converted()
     for trained in ([], list(model[2].parameters())):
         with pytest.raises(UserError, match=r"strength = 0\.3 but no low-bit layer is trained: set it to 0"):
@@ -239,7 +239,7 @@ def stepped(scale, micro_batches=1, spoil=False):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_with_fp16_the_update_is_loss_and_regulariser_once_whatever_the_scale(micro_batches):
+def test_in_fp16_the_update_is_independent_of_the_loss_scale(micro_batches):
     updates = {}
     for scale in (1.0, 1024.0):
         is_applied, start, _, master = stepped(scale, micro_batches)
@@ -251,14 +251,14 @@ def test_with_fp16_the_update_is_loss_and_regulariser_once_whatever_the_scale(mi
     torch.testing.assert_close(updates[1.0], updates[1024.0], rtol=1e-5, atol=1e-7)
 
 
-def test_a_skipped_step_applies_nothing_of_it():
+def test_a_skipped_step_does_not_apply_the_regularizer():
     is_applied, start, weight, master = stepped(1024.0, spoil=True)
     assert not is_applied
     assert torch.equal(master, start)
     assert torch.equal(weight, start.half())
 
 
-def test_clipping_sees_it_as_a_term_of_the_loss():
+def test_clipping_includes_the_gradient_of_the_regularizer():
     one = layer()
     one.bias.requires_grad_(False)
     start = one.weight.detach().clone()

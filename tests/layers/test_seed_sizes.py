@@ -32,7 +32,9 @@ def run(layer, tokens, *, leading=()):
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused_in_forward_by_name(in_features, out_features, tokens, message):
+def test_sizes_that_are_not_whole_blocks_are_rejected_in_forward_by_name(
+    in_features, out_features, tokens, message
+):
     model = nn.Sequential(nn.Linear(in_features, out_features))
     convert(model, "metis-seed")
     with pytest.raises(UserError, match=rf"^BitLinear '0': {message}, or name a quantizer without") as caught:
@@ -41,12 +43,12 @@ def test_sizes_that_do_not_fit_are_refused_in_forward_by_name(in_features, out_f
     assert SEED in str(caught.value)
 
 
-def test_sizes_that_fit_train():
+def test_sizes_of_whole_blocks_train():
     for leading, tokens in (((), 16), ((4,), 12), ((2, 4), 2), ((), 0)):  # of all leading axes together
         run(BitLinear(32, 48, recipe="metis-seed"), tokens, leading=leading)
 
 
-def test_what_only_gradients_need_is_not_asked_of_an_evaluation():
+def test_evaluation_does_not_check_sizes_that_only_gradients_need():
     layer = BitLinear(32, 24, recipe="metis-seed").eval()
     with torch.no_grad():
         layer(torch.randn(1, 32))
@@ -83,7 +85,7 @@ def every_single_use():
 
 
 @pytest.mark.parametrize(("chosen", "axis"), list(every_single_use()))
-def test_an_axis_is_refused_exactly_where_its_quantizer_would_fail(chosen, axis):
+def test_an_axis_is_rejected_if_and_only_if_its_quantizer_would_fail(chosen, axis):
     sizes = {"in_features": 32, "out_features": 48, "tokens": 64}
     run(BitLinear(32, 48, recipe=chosen), 64)
     sizes[axis] = 40
@@ -95,7 +97,7 @@ def test_an_axis_is_refused_exactly_where_its_quantizer_would_fail(chosen, axis)
         run(layer, sizes["tokens"])
 
 
-def test_other_recipes_need_nothing():
+def test_other_recipes_accept_any_size():
     for name in ("nvfp4", "metis-nvfp4", "nvidia-nvfp4", "speculative-int8", "bf16"):
         assert needed_blocks(recipe(name)) == ()
     run(BitLinear(5, 7, recipe="nvfp4"), 3)

@@ -29,11 +29,11 @@ def test_settings_survive_json():
         ({"strength": 1, "alpha1": 0, "alpha2": 0}, "alpha1 and alpha2 are both 0"),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_refused(values, key):
+def test_an_implausible_value_is_rejected(values, key):
     with pytest.raises(ValidationError, match=key):
         RegularizerSettings.model_validate(values)
 
 
-def test_importing_the_settings_is_light():
+def test_importing_the_settings_does_not_import_torch():
     code = "import sys, megalowbit.layers.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -88,7 +88,7 @@ def test_one_converted_model_loads_another():
     assert_same(model.state_dict(), other.state_dict())
 
 
-def test_tensors_of_a_state_dict_are_the_parameters_own_memory():
+def test_tensors_of_a_state_dict_share_memory_with_the_parameters():
     model = converted()
     state = model.state_dict()
     assert not any(value.requires_grad for value in state.values())
@@ -96,7 +96,7 @@ def test_tensors_of_a_state_dict_are_the_parameters_own_memory():
     assert model.transformer.h[0].attn.c_attn.weight[5, 3] == 7.0
 
 
-def test_variables_that_are_kept_lead_to_the_parameters():
+def test_keep_vars_returns_tensors_with_gradients_to_the_parameters():
     model = converted()
     state = model.state_dict(keep_vars=True)
     assert_same({name: value.detach() for name, value in state.items()}, gpt2().state_dict())
@@ -139,7 +139,7 @@ def test_averaged_models_and_torchs_state_dict_functions_agree():
     assert_same(model.state_dict(), gpt2().state_dict())
 
 
-def test_a_model_without_data_is_filled_by_assignment():
+def test_a_meta_model_is_filled_by_assignment():
     with torch.device("meta"):
         model = converted()
     assert model.state_dict()[WIDE].shape == (32, 96)
@@ -150,7 +150,7 @@ def test_a_model_without_data_is_filled_by_assignment():
     assert torch.equal(model(IDS).logits, converted()(IDS).logits)
 
 
-def test_a_wrong_shape_is_told_in_the_layout_of_the_file_and_nothing_is_read_from_it():
+def test_a_wrong_shape_is_reported_in_the_layout_of_the_file_and_nothing_is_loaded():
     model, state = converted(), copies(gpt2().state_dict())
     state[WIDE] = torch.zeros(5, 96)
     message = re.escape(f"size mismatch for {WIDE}: copying a param with shape torch.Size([5, 96]) ") + (
@@ -163,7 +163,7 @@ def test_a_wrong_shape_is_told_in_the_layout_of_the_file_and_nothing_is_read_fro
         assert "transpose" not in str(raised.value)
 
 
-def test_weights_stored_as_out_by_in_are_refused_with_the_remedy():
+def test_weights_stored_as_out_by_in_are_rejected_with_the_remedy():
     model = converted()
     with parameter_layout(model):
         state = copies(model.state_dict())
@@ -171,7 +171,7 @@ def test_weights_stored_as_out_by_in_are_refused_with_the_remedy():
         model.load_state_dict(state)
 
 
-def test_missing_and_unexpected_keys_are_reported_as_ever():
+def test_missing_and_unexpected_keys_are_reported_as_by_torch():
     model, state = converted(), copies(gpt2().state_dict())
     del state[SQUARE]
     state["transformer.h.0.attn.c_proj.other"] = torch.zeros(1)
@@ -182,7 +182,7 @@ def test_missing_and_unexpected_keys_are_reported_as_ever():
         model.load_state_dict(state)
 
 
-def test_what_the_caller_passes_is_left_alone():
+def test_the_callers_state_dict_is_not_changed():
     model, state = converted(), gpt2(1).state_dict()
     layer, prefix = model.transformer.h[0].attn.c_proj, SQUARE.removesuffix("weight")
     expected = copies(state)
@@ -191,7 +191,7 @@ def test_what_the_caller_passes_is_left_alone():
     assert torch.equal(layer.weight, state[SQUARE].t())
 
 
-def test_inside_parameter_layout_parameters_are_saved_and_loaded_as_they_are():
+def test_inside_parameter_layout_state_dicts_have_the_layout_of_the_parameters():
     model, other = converted(), converted(seed=1)
     with parameter_layout(model), parameter_layout(other):
         state = model.state_dict(keep_vars=True)
@@ -207,7 +207,7 @@ def test_inside_parameter_layout_parameters_are_saved_and_loaded_as_they_are():
     assert model.state_dict()[WIDE].shape == (32, 96)
 
 
-def test_one_layer_on_its_own_speaks_conv1ds_layout():
+def test_the_state_dict_of_a_single_layer_has_conv1ds_layout():
     torch.manual_seed(0)
     plain = nn.Sequential(Conv1D(16, 16))
     low = copy.deepcopy(plain)
@@ -226,7 +226,7 @@ def test_the_order_of_parameters_is_that_of_the_plain_model():
     assert_same(other.state_dict(), plain.state_dict())
 
 
-def test_parameters_in_one_flat_buffer_as_in_zero_are_saved_by_save_pretrained(tmp_path):
+def test_save_pretrained_saves_parameters_that_are_views_of_one_flat_buffer(tmp_path):
     model, plain = converted(), gpt2()
     buffer = nn.utils.parameters_to_vector(model.parameters()).detach()
     nn.utils.vector_to_parameters(buffer, model.parameters())  # views of the buffer

@@ -1,4 +1,4 @@
-"""What users of torch do to `.grad` counts where gradients add up in fp32: cleared, replaced, changed."""
+"""Changes that users make to `.grad` (clear, replace, edit) take effect on gradients accumulated in fp32."""
 
 import copy
 import io
@@ -22,7 +22,7 @@ def net():
 
 
 def make(kind, precision):
-    """A model as its user calls it, and its optimizer."""
+    """The model that the user calls, and its optimizer."""
     model = net().to(DTYPES[precision])
     if kind == "LocalDDP":
         model = LocalDDP(model)
@@ -76,7 +76,7 @@ CLEARING = {
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "LocalDDP", "megatron"])
 @pytest.mark.parametrize("way", CLEARING)
-def test_a_cleared_gradient_leaves_nothing_behind(kind, precision, way):
+def test_a_cleared_gradient_does_not_change_the_next_step(kind, precision, way):
     (model, optimizer), (other, expected) = make(kind, precision), make(kind, precision)
     for seed in range(2):
         backward(model, optimizer, 5.0, seed)
@@ -117,7 +117,7 @@ def test_a_gradient_set_by_hand_is_the_one_that_is_applied(precision, dtype):
     assert report.is_applied
 
 
-def test_gradients_set_by_hand_need_no_backward_and_are_added_to_by_one():
+def test_gradients_set_by_hand_need_no_backward_and_a_backward_adds_to_them():
     model, optimizer = make("plain", "fp16")
     twin, of_twin = make("plain", "fp16")
     backward(twin, of_twin)
@@ -198,7 +198,7 @@ def test_a_model_cast_between_backward_and_step_keeps_its_gradients():
     twin, expected = make("plain", "bf16")
     for one, two in ((model, optimizer), (twin, expected)):
         backward(one, two)
-    model.to(torch.bfloat16)  # casts `.grad` too
+    model.to(torch.bfloat16)  # this casts `.grad` too
     assert optimizer.step().grad_norm == pytest.approx(expected.step().grad_norm, rel=1e-2)
     assert all(parameter.main_grad.dtype == torch.float32 for parameter in model.parameters())
     backward(model, optimizer)
@@ -219,7 +219,7 @@ def test_a_parameter_frozen_after_a_backward_keeps_its_gradient_and_gets_no_othe
     assert model[2].weight.main_grad.any()
 
 
-def test_a_compiled_model_runs_with_gradients_that_wait():
+def test_a_compiled_model_runs_with_pending_gradients():
     model, _ = make("plain", "bf16")
     twin, _ = make("plain", "bf16")
     compiled = torch.compile(model, backend="aot_eager")
@@ -256,7 +256,7 @@ def test_gradients_that_were_there_before_the_buffer_are_added_to():
         assert torch.equal(parameter.main_grad, 2 * sums)
 
 
-def test_a_buffer_that_lets_go_leaves_torchs_own_rules():
+def test_a_detached_buffer_leaves_gradients_to_torch():
     model = net().bfloat16()
     buffer = GradBuffer(model.parameters())
     model(torch.ones(1, 6, dtype=torch.bfloat16)).float().sum().backward()

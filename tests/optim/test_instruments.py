@@ -46,7 +46,7 @@ def build(scaler, *, layers=False, **options):
 
 
 def record(scaler):
-    """Statistics that the scaler is told, as they come in."""
+    """Record the statistics that the scaler receives."""
     told, update = [], scaler.update
 
     def noted(found_inf, statistics=None):
@@ -96,13 +96,13 @@ def test_attaching_makes_all_hooks_so_that_a_buffer_may_come_next():
     twin(torch.ones(2, 4).half()).backward()
     largest = max(p.grad.abs().max().item() for p in twin.parameters())
     assert attached.watch.take(None).max().item() == largest
-    # what is complete stays as it is
+    # complete instruments are returned unchanged
     found = complete_instruments(attached, scaler, list(model.named_parameters()))
     assert (found.watch, found.probe) == (attached.watch, attached.probe)
     assert Instruments().factor_of is None
 
 
-def test_hooks_that_would_come_too_late_are_refused():
+def test_hooks_attached_too_late_are_rejected():
     model = Blocks()
     GradBuffer(model.parameters())
     with pytest.raises(UserError, match=r"call Instruments\.attach before LocalDDP and before the optimizer"):
@@ -117,7 +117,7 @@ def test_hooks_that_would_come_too_late_are_refused():
     assert complete_instruments(None, DynamicGradScaler(), named).watch is None
 
 
-def test_a_rank_that_trains_nothing_tells_of_maxima_of_zero():
+def test_a_rank_that_trains_nothing_reports_maxima_of_zero():
     scaling = LayerScaling(Blocks(), ["layers.0", "layers.1"])
     for parts, scaler, count in (
         ({}, MaxValueGradScaler(), 1),
@@ -132,7 +132,7 @@ def test_a_rank_that_trains_nothing_tells_of_maxima_of_zero():
         assert (statistics.amax, amaxes) == (2.0, [4.0] * count)
 
 
-def test_statistics_of_several_optimizers_are_one_statistic():
+def test_statistics_of_several_optimizers_are_combined():
     def seen(**parts):
         return GradientStatistics(loss_scale=4.0, **parts)
 
@@ -157,7 +157,7 @@ def test_the_sample_of_a_scaler_is_that_of_its_hooks():
     assert 0 < len(found.probe.names) <= 0.4 * len(all_of_it.probe.names)
 
 
-def test_layer_scaling_is_there_only_if_enabled_and_brings_its_groups():
+def test_layer_scaling_exists_only_if_enabled_and_defines_the_groups():
     model = Blocks()
     off = Instruments.attach(model, None, layer_scaling=LayerScalingSettings())
     assert off.layer_scaling is None
@@ -170,7 +170,7 @@ def test_layer_scaling_is_there_only_if_enabled_and_brings_its_groups():
 
 
 @pytest.mark.parametrize("layers", [False, True])
-def test_a_strategy_is_told_the_largest_gradient_without_scale_and_factors(layers):
+def test_a_strategy_receives_the_largest_gradient_without_scale_and_factors(layers):
     scaler = MaxValueGradScaler(2.0**8)
     told = record(scaler)
     model, optimizer = build(scaler, layers=layers)
@@ -203,8 +203,8 @@ def test_the_largest_gradient_is_of_each_micro_batch_and_not_of_their_sum():
 
 
 @pytest.mark.parametrize("octaves", [8, 4])
-def test_a_strategy_is_told_what_half_precision_lost(octaves):
-    """Against fp32 gradients of the same half operands, written out for a single layer."""
+def test_a_strategy_receives_the_underflow_of_half_precision(octaves):
+    """Compared with fp32 gradients of the same half-precision operands, computed by hand for one layer."""
     scaler = NormRatioGradScaler(2.0**octaves, probe_every=2)
     told = record(scaler)
     layer = torch.nn.Linear(3, 2, bias=False).half()
@@ -240,7 +240,7 @@ class Watch:
         ([9.0, 4.0, 1.0, 4.0, 8.0], 1.5, 0.25),
         ([9.0, 0.0, 4.0, 4.0, 4.0], math.inf, 1.0),
         ([0.0, 0.0, 0.0, 0.0, 0.0], None, None),  # no layer took part
-        ([0.0, 0.0, 0.0, 0.0, 8.0], math.inf, 1.0),  # all that came in was flushed
+        ([0.0, 0.0, 0.0, 0.0, 8.0], math.inf, 1.0),  # every non-zero input was flushed to zero
         ([math.inf, 1.0, 0.0, 4.0, 4.0], None, None),
         ([1.0, math.nan, 0.0, 4.0, 4.0], None, None),
         ([math.nan, 1.0, 0.0, 4.0, 4.0], None, None),
@@ -274,7 +274,7 @@ def test_factors_are_divided_out_of_maxima_by_group():
     assert amaxes == [4.0, 80.0, 8.0, 8.0, 4.0]
 
 
-def test_nothing_is_taken_where_nobody_asks_and_an_unarmed_probe_adds_nothing():
+def test_no_figures_are_taken_without_a_scaler_and_an_unarmed_probe_adds_none():
     assert Instruments().take(None) == []
     model, scaler = Blocks(), NormRatioGradScaler(probe_every=2)
     instruments = complete_instruments(Instruments.attach(model, scaler), scaler, [])
@@ -282,7 +282,7 @@ def test_nothing_is_taken_where_nobody_asks_and_an_unarmed_probe_adds_nothing():
     scaler.update(False)
     instruments.prepare(scaler)
     assert instruments.take(None) == []
-    scaler.update(True)  # an overflow repeats nothing: the probe waits for its turn
+    scaler.update(True)  # an overflow does not repeat the probe; it waits for its next step
     instruments.prepare(scaler)
     assert not instruments.probe.is_armed
     instruments.prepare(None)

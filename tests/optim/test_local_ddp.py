@@ -30,8 +30,10 @@ def test_it_computes_what_the_module_computes():
     assert torch.equal(LocalDDP(model)(x, factor=2.0), model(x, factor=2.0))
 
 
-def test_a_rank_without_a_process_group_is_refused_instead_of_trained_alone(monkeypatch):
-    monkeypatch.setattr(process_group, "is_initialized", lambda: False)  # whatever tests before have left
+def test_a_rank_without_a_process_group_is_rejected(monkeypatch):
+    monkeypatch.setattr(
+        process_group, "is_initialized", lambda: False
+    )  # remove variables left by earlier tests
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"WORLD_SIZE is 2.*: call torch.distributed.init_process_g"):
         LocalDDP(Model())
@@ -53,7 +55,7 @@ def test_gradients_of_micro_batches_add_up_in_fp32():
         torch.testing.assert_close(parameter.main_grad.double(), exact.grad, rtol=1e-2, atol=1e-2)
 
 
-def test_main_grads_lie_side_by_side_in_one_buffer():
+def test_main_grads_are_adjacent_in_one_buffer():
     model = LocalDDP(Model())
     views = [parameter.main_grad for parameter in model.parameters()]
     starts = sorted((view.data_ptr(), view.numel()) for view in views)
@@ -61,7 +63,7 @@ def test_main_grads_lie_side_by_side_in_one_buffer():
         assert start + 4 * numel == following
 
 
-def test_zeroing_the_buffer_forgets_all_gradients():
+def test_zeroing_the_buffer_clears_all_gradients():
     model = LocalDDP(Model())
     model(torch.ones(1, 5)).sum().backward()
     assert any(parameter.main_grad.any() for parameter in model.parameters())
@@ -82,7 +84,7 @@ def test_a_parameter_without_gradient_keeps_zeros_after_an_optimizer_step():
     assert torch.equal(before - model.module.head.bias, torch.ones(2).half())
     body = model.module.body.weight.detach().clone()
     hidden = torch.ones(1, 4, dtype=torch.float16)
-    optimizer.scale_loss(model.module.head(hidden).sum()).backward()  # the body takes no part
+    optimizer.scale_loss(model.module.head(hidden).sum()).backward()  # the body is not used
     model.allreduce_gradients()
     assert optimizer.step()[0]
     assert torch.equal(model.module.body.weight, body)
@@ -108,7 +110,7 @@ def test_frozen_parameters_get_no_main_grad():
     assert not hasattr(model.body.weight, "main_grad")
 
 
-def test_experts_are_told_by_megatrons_mark():
+def test_experts_are_recognised_by_megatrons_attribute():
     parameter = torch.nn.Parameter(torch.zeros(1))
     assert not is_expert(parameter)
     parameter.allreduce = True

@@ -1,4 +1,4 @@
-"""What the host reads in a step and when; the order of a step; what is done about a flag."""
+"""Host reads of a step and their time, the order of its phases, and the handling of an overflow."""
 
 import math
 
@@ -23,7 +23,7 @@ READING_OPERATORS = ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "m
 
 
 class HostReads(TorchDispatchMode):
-    """Counts what makes the host wait for a device, and notes in `events` when."""
+    """Counts operations that make the host wait for a device, and adds each to `events`."""
 
     def __init__(self, monkeypatch):
         super().__init__()
@@ -143,7 +143,7 @@ def test_every_way_to_read_a_tensor_is_counted(host):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("inner", ["fused AdamW", "AdamW", "fused SGD"])
 def test_an_applied_step_reads_once_and_after_its_update_was_launched(host, inner, context):
-    has_kernels = cpu_kernels.is_available()  # the first call checks them, which reads
+    has_kernels = cpu_kernels.is_available()  # the first call checks the kernels, which reads
     if inner == "AdamW" and not has_kernels:
         pytest.skip(cpu_kernels.why_unavailable())
     model, optimizer = build(inner, **CONTEXTS[context])
@@ -159,7 +159,7 @@ def test_an_applied_step_reads_once_and_after_its_update_was_launched(host, inne
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_an_optimizer_that_cannot_skip_is_read_for_first(host, context):
+def test_the_flag_is_read_before_the_step_of_an_optimizer_that_cannot_skip(host, context):
     model, optimizer = build("plain", **CONTEXTS[context])
     for _ in range(2):
         backward(model, optimizer)
@@ -223,7 +223,7 @@ def test_a_huge_finite_gradient_is_applied_although_its_square_is_not_finite(inn
     torch.testing.assert_close(weight, reference)
 
 
-def test_a_step_goes_from_before_step_to_the_scaler_in_order():
+def test_a_step_runs_its_phases_in_order_from_before_step_to_the_scaler():
     events = []
 
     class Scaler(ConstantGradScaler):

@@ -56,7 +56,7 @@ def test_no_timers_time_nothing():
 
 
 class Device:
-    """A device that passes events when told to; stands in for CUDA, which tests may not have."""
+    """A stand-in for CUDA, on which the test decides when events have passed."""
 
     def __init__(self):
         self.clock, self.passed, self.recorded = 0.0, 0, 0
@@ -98,7 +98,7 @@ def device(monkeypatch):
     return device
 
 
-def test_events_are_read_once_the_device_has_passed_them_and_never_waited_for(device):
+def test_events_are_read_after_the_device_has_passed_them_without_waiting(device):
     timers = StepTimers("cuda")
     for phase in ("a", "b"):
         with timers(phase):
@@ -110,7 +110,7 @@ def test_events_are_read_once_the_device_has_passed_them_and_never_waited_for(de
     assert timers.milliseconds() == {"b": 1.0}
 
 
-def test_passed_events_are_let_go_though_nobody_asks(device):
+def test_passed_events_are_freed_without_a_report(device):
     timers = StepTimers("cuda")
     for _ in range(50):
         with timers("a"):
@@ -133,7 +133,7 @@ def test_the_devices_time_is_measured_without_waiting_for_it():
     assert timers.milliseconds()["sleep"] > 20
 
 
-def test_nothing_grows_though_nobody_asks():
+def test_memory_does_not_grow_without_a_report():
     timers = StepTimers()
     for _ in range(1000):
         with timers("a"):

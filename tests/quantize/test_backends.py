@@ -88,7 +88,7 @@ def test_a_format_without_a_fast_path_goes_through_plain_torch():
     )
 
 
-def test_what_no_kernel_covers_is_said_once_for_each_format_and_dtype(caplog):
+def test_a_missing_kernel_is_logged_once_for_each_format_and_dtype(caplog):
     if backends.backend_of(matrix()) == "torch":
         pytest.skip("no kernel here")
     backends._say_uncovered.cache_clear()
@@ -136,7 +136,7 @@ def test_an_unknown_backend_is_an_error_that_names_the_nearest(monkeypatch):
         backends.backend_of(matrix())
 
 
-def test_a_forced_backend_that_cannot_be_had_is_an_error_not_a_fallback(monkeypatch):
+def test_a_forced_backend_that_is_unavailable_is_an_error(monkeypatch):
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UserError, match="MEGALOWBIT_BACKEND=triton cannot be used on cpu: it runs on CUDA"):
@@ -151,9 +151,7 @@ def no_8bit_library(monkeypatch):
     backends._kernels_8bit.cache_clear()
 
 
-def test_formats_whose_library_cannot_be_had_go_through_plain_torch_which_is_said_once(
-    no_8bit_library, caplog
-):
+def test_formats_without_their_library_use_plain_torch_and_log_it_once(no_8bit_library, caplog):
     if backends.backend_of(matrix()) != "c":
         pytest.skip("no C compiler")
     encoding = ENCODINGS[ENCODING_NAMES.index("int8")]
@@ -165,7 +163,7 @@ def test_formats_whose_library_cannot_be_had_go_through_plain_torch_which_is_sai
     assert record.getMessage().endswith("which is slow: it fails its self-check: set CC")
 
 
-def test_formats_whose_library_cannot_be_had_are_an_error_where_it_is_forced(no_8bit_library, monkeypatch):
+def test_formats_without_their_library_are_an_error_if_the_backend_is_forced(no_8bit_library, monkeypatch):
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "c")
     with pytest.raises(UserError, match="MEGALOWBIT_BACKEND=c cannot be used for 8-bit formats: it fails"):
         backends.encode(EncodeRequest(matrix(), ENCODINGS[ENCODING_NAMES.index("int8")]))
@@ -184,7 +182,7 @@ assert torch.equal(backends.encode(request).codes, reference.encode(request).cod
 """
 
 
-def test_without_a_compiler_plain_torch_serves_and_one_line_says_so(tmp_path):
+def test_without_a_compiler_plain_torch_is_used_and_logged_once(tmp_path):
     environment = {"CC": "/nonexistent/cc", "MEGALOWBIT_CACHE": str(tmp_path), "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment, "HOME": str(tmp_path)})
@@ -218,7 +216,7 @@ class Recording(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_ordinary_tensors_are_plain_and_so_is_none():
+def test_ordinary_tensors_and_none_are_plain():
     assert backends.is_plain(torch.ones(2), torch.nn.Parameter(torch.ones(2)), None, torch.ones(2, 2).t())
 
 
@@ -257,7 +255,7 @@ def test_nothing_is_plain_where_operations_are_recorded():
 @pytest.mark.parametrize(
     "make", [Wrapper, lambda x: torch._efficientzerotensor(x.shape)], ids=["wrapper", "zeros"]
 )
-def test_what_has_no_memory_goes_through_plain_torch(make):
+def test_tensors_without_memory_use_plain_torch(make):
     x = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
     made = make(x)
     values = made.inner if isinstance(made, Wrapper) else torch.zeros(3, 40)

@@ -98,7 +98,7 @@ def test_blocks_are_those_of_name_and_options(name, block):
         ("fp4e2m1b:seed_compat:sr", "seed_compat cannot be combined"),
     ],
 )
-def test_what_does_not_exist_or_fit_is_refused_by_name(name, message):
+def test_unknown_or_incompatible_names_and_options_are_rejected_by_name(name, message):
     with pytest.raises(UserError, match="quantizer") as caught:
         quantizer(name)
     assert message in str(caught.value)
@@ -106,7 +106,7 @@ def test_what_does_not_exist_or_fit_is_refused_by_name(name, message):
 
 
 @pytest.mark.parametrize("name", [5, None, [], b"fp4e2m1b", 1.5])
-def test_what_is_no_name_is_refused(name):
+def test_a_name_that_is_not_a_string_is_rejected(name):
     with pytest.raises(UserError, match="a quantizer has a name, not"):
         quantizer(name)
 

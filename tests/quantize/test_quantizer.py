@@ -302,7 +302,7 @@ def test_no_gradient_flows():
         (lambda: torch.ones(2, 16).to_mkldnn(), "mkldnn: pass a dense one"),
     ],
 )
-def test_what_is_no_dense_tensor_is_refused_by_name(name, make, message):
+def test_an_input_that_is_not_a_dense_tensor_is_rejected_by_name(name, make, message):
     with pytest.raises(UserError, match=message) as caught:
         quantizer(name)(make())
     assert repr(name) in str(caught.value)

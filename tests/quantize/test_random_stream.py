@@ -38,7 +38,7 @@ def test_a_key_is_the_published_hash_and_the_step_stands_beside_it():
         assert stream.key("h.0.mlp", "grad_output", step=step, use=1) == (expected, step)
 
 
-def test_different_addresses_round_differently_and_equal_ones_alike():
+def test_different_addresses_round_differently_and_equal_ones_equally():
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
 
     def codes(key):
@@ -101,7 +101,7 @@ def test_step_advances_and_a_captured_step_can_be_replayed():
     assert stream.key("a", "input", step=0) == before
 
 
-def test_a_resumed_or_copied_stream_goes_on_as_the_first_would_have():
+def test_a_resumed_or_copied_stream_continues_like_the_original():
     first = RandomStream(3, rank=1)
     for _ in range(5):
         first.advance()
@@ -249,7 +249,7 @@ def test_a_stream_made_in_inference_mode_has_an_ordinary_step():
     assert not stream.step_tensor.is_inference()
 
 
-def test_a_stream_stands_at_an_earlier_micro_batch_and_comes_back():
+def test_a_stream_can_return_to_an_earlier_micro_batch_and_back():
     stream = RandomStream(1)
     for _ in range(3):
         stream.advance()

@@ -120,7 +120,7 @@ class Recording(TorchDispatchMode):
 
 
 @needs_compiler
-def test_what_is_not_plain_memory_goes_through_plain_torch(monkeypatch):
+def test_tensors_that_are_not_plain_use_plain_torch(monkeypatch):
     calls = calls_of_the_kernel(monkeypatch)
     x = gaussian(8, 32)
     with Recording():
@@ -137,7 +137,7 @@ def no_library(monkeypatch):
 
 
 @needs_compiler
-def test_without_the_library_plain_torch_serves_which_is_said_once(no_library, caplog):
+def test_without_the_library_plain_torch_is_used_and_logged_once(no_library, caplog):
     with caplog.at_level(logging.WARNING, logger="megalowbit"):
         for _ in range(3):
             check(gaussian(30, 40))
@@ -148,7 +148,7 @@ def test_without_the_library_plain_torch_serves_which_is_said_once(no_library, c
 
 
 @needs_compiler
-def test_without_the_library_it_is_an_error_where_it_is_forced(no_library, monkeypatch):
+def test_without_the_library_a_forced_backend_is_an_error(no_library, monkeypatch):
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "c")
     with pytest.raises(
         UserError, match="MEGALOWBIT_BACKEND=c cannot be used for operand statistics: it fails"
@@ -157,7 +157,7 @@ def test_without_the_library_it_is_an_error_where_it_is_forced(no_library, monke
 
 
 @needs_compiler
-def test_a_dtype_without_a_kernel_is_said_once(caplog):
+def test_a_dtype_without_a_kernel_is_logged_once(caplog):
     with caplog.at_level(logging.INFO, logger="megalowbit"):
         for _ in range(3):
             check(gaussian(30, 40, dtype=torch.float64))

@@ -60,12 +60,12 @@ def test_built_in_gains(name, factors, residual):
 
 @pytest.mark.parametrize("name", GAINS)
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_few_singular_values_are_no_harm(name, count):
+def test_gains_accept_few_singular_values(name, count):
     factors, _ = gain(name).function(torch.ones(count))
     assert factors.tolist() == [1.0] * count
 
 
-def test_a_function_of_ones_own_is_found_by_its_path():
+def test_a_users_function_is_found_by_its_path():
     found = gain(f"{__name__}:of_the_users_own")
     assert not found.is_before_residual
     assert found.function(torch.ones(2))[0].tolist() == [3.0, 3.0]
@@ -120,7 +120,7 @@ def test_wrong_names_are_refused_in_one_line(name, message):
         ("import sys; sys.exit(3)", r"\(SystemExit: 3\): name an importable"),
     ],
 )
-def test_whatever_the_users_module_does_on_import_is_one_line(body, message, tmp_path, monkeypatch):
+def test_any_import_failure_of_a_users_module_raises_a_one_line_error(body, message, tmp_path, monkeypatch):
     (tmp_path / "gains_of_mine.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=f"'gains_of_mine:f' cannot be imported {message}") as caught:

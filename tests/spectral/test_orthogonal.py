@@ -77,7 +77,7 @@ def test_a_failed_cholesky_factor_falls_back_to_householder():
     assert cholesky_rows(rows).fallbacks == 0
 
 
-def test_where_the_host_may_not_wait_a_strongly_shifted_factor_stands_by():
+def test_without_host_reads_a_strongly_shifted_factor_is_the_fallback():
     given = gaussian(3, 20, dtype=torch.float32)
     rows = torch.cat([given, given.sum(0, keepdim=True)])
     found = cholesky_rows(rows, shift=-1e-3, may_wait=False)

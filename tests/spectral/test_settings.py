@@ -123,7 +123,7 @@ UNREAD = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("field", VALUES)
-def test_what_a_method_does_not_read_is_refused_with_the_remedy(method, field):
+def test_keys_that_a_method_does_not_read_are_rejected_with_the_remedy(method, field):
     values = {"method": method, field: VALUES[field]}
     if field == "reuse" and method != "mean":
         values["refresh_every"] = 2

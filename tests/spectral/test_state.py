@@ -73,7 +73,7 @@ def test_a_replay_repeats_every_use_of_its_micro_batch_and_changes_nothing(setti
 
 @EVERY_SETTING
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_a_saved_state_goes_on_bit_for_bit(settings, cut):
+def test_a_saved_state_continues_bit_for_bit(settings, cut):
     state = SplitState()
     for step in range(1, cut + 1):
         run(settings, state, step)
@@ -132,7 +132,7 @@ def test_between_refreshes_whole_factors_serve_again_unless_rows_differ():
 @pytest.mark.parametrize(
     "x", [batch(2, cols=24), batch(2).bfloat16(), batch(2).double()], ids=["cols", "bf16", "fp64"]
 )
-def test_what_does_not_fit_starts_cold_and_is_counted(x):
+def test_directions_of_another_shape_start_cold_and_are_counted(x):
     saved, state = SplitState(), SplitState()
     run(OperandSplit(), saved, 1)
     state.load_state_dict(saved.state_dict())
@@ -165,7 +165,7 @@ def test_factors_are_renewed_at_the_first_use_so_long_after_the_last_time(every,
     assert seen == refreshed
 
 
-def test_a_resumed_period_goes_on_and_without_its_beginning_starts_anew():
+def test_a_resumed_period_continues_and_without_its_start_begins_again():
     settings, state = OperandSplit(refresh_every=4), SplitState()
     for step in (1, 2, 3):
         run(settings, state, step)
@@ -185,7 +185,7 @@ def test_a_resumed_period_goes_on_and_without_its_beginning_starts_anew():
     assert kinds({**saved, "refreshed_at": 90}, 2) == {"warm": 1, "reused": 1}  # numbered anew
 
 
-def test_power_steps_come_at_their_turn():
+def test_power_steps_run_at_their_interval():
     state, plain = SplitState(), SplitState()
     equal = []
     for step in range(1, 7):

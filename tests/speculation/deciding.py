@@ -23,7 +23,7 @@ def policy(**changes):
 
 
 def run(policy, predictions, *, state=None, step=0):
-    """States after each look, every `every` steps; `predictions` of the cheapest one, or of all but bf16."""
+    """States after each check, every `every` steps; `predictions` of the cheapest one, or of all but bf16."""
     state, states = state or policy.start(), []
     for each in predictions:
         predicted = [*each, INF] if isinstance(each, tuple | list) else [each, INF]

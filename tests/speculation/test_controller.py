@@ -1,4 +1,4 @@
-"""When the controller looks, what it measures then, what it tells of it and what it counts."""
+"""When the controller runs a check, and what it measures, reports and counts."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ from megalowbit.speculation.precisions import PRODUCTS, recipe_with
 from megalowbit.speculation.settings import SpeculationSettings
 
 
-def test_looks_are_every_few_steps_and_decide_for_the_next_step():
+def test_checks_run_at_the_interval_and_decide_for_the_next_step():
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
     reports, used, _ = train(model, controller, range(25))
@@ -52,7 +52,7 @@ def test_a_report_has_a_row_for_each_product_that_ran_and_says_what_changes():
     assert all(each.predicted_db > 15 for each in first.changes)
     assert first.shares == {"int8": 0.0, "bf16": 1.0}
     assert second.shares == {"int8": 1.0, "bf16": 0.0}
-    for each in first.rows:  # bf16: nothing foretold, nothing measured
+    for each in first.rows:  # bf16: nothing predicted, nothing measured
         assert (each.predicted_db, each.measured_db, each.is_hit) == (None, None, None)
         assert each.left_ratio > 3
         assert each.right_ratio > 1  # weights are uniform
@@ -65,7 +65,7 @@ def test_a_report_has_a_row_for_each_product_that_ran_and_says_what_changes():
 
 
 @pytest.mark.parametrize("signal", ["bulk", "all"])
-def test_measured_ratios_are_those_of_the_whole_products(signal):
+def test_measured_snr_is_that_of_the_full_products(signal):
     model = converted()
     settings = {**PLAIN, "verify_every": 1, "verify_size": 1024, "signal": signal, "every": 1}
     controller = mlb.PrecisionController(model, settings)
@@ -86,7 +86,7 @@ def test_predictions_are_close_to_what_is_measured():
         assert each.predicted_db == pytest.approx(each.measured_db, abs=2), each
 
 
-def test_every_few_looks_are_verified():
+def test_checks_are_verified_at_the_interval():
     model = converted()
     settings = {**PLAIN, "threshold_db": 0, "every": 2, "verify_every": 3}
     controller = mlb.PrecisionController(model, settings)
@@ -103,7 +103,7 @@ def measured_layers(report):
 
 
 class Pair(nn.Module):
-    """Two layers that have nothing to do with each other."""
+    """Two independent layers."""
 
     def __init__(self):
         super().__init__()
@@ -122,8 +122,8 @@ def spiked(step):
 
 
 @pytest.mark.parametrize(("looks", "verify_every"), [(0, 4), (1001, 1000), (0, 0)])
-def test_a_layer_that_came_to_another_precision_is_measured_at_the_next_look(looks, verify_every):
-    """It alone, and beside the looks at which all are."""
+def test_a_layer_whose_precision_changed_is_measured_at_the_next_check(looks, verify_every):
+    """Only this layer, in addition to the checks that measure all layers."""
     model = Pair()
     mlb.convert(model, "fp8")
     settings = {**PLAIN, "every": 1, "lookahead": 0, "patience": 3, "verify_every": verify_every}
@@ -144,7 +144,7 @@ def test_a_layer_that_came_to_another_precision_is_measured_at_the_next_look(loo
     )
 
 
-def test_a_layer_away_from_the_next_look_is_measured_when_it_is_back():
+def test_a_layer_absent_from_the_next_check_is_measured_when_it_returns():
     model = converted()
     controller = mlb.PrecisionController(model, {**PLAIN, "every": 1, "lookahead": 0, "verify_every": 1000})
     controller.load_state_dict({**controller.state_dict(), "looks": 1001})
@@ -158,7 +158,7 @@ def test_a_layer_away_from_the_next_look_is_measured_when_it_is_back():
     assert [measured_layers(report) for report in reports] == [{"branch"}, set()]
 
 
-def test_a_look_can_be_asked_for():
+def test_a_check_can_be_requested():
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
     train(model, controller, range(3))
@@ -181,7 +181,7 @@ def test_a_look_can_be_asked_for():
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_totals_follow_a_late_switch_at_once_where_a_look_is_asked_for(asks):
+def test_totals_follow_a_late_switch_at_once_if_a_check_is_requested(asks):
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
     train(model, controller, range(4))
@@ -189,13 +189,13 @@ def test_totals_follow_a_late_switch_at_once_where_a_look_is_asked_for(asks):
     if asks:
         controller.check_next()
     train(model, controller, range(4, 20))
-    # bf16 in step 0 and from step 4 on; unasked, the next look is at step 10, which tells for itself
+    # bf16 in step 0 and from step 4 on; without a request, the check at step 10 reports the switch anyway
     assert controller.totals().share_8bit == pytest.approx((3 if asks else 9) / 20)
     assert {controller.precision(layer, "output") for layer in controller.layers} == {"bf16"}
 
 
-def test_what_a_rung_was_found_to_do_corrects_its_predictions():
-    """INT4 behind a GELU: the same data at each look, whole products, so that all there is to learn is."""
+def test_measurements_of_a_candidate_correct_its_predictions():
+    """INT4 behind a GELU: the same data at each check, whole products, so that all there is to learn is."""
 
     def gaps(**changes):
         model = converted()
@@ -231,8 +231,8 @@ def test_totals_count_each_product_of_each_step():
     assert totals.misses == sum(report.misses for report in looks)
 
 
-def test_only_the_first_micro_batch_and_the_first_use_are_looked_at():
-    def one_look(spoil):
+def test_only_the_first_micro_batch_and_the_first_use_are_sampled():
+    def one_check(spoil):
         model = converted()
         controller = mlb.PrecisionController(model, PLAIN)
         controller.begin_step()
@@ -245,14 +245,14 @@ def test_only_the_first_micro_batch_and_the_first_use_are_looked_at():
             y.square().mean().backward()
         return controller.end_step()
 
-    plain = one_look(None)
+    plain = one_check(None)
     for spoil in ("second batch", "second use"):
-        found = one_look(spoil)
+        found = one_check(spoil)
         inputs = ("up", "output"), ("down", "output"), ("branch", "output")
         assert [row(found, *key) for key in inputs] == [row(plain, *key) for key in inputs]
 
 
-def test_evaluation_is_not_looked_at_and_runs_at_the_chosen_precision():
+def test_evaluation_is_not_sampled_and_runs_at_the_chosen_precision():
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
     train(model, controller, range(1))
@@ -269,7 +269,7 @@ def test_evaluation_is_not_looked_at_and_runs_at_the_chosen_precision():
     assert torch.equal(model(x), at_int8)
 
 
-def test_a_step_begun_anew_forgets_what_it_saw():
+def test_a_restarted_step_discards_its_samples():
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
     controller.begin_step()
@@ -292,7 +292,7 @@ def test_a_step_must_be_begun():
         controller.end_step()
 
 
-def test_corrections_of_rungs_that_are_not_in_use_fade_with_verified_looks():
+def test_corrections_of_unused_candidates_fade_with_verified_checks():
     model = converted()
     settings = {**PLAIN, "candidates": ["int8", "fp8", "bf16"], "every": 1, "lookahead": 0, "verify_every": 2}
     controller = mlb.PrecisionController(model, settings)

@@ -29,8 +29,8 @@ QUICK_GROWTH = [(0.05, 30), (0.1, 34), (0.2, 37)]
         for start in (30, 34, 37)
     ],
 )
-def test_growing_outliers_are_left_before_the_ratio_falls_below_the_threshold(rate, start):
-    """From 39 dB, 15 needed: at these rates a look tells of up to 16 dB less than the one before."""
+def test_with_growing_outliers_a_precision_is_left_before_its_snr_misses_the_threshold(rate, start):
+    """From 39 dB, 15 needed: at these rates a check finds up to 16 dB less than the previous one."""
     steps, model = range(round(45 + 2.9 / math.log10(1 + rate) / 2)), converted()
     controller = mlb.PrecisionController(model, PLAIN)
     data, seen = growing(rate, start), []
@@ -50,7 +50,7 @@ def test_growing_outliers_are_left_before_the_ratio_falls_below_the_threshold(ra
 
 
 @pytest.mark.parametrize("rate", [pytest.param(0.25, marks=pytest.mark.slow), 0.3])
-def test_growth_too_fast_for_a_trend_is_left_at_the_look_after_it_shows(rate):
+def test_growth_too_fast_for_a_trend_is_caught_at_the_next_check(rate):
     for start in (31, 35, 39):
         model = converted()
         controller = mlb.PrecisionController(model, PLAIN)
@@ -64,11 +64,11 @@ def test_growth_too_fast_for_a_trend_is_left_at_the_look_after_it_shows(rate):
             return x
 
         train(model, controller, range(75), data=watched)
-        assert len(below) <= 3  # steps of the ten between two looks
+        assert len(below) <= 3  # steps of the ten between two checks
         assert controller.precision("up", "output") == "bf16"
 
 
-def test_a_sudden_jump_is_left_after_the_next_look():
+def test_after_a_sudden_jump_the_next_check_changes_the_precision():
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
 
@@ -109,7 +109,7 @@ class Narrow(nn.Module):
 
 
 @pytest.mark.parametrize("signal", ["bulk", "all"])
-def test_what_no_statistics_tell_is_missed_rolled_back_and_tried_again(signal):
+def test_a_product_that_statistics_mispredict_is_missed_rolled_back_and_retried(signal):
     """Inputs cancel in the product: its signal is 40 dB down, its operands are as before."""
     model = Narrow()
     mlb.convert(model, "fp8")
@@ -131,7 +131,7 @@ def test_what_no_statistics_tell_is_missed_rolled_back_and_tried_again(signal):
     assert totals.hit_rate == totals.hits / (totals.hits + 1)
 
 
-def test_alignment_learns_what_statistics_cannot_tell():
+def test_alignment_learns_what_statistics_do_not_show():
     """The same inputs from the start: their alignment is measured before the first decision."""
     model = Narrow()
     mlb.convert(model, "fp8")
@@ -144,7 +144,7 @@ def test_alignment_learns_what_statistics_cannot_tell():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_operands_that_are_not_finite_run_unquantised_until_later_looks(bad):
+def test_non_finite_operands_run_unquantised_until_later_checks(bad):
     model = converted()
     controller = mlb.PrecisionController(model, {**PLAIN, "verify_every": 1})
 
@@ -181,7 +181,7 @@ def test_a_layer_that_does_not_run_keeps_its_precision():
     assert controller.precision("branch", "output") == "int8"
 
 
-def test_a_late_switch_is_seen_at_the_next_look():
+def test_a_late_switch_is_noticed_at_the_next_check():
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
     train(model, controller, range(10))
@@ -197,7 +197,7 @@ def test_a_late_switch_is_seen_at_the_next_look():
     torch.testing.assert_close(model.up(x), plain)
 
 
-def test_each_rung_has_a_threshold_of_its_own():
+def test_each_candidate_has_a_separate_threshold():
     model = converted()
     settings = {"candidates": ["int4", "int8", "fp8", "bf16"], "every": 1, "lookahead": 0}
     thresholds = {"int4": 20.0, "int8": 50.0, "fp8": 15.0}

@@ -1,14 +1,14 @@
 """Predicted against measured ratios of all products of a tiny GPT-2 trained on the standard library's text.
 
-It is trained under a controller with the settings that users have by default. At later looks, whether they
-are verified ones or not, what the controller foretells, from samples, from alignments and corrections that
-it learnt at earlier looks, is compared with what a second controller measures in that step; the first one
+It is trained under a controller with the settings that users have by default. At later checks, whether they
+are verified ones or not, what the controller predicts, from samples, from alignments and corrections that
+it learnt at earlier checks, is compared with what a second controller measures in that step; the first one
 does not learn from it. How far predictions are off at each candidate is a table, minutes long:
 
     pytest -q -s -m slow tests/speculation/test_controller_predictions.py
 
 Whole products, with the alignment of the same batch, tell the noise model's own errors from those of samples
-and of earlier looks.
+and of earlier checks.
 """
 
 import statistics
@@ -75,7 +75,7 @@ def measured(model, controller, ids):
 
 
 def trained(corpus, settings, steps):
-    """A model after so many steps, and rows of all looks after the first `TRAINED` steps."""
+    """A model after so many steps, and rows of all checks after the first `TRAINED` steps."""
     model = make()
     controller = mlb.PrecisionController(model, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -112,7 +112,7 @@ def share_near(found):
     return sum(abs(gap) <= 2 for gap in found) / len(found)
 
 
-def test_predictions_from_earlier_looks_are_within_two_decibels(by_default):
+def test_predictions_from_earlier_checks_are_within_two_decibels(by_default):
     _, rows = by_default
     output = gaps(rows, "output", "int8")
     assert len(output) == 4 * 16
@@ -125,8 +125,8 @@ def test_predictions_from_earlier_looks_are_within_two_decibels(by_default):
         assert max(map(abs, found)) < 12
 
 
-def test_predictions_that_promise_too_much_are_no_more_than_a_few_decibels_off(by_default):
-    """The side that matters: a product that runs noisier than was foretold."""
+def test_predictions_are_at_most_a_few_decibels_too_high(by_default):
+    """The side that matters: a product that is noisier than predicted."""
     _, rows = by_default
     found = [gap for product in PRODUCTS for gap in gaps(rows, product, "int8")]
     assert sorted(found)[int(0.95 * len(found))] < 4
@@ -143,7 +143,7 @@ LEAST_NEAR = {
 
 
 @pytest.mark.parametrize("candidate", ["int8", "mixed", "fp8", "nvfp4", "int4"])
-def test_predictions_at_each_rung(corpus, candidate):
+def test_predictions_at_each_candidate(corpus, candidate):
     """All products held there: INT4 would not stay at any threshold that a configuration may have."""
     settings = SpeculationSettings(candidates=(candidate, "bf16")).model_copy(
         update={"threshold_db": -1000.0}
@@ -163,7 +163,7 @@ def test_predictions_at_each_rung(corpus, candidate):
 
 
 def errors(weights, corpus, candidate, *, uses_alignment, signal="bulk"):
-    """(product, predicted - measured) of whole products at a precision, where a look of bf16 went before."""
+    """(product, predicted - measured) of whole products at a precision, where a check of bf16 went before."""
     model = make()
     model.load_state_dict(weights)
     settings = {
@@ -190,7 +190,7 @@ def weights(by_default):
 
 
 @pytest.mark.parametrize("candidate", ["int8", "fp8"])
-def test_whole_products_are_as_foretold_once_they_are_aligned(weights, corpus, candidate):
+def test_full_products_match_their_predictions_with_alignment(weights, corpus, candidate):
     found = errors(weights, corpus, candidate, uses_alignment=True)
     for product in ("output", "grad_input"):
         own = [error for name, error in found if name == product]
@@ -208,7 +208,7 @@ def test_without_alignment_predictions_of_a_trained_model_are_low(weights, corpu
         assert statistics.median(low) < most
 
 
-def test_whole_signals_are_foretold_too(weights, corpus):
+def test_signals_of_full_products_match_their_predictions(weights, corpus):
     """As they came out: the rounding of outputs to bf16, 55 dB down, is in what is measured."""
     found = errors(weights, corpus, "fp8", uses_alignment=True, signal="all")
     own = [error for name, error in found if name != "grad_weight"]

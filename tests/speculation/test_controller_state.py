@@ -49,7 +49,7 @@ def state_of(model):
 
 
 @pytest.mark.parametrize("estimator", ["quantile", "mad", "negative"])
-def test_a_ladder_of_bf16_alone_is_bit_equal_to_no_controller(estimator):
+def test_with_bf16_as_the_only_candidate_training_equals_no_controller_bit_for_bit(estimator):
     plain = with_dropout(["bf16"] * 3)
     _, _, expected = train(plain, Nobody(), range(8))
     numbers = torch.get_rng_state()
@@ -64,7 +64,7 @@ def test_a_ladder_of_bf16_alone_is_bit_equal_to_no_controller(estimator):
 
 
 @pytest.mark.parametrize("candidate", ["int4", "nvfp4", "int8", "mixed", "fp8"])
-def test_looks_change_no_bit_at_any_rung(candidate):
+def test_checks_change_no_bit_at_any_candidate(candidate):
     """Layers get the largest magnitude from the probe there, and search for it themselves otherwise."""
     plain = with_dropout(["bf16"] * 3)
     _, _, expected = train(plain, Nobody(), range(1))
@@ -87,7 +87,7 @@ def test_looks_change_no_bit_at_any_rung(candidate):
     assert state_of(model) == state_of(plain)
 
 
-def test_steps_without_a_look_ask_no_tensor_anything():
+def test_steps_without_a_check_read_no_tensor():
     model = converted()
     controller = mlb.PrecisionController(model, PLAIN)
     train(model, controller, range(1))
@@ -214,7 +214,7 @@ def test_a_model_has_one_controller_at_a_time():
         first.begin_step()
 
 
-def test_a_precision_of_what_there_is_not_is_refused():
+def test_asking_for_the_precision_of_an_unknown_product_is_rejected():
     controller = mlb.PrecisionController(converted(), PLAIN)
     with pytest.raises(UserError, match=r"unknown layer 'upp'.*'up'"):
         controller.precision("upp", "output")
@@ -222,7 +222,7 @@ def test_a_precision_of_what_there_is_not_is_refused():
         controller.precision("up", "outputs")
 
 
-def test_a_controller_takes_the_former_key_and_its_state_keeps_it():
+def test_a_controller_accepts_the_former_key_and_its_state_keeps_it():
     controller = mlb.PrecisionController(converted(), {"ladder": ["int8", "bf16"]})
     assert controller.settings.candidates == ("int8", "bf16")
     state = controller.state_dict()
@@ -232,7 +232,7 @@ def test_a_controller_takes_the_former_key_and_its_state_keeps_it():
     assert again.state_dict() == state
 
 
-def test_a_state_of_another_ladder_is_refused():
+def test_a_state_with_other_candidates_is_rejected():
     state = mlb.PrecisionController(converted(), PLAIN).state_dict()
     other = mlb.PrecisionController(converted(), {**PLAIN, "candidates": ["fp8", "bf16"]})
     with pytest.raises(UserError, match=r"int8, bf16.*fp8, bf16"):

@@ -1,4 +1,4 @@
-"""Totals over steps and looks, against sums written out by hand."""
+"""Totals over steps and checks, against sums written out by hand."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ from megalowbit.speculation.counters import PrecisionCounters
 from megalowbit.speculation.report import Change
 from megalowbit.speculation.settings import BITS
 
-LADDER = ("int8", "fp8", "bf16")
+CANDIDATES = ("int8", "fp8", "bf16")
 
 
 def change(reason):
@@ -27,13 +27,13 @@ def filled():
 
 
 def test_shares_count_each_product_of_each_step_once():
-    totals = filled().totals(LADDER)
+    totals = filled().totals(CANDIDATES)
     assert totals.shares == {"int8": 5 / 12, "fp8": 1 / 12, "bf16": 6 / 12}
     assert totals.share_8bit == pytest.approx(6 / 12)
     assert (totals.hits, totals.misses, totals.changes, totals.rollbacks) == (3, 1, 5, 1)
 
 
-def test_eight_bits_or_fewer_are_what_the_rungs_say():
+def test_the_share_of_eight_bits_or_fewer_follows_the_candidates():
     for candidate, bits in BITS.items():
         counters = PrecisionCounters()
         counters.count_step(Counter({candidate: 2}))
@@ -41,20 +41,20 @@ def test_eight_bits_or_fewer_are_what_the_rungs_say():
 
 
 def test_nothing_counted_is_no_share_of_anything():
-    totals = PrecisionCounters().totals(LADDER)
-    assert totals.shares == dict.fromkeys(LADDER, 0.0)
+    totals = PrecisionCounters().totals(CANDIDATES)
+    assert totals.shares == dict.fromkeys(CANDIDATES, 0.0)
     assert totals.share_8bit == 0
     assert totals.hit_rate is None
 
 
-def test_it_goes_on_from_json_as_if_never_interrupted():
+def test_counters_continue_from_json_as_if_never_interrupted():
     counters = PrecisionCounters.from_dict(json.loads(json.dumps(filled().to_dict())))
     whole = filled()
     for each in (counters, whole):
         each.count_step(Counter(int8=4))
         each.count_check(0, 1, [change("missed")])
-    assert counters.totals(LADDER) == whole.totals(LADDER)
-    assert counters.totals(LADDER).rollbacks == 2
+    assert counters.totals(CANDIDATES) == whole.totals(CANDIDATES)
+    assert counters.totals(CANDIDATES).rollbacks == 2
 
 
 def test_a_state_without_its_parts_is_refused():

@@ -141,7 +141,7 @@ def test_the_least_of_several_variances_fails_once_no_sample_is_free_of_outliers
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_the_bulk_is_told_apart_from_outliers(kind):
+def test_the_bulk_is_separated_from_outliers(kind):
     x = with_outliers(gaussian(1024, 512) + 0.25, 60, 50.0)
     found = statistics(x, EstimatorSettings(type=kind, sample=2048))
     assert found.bulk_power == pytest.approx(1 + 0.25**2, rel=0.02)
@@ -173,7 +173,7 @@ def test_where_outliers_are_counted_in_a_large_tensor_moves_with_the_key():
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("key", [KEY, RandomKey(77, 3)])
-def test_a_slice_of_columns_is_read_where_it_lies_and_as_its_copy_would_be(kind, key):
+def test_a_slice_of_columns_is_read_in_place_and_gives_the_statistics_of_its_copy(kind, key):
     wide = with_outliers(gaussian(900, 1700, dtype=torch.bfloat16), 3000, 30.0)
     settings = EstimatorSettings(type=kind, sample=2048)
     for x in (wide[:, 300:900], wide[:, 300:900].t(), wide[:, :1600:2], wide[:3, :1699].expand(900, -1, -1)):

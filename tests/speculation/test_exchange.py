@@ -116,7 +116,7 @@ def test_the_spread_of_equal_numbers_is_no_root_of_a_negative():
     assert found.sigma == pytest.approx(0.0, abs=1e-8)
 
 
-def test_an_operand_nobody_saw_is_left_out_and_an_empty_one_too():
+def test_an_operand_without_samples_or_elements_is_left_out():
     empty = torch.zeros(0, 8)
     sheet = RankFindings(statistics={("a", "input"): described(empty)}, energies={("a", "output"): None})
     findings = Exchange(["a"], {}).pool(sheet, {}, [], CPU)

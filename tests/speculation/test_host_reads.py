@@ -1,4 +1,4 @@
-"""How often the host reads a tensor: once in a step that is looked at, never for the sake of one that is not.
+"""How often the host reads a tensor: once in a step with a check, never in a step without one.
 
 On a CPU nothing waits, and reading is a plain memory access. What would make the host wait for an accelerator
 is counted by the names it goes by: methods of tensors that give their memory away, and operators whose result
@@ -102,7 +102,7 @@ class Nobody:
         ("int4", "all", "quantile"),
     ],
 )
-def test_a_look_is_one_read_and_other_steps_are_none(candidate, signal, estimator):
+def test_a_check_costs_one_host_read_and_other_steps_none(candidate, signal, estimator):
     """Verified too. NVFP4 is not here: layers ask whether its maxima are finite, though on CPUs alone."""
     model = converted()
     settings = {
@@ -110,7 +110,7 @@ def test_a_look_is_one_read_and_other_steps_are_none(candidate, signal, estimato
         "threshold_db": 0, "signal": signal, "estimator": {"type": estimator},
     }  # fmt: skip
     controller = mlb.PrecisionController(model, settings)
-    step(model, controller)  # bf16, looked at
+    step(model, controller)  # bf16, sampled
     between = reads(lambda: step(model, controller))
     looked_at = reads(lambda: step(model, controller))
     assert set(controller.totals().shares) == {candidate, "bf16"}

@@ -1,4 +1,4 @@
-"""A look at an operand with an infinity or a NaN changes no bit of the step, whatever it runs at."""
+"""A check at an operand with an infinity or a NaN changes no bit of the step, whatever it runs at."""
 
 import math
 
@@ -55,7 +55,7 @@ def spoiled_step(precision, operand, value, dtype, *, every):
     value=[math.inf, -math.inf, math.nan],
     dtype=[torch.float32, torch.bfloat16],
 )
-def test_a_look_changes_no_bit_of_a_step_that_is_not_finite(precision, operand, value, dtype):
+def test_a_check_changes_no_bit_of_a_step_that_is_not_finite(precision, operand, value, dtype):
     with_look, report = spoiled_step(precision, operand, value, dtype, every=1)
     without, nothing = spoiled_step(precision, operand, value, dtype, every=1000)
     assert report is not None

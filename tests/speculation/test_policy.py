@@ -1,4 +1,4 @@
-"""The rules of the policy, one at a time; laws over time and an oracle of the whole stand beside it."""
+"""The rules of the policy, one at a time; other files test laws over time and compare with an oracle."""
 
 import math
 
@@ -6,18 +6,18 @@ import pytest
 from deciding import INF, NAN, THRESHOLD, candidates, policy, run
 
 
-def test_nothing_is_quantised_before_the_first_look():
+def test_nothing_is_quantised_before_the_first_check():
     assert policy().start().precision == "bf16"
 
 
-def test_the_cheapest_safe_rung_is_taken_at_the_first_look():
+def test_the_first_check_chooses_the_cheapest_safe_candidate():
     three = policy(candidates=["int4", "int8", "bf16"], threshold_db={"int4": 10, "int8": 15}, patience=3)
     assert candidates(three, [(10.0, 99.0)]) == ["int4"]  # reaching a threshold is enough
     assert candidates(three, [(math.nextafter(10, 0), 15.0)]) == ["int8"]
     assert candidates(three, [(9.0, 14.0)]) == ["bf16"]
 
 
-def test_an_unsafe_rung_is_left_at_once_for_the_cheapest_safe_one():
+def test_an_unsafe_candidate_is_left_at_once_for_the_cheapest_safe_one():
     three = policy(candidates=["int4", "int8", "bf16"], hysteresis_db=2.0, patience=4)
     assert candidates(three, [(20.0, 30.0), (14.0, 15.0)]) == ["int4", "int8"]  # no margin is asked for
     assert candidates(three, [(20.0, 30.0), (14.0, 14.0)]) == ["int4", "bf16"]
@@ -25,13 +25,13 @@ def test_an_unsafe_rung_is_left_at_once_for_the_cheapest_safe_one():
 
 
 @pytest.mark.parametrize("patience", [1, 2, 3])
-def test_a_cheaper_rung_needs_its_margin_for_patience_looks_in_a_row(patience):
+def test_a_cheaper_candidate_needs_its_margin_for_patience_checks_in_a_row(patience):
     patient = policy(patience=patience, hysteresis_db=1.0)
     interrupted = [10.0, *[16.0] * (patience - 1), 15.9, *[16.0] * patience]
     assert candidates(patient, interrupted) == ["bf16"] * (len(interrupted) - 1) + ["int8"]
 
 
-def test_each_rung_earns_its_own_patience():
+def test_patience_is_counted_for_each_candidate():
     three = policy(candidates=["int4", "int8", "bf16"], patience=2)
     assert candidates(three, [(1.0, 1.0), (1.0, 20.0), (20.0, 20.0), (20.0, 20.0)]) == [
         "bf16",
@@ -41,15 +41,15 @@ def test_each_rung_earns_its_own_patience():
     ]
 
 
-def test_a_cheaper_rung_that_has_earned_it_is_preferred_to_a_dearer_one():
+def test_a_cheaper_candidate_past_its_patience_is_preferred_to_a_more_expensive_one():
     """A dearer candidate may well be the noisier one: E5M2 beside INT8 on data without outliers."""
     three = policy(candidates=["int8", "fp8", "bf16"], patience=2)
     assert candidates(three, [(10.0, 20.0), (20.0, 20.0), (20.0, 10.0)]) == ["fp8", "fp8", "int8"]
 
 
-def test_a_trend_is_the_line_through_the_last_looks():
+def test_a_trend_is_the_line_through_the_last_checks():
     falling = [22.0, 22.0, 22.0, 20.0, 18.0]
-    # 22, 20, 18 lead to 14 in two looks; with the 22 before them, to 15.6
+    # 22, 20, 18 lead to 14 in two checks; with the 22 before them, to 15.6
     states = run(policy(lookahead=20, trend_window=3), falling)
     assert [state.precision for state in states] == ["int8"] * 4 + ["bf16"]
     assert states[-1].reason == "trend"
@@ -59,7 +59,7 @@ def test_a_trend_is_the_line_through_the_last_looks():
 
 def test_a_fall_that_has_just_begun_counts_alone():
     wary = policy(lookahead=20, trend_window=4, hysteresis_db=1.0)
-    begun = [30.0, 30.0, 30.0, 24.0]  # to 12 in two looks; the line of all four leads to 21.6
+    begun = [30.0, 30.0, 30.0, 24.0]  # to 12 in two checks; the line of all four leads to 21.6
     states = run(wary, begun)
     assert [state.precision for state in states] == ["int8"] * 3 + ["bf16"]
     assert states[-1].reason == "trend"
@@ -72,14 +72,14 @@ def test_a_rising_line_promises_nothing():
     assert candidates(policy(lookahead=50), [5.0, 9.0, 13.0]) == ["bf16"] * 3
 
 
-def test_a_trend_counts_steps_and_not_looks():
+def test_a_trend_counts_steps_and_not_checks():
     slow = policy(lookahead=10)
     state = slow.decide(slow.start(), 0, [20.0, INF])
     assert slow.decide(state, 1, [18.0, INF]).precision == "bf16"  # 2 dB a step
     assert slow.decide(state, 100, [18.0, INF]).precision == "int8"
 
 
-def test_the_alignment_moves_predictions_and_their_trend_alike():
+def test_the_alignment_moves_predictions_and_their_trend_equally():
     shifted = policy(lookahead=10)
     state = run(shifted, [20.0, 19.5])[-1]
     low = shifted.align(state, -4.25)
@@ -108,7 +108,7 @@ def test_the_alignment_is_a_running_mean_of_half_weight():
         assert state.alignment_db == mean
 
 
-def test_a_correction_moves_its_own_rung_alone_and_comes_on_top_of_the_alignment():
+def test_a_correction_applies_to_its_candidate_only_and_adds_to_the_alignment():
     three = policy(candidates=["int8", "fp8", "bf16"], lookahead=10)
     state = three.correct(three.align(three.start(), 2.0), "int8", -5.0)
     assert three.corrected(state, [20.0, 20.0, INF]) == (17.0, 22.0, INF)
@@ -135,7 +135,7 @@ def test_a_correction_that_was_learnt_is_no_trend():
     assert [each.precision for each in run(shifted, [30.0, 30.0], state=state, step=20)] == ["int8", "int8"]
 
 
-def test_a_correction_is_a_running_mean_of_half_weight_for_each_rung():
+def test_a_correction_is_a_running_mean_of_half_weight_for_each_candidate():
     three = policy(candidates=["int8", "fp8", "bf16"])
     state = three.start()
     assert state.corrections == (None, None)
@@ -152,7 +152,7 @@ def test_a_correction_is_a_running_mean_of_half_weight_for_each_rung():
         assert state.corrections == means
 
 
-def test_a_correction_fades_while_its_rung_is_not_measured():
+def test_a_correction_fades_while_its_candidate_is_not_measured():
     three = policy(candidates=["int8", "fp8", "bf16"])
     state = three.correct(three.correct(three.start(), "int8", -8.0), "fp8", 4.0)
     assert three.decay(three.start(), "bf16") == three.start()
@@ -161,8 +161,8 @@ def test_a_correction_fades_while_its_rung_is_not_measured():
     assert three.decay(state, "int8").precision == state.precision
 
 
-def test_a_rung_that_was_found_too_noisy_is_tried_again_some_day():
-    """25 dB foretold, 13 measured: of the correction 9 dB may be left when 15 + 1 are reached."""
+def test_a_candidate_measured_as_too_noisy_is_retried_later():
+    """25 dB predicted, 13 measured: of the correction 9 dB may be left when 15 + 1 are reached."""
     wary = policy(hysteresis_db=1.0, cooldown=10)
     state, entered = run(wary, [25.0])[-1], []
     state = wary.correct(wary.verify(state, 10, 13.0)[0], "int8", -12.0)
@@ -174,13 +174,13 @@ def test_a_rung_that_was_found_too_noisy_is_tried_again_some_day():
     assert entered == list(range(entered[0], 3000, 10))
 
 
-def test_one_prediction_for_each_rung_is_asked_for():
+def test_one_prediction_for_each_candidate_is_required():
     for predicted in ([20.0], [20.0, 20.0, INF]):
         with pytest.raises(ValueError, match="one prediction for each of"):
             policy().decide(policy().start(), 0, predicted)
 
 
-def test_a_ladder_of_one_rung_decides_nothing():
+def test_a_single_candidate_needs_no_decision():
     alone = policy(candidates=["bf16"])
     state = alone.decide(alone.start(), 0, [INF])
     assert (state.precision, state.reason) == ("bf16", "start")
@@ -195,7 +195,7 @@ def test_a_ladder_of_one_rung_decides_nothing():
     [(10, 100, 100), (10, 10, 10), (1, 7, 7), (10, 95, 100), (7, 100, 105), (5, 1, 5)],
 )
 def test_a_miss_keeps_a_product_at_bf16_for_the_cooldown(every, cooldown, at_bf16):
-    """For exactly so many steps where a look falls on their end, else until the next look."""
+    """For exactly that many steps if a check falls on their end, otherwise until the next check."""
     missing = policy(every=every, cooldown=cooldown, patience=1, verify_every=1)
     state, by_step = missing.start(), []
     for step in range(400):
@@ -211,7 +211,7 @@ def test_a_miss_keeps_a_product_at_bf16_for_the_cooldown(every, cooldown, at_bf1
     assert (state.hits, state.misses) == (0, 1)
 
 
-def test_looks_during_the_cooldown_count_for_patience_and_those_before_the_miss_do_not():
+def test_patience_counts_checks_during_the_cooldown_but_not_those_before_the_miss():
     patient = policy(patience=3, cooldown=30)
     state = run(patient, [30.0] * 5)[-1]
     state, _ = patient.verify(state, 50, 1.0)
@@ -236,7 +236,7 @@ def test_hits_and_misses_are_counted_where_something_was_quantised():
         assert (state.hits, state.misses) == counts
 
 
-def test_each_rung_is_held_to_its_own_threshold():
+def test_hits_and_misses_use_the_threshold_of_each_candidate():
     two = policy(candidates=["int4", "int8", "bf16"], threshold_db={"int4": 8, "int8": 20})
     int4, int8 = run(two, [(9.0, 30.0)])[-1], run(two, [(7.0, 30.0)])[-1]
     assert two.verify(int4, 0, 9.0)[1] is True
@@ -247,7 +247,7 @@ def test_each_rung_is_held_to_its_own_threshold():
 
 
 @pytest.mark.parametrize("db", [NAN, -INF])
-def test_a_prediction_that_is_not_a_number_is_unsafe_until_patience_says_otherwise(db):
+def test_a_nan_prediction_is_unsafe_until_patience_is_served(db):
     wary = policy(patience=2, lookahead=20)
     states = run(wary, [30.0, db, 30.0, 30.0])
     assert [state.precision for state in states] == ["int8", "bf16", "bf16", "int8"]
@@ -255,14 +255,14 @@ def test_a_prediction_that_is_not_a_number_is_unsafe_until_patience_says_otherwi
     assert candidates(wary, [db, 30.0, 30.0]) == ["bf16", "bf16", "int8"]
 
 
-def test_a_trend_is_taken_over_the_looks_that_have_a_number():
+def test_a_trend_uses_only_checks_with_finite_predictions():
     wary = policy(lookahead=20, trend_window=4)
     # 30, –, 20 at steps 0 and 20 lead to 10 at step 40
     assert run(wary, [30.0, NAN, 20.0])[-1].streak == (0,)
     assert run(wary, [NAN, NAN, 20.0])[-1].streak == (1,)
 
 
-def test_where_nothing_would_be_quantised_a_product_is_at_the_last_rung():
+def test_a_product_without_quantised_operands_is_at_the_last_candidate():
     """After a late switch: the candidate's name would count the product as low precision."""
     states = run(policy(patience=2), [30.0, INF, INF, 30.0, 30.0])
     assert [state.precision for state in states] == ["int8", "bf16", "bf16", "bf16", "int8"]
@@ -273,7 +273,7 @@ def test_where_nothing_would_be_quantised_a_product_is_at_the_last_rung():
 # --- reasons ---
 
 
-def test_a_reason_says_what_brought_a_product_where_it_is():
+def test_a_reason_explains_the_current_precision_of_a_product():
     telling = policy(lookahead=10, hysteresis_db=1.0, patience=2, cooldown=20)
     assert telling.start().reason == "start"
     assert run(telling, [10.0])[-1].reason == "predicted"

@@ -41,7 +41,7 @@ def test_without_hysteresis_such_a_prediction_flaps():
 @pytest.mark.parametrize("looks_ahead", [1, 2, 5])
 @pytest.mark.parametrize("window", [2, 4, 7])
 def test_a_falling_prediction_is_left_before_it_crosses(every, looks_ahead, window):
-    """For every slope that takes a second look to cross; one look knows no trend."""
+    """For every slope that needs a second check to cross; a single check has no trend."""
     for slope in [0.01, 0.05, 0.1, 0.37, 1.0, 1.9, 3.3, 5.0, 8.0, 14.0]:
         for phase in np.linspace(0, 1, 9):
             falling = policy(every=every, lookahead=looks_ahead * every, trend_window=window)
@@ -52,7 +52,7 @@ def test_a_falling_prediction_is_left_before_it_crosses(every, looks_ahead, wind
             left = precisions.index("bf16")
             assert precisions == ["int8"] * left + ["bf16"] * (looks - left)
             if left > 1:
-                # safe up to the look at which it was left, and no earlier than the line bade
+                # safe up to the check at which it was left, and not left before the line crossed
                 assert line[left] >= THRESHOLD - 1e-9
                 assert line[left - 1] - looks_ahead * slope >= THRESHOLD - 1e-9
                 assert line[left] - looks_ahead * slope < THRESHOLD + 1e-9
@@ -81,7 +81,7 @@ def test_a_rising_prediction_is_followed_once(slope, patience):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_steady_prediction_with_noise_far_above_the_threshold_never_leaves(seed):
-    """Two looks with noise of 0.5 dB, read two looks ahead, stray by 1.8 dB: 9 dB are out of their reach."""
+    """Two checks with noise of 0.5 dB, extended by two checks, stray by 1.8 dB and cannot reach 9 dB."""
     noise = np.random.default_rng(seed).normal(scale=0.5, size=2000)
     looked = policy(lookahead=20, trend_window=4, hysteresis_db=1.0, patience=2)
     assert set(candidates(looked, [float(each) for each in THRESHOLD + 9 + noise])) == {"int8"}
@@ -109,7 +109,7 @@ numbers = st.floats(-80, 80) | st.sampled_from([NAN, INF, -INF])
     looks=st.lists(st.tuples(numbers, numbers, numbers, numbers, numbers), max_size=8),
     rest=st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4),
 )
-def test_a_state_goes_on_from_json_as_if_it_had_never_left(looks, rest):
+def test_a_policy_restored_from_json_continues_unchanged(looks, rest):
     three = policy(
         candidates=["int8", "fp8", "bf16"], lookahead=20, hysteresis_db=1.0, patience=2, cooldown=25
     )
@@ -124,7 +124,7 @@ def test_a_state_goes_on_from_json_as_if_it_had_never_left(looks, rest):
     assert run(three, rest, state=again, step=step) == run(three, rest, state=state, step=step)
 
 
-def test_a_state_of_another_ladder_is_refused_naming_both():
+def test_a_state_with_other_candidates_is_rejected_naming_both():
     saved = run(policy(candidates=["int8", "fp8", "bf16"]), [(20.0, 20.0)])[-1].to_dict()
     with pytest.raises(
         UserError, match=r"candidates int8, fp8, bf16, not int4, bf16: set speculation\.candidates to"

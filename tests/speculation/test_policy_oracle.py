@@ -28,7 +28,7 @@ class Oracle:
         self.looks = []  # (step, predictions, candidates that could have been entered)
         self.measured = []  # alignments
         self.residuals = [[] for _ in self.bars]  # for each candidate; None: it faded
-        self.misses = []  # (step, looks before it)
+        self.misses = []  # (step, checks before it)
         self.hits = 0
         self.candidate = self.last
 
@@ -121,7 +121,7 @@ predictions = st.lists(quarters | st.sampled_from([NAN, INF, -INF]), min_size=3,
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Looks, verifications, alignments, corrections, fading and restarts in any order."""
+    """Checks, verifications, alignments, corrections, fading and restarts in any order."""
 
     @initialize(
         lookahead=st.sampled_from([0, 10, 25]),

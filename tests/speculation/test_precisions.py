@@ -25,11 +25,11 @@ NAMES = ("int4", "nvfp4", "int8", "mixed", "fp8", "bf16")
 CHOICES = list(itertools.product(NAMES, repeat=3))
 
 
-def test_settings_know_the_same_rungs_in_the_same_order():
+def test_settings_list_the_same_candidates_in_the_same_order():
     assert tuple(BITS) == tuple(PRECISIONS) == NAMES
 
 
-def test_codes_take_the_bits_that_a_rung_says():
+def test_codes_have_the_bits_of_their_candidate():
     x = torch.linspace(-1, 1, 2**12).reshape(32, 128)
     for candidate, names in PRECISIONS.items():
         for name in names:
@@ -69,7 +69,7 @@ def test_each_product_gets_its_own_precision_whatever_the_others_have(base):
             assert operand_quantizers(chosen, product) == quantizers_of(name, product), (choice, product)
 
 
-def test_a_gradient_that_both_products_want_alike_is_quantised_once():
+def test_a_gradient_with_one_quantizer_for_both_products_is_quantised_once():
     for choice in CHOICES:
         own = recipe_with(recipe("fp8"), choice).q_backward_outputgrad_for_weight
         gradients = [PRECISIONS[name].gradient for name in choice[1:]]

@@ -139,7 +139,7 @@ def test_energies_of_the_bulk_leave_outliers_out_of_both_sides(name, is_packed):
 
 
 @pytest.mark.parametrize("signal", ["all", "bulk"])
-def test_a_sample_tells_what_the_whole_would(signal):
+def test_a_sample_estimates_the_statistics_of_the_full_operands(signal):
     x, whole, part = operands(outliers=0), look(signal=signal), look(signal=signal, size=24)
     for asked in (whole, part):
         run(ProductProbe(asked, "a"), x, "int8")
@@ -151,7 +151,7 @@ def test_a_sample_tells_what_the_whole_would(signal):
         assert found[0] == pytest.approx(found[2].item(), rel=0.3)
 
 
-def test_without_verification_products_are_told_and_not_compared():
+def test_without_verification_products_are_predicted_and_not_compared():
     asked = look(size=0)
     run(ProductProbe(asked, "a"), operands(), "int8")
     assert asked.findings.energies == {("a", product): None for product in PRODUCTS}
@@ -235,7 +235,7 @@ def test_places_are_one_of_each_stretch(length, size):
         assert number * length // size <= place < (number + 1) * length // size
 
 
-def test_places_reach_everything_and_all_alike():
+def test_sampled_positions_are_uniform_over_the_axis():
     counts = np.zeros(10)
     for step in range(500):
         counts[sampled_places(10, 4, RandomKey(1, step), torch.device("cpu")).numpy()] += 1

@@ -60,7 +60,7 @@ def test_a_picture_makes_no_folders(tmp_path):
 
 
 @pytest.mark.slow
-def test_without_matplotlib_the_table_is_printed_and_the_remedy_told(tmp_path):
+def test_without_matplotlib_the_table_and_the_remedy_are_printed(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no such thing')")
     run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], looks=3)))
     done = report(run, "--picture", tmp_path / "some.png", path=f"{tmp_path}{os.pathsep}{ROOT}")

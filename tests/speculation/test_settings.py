@@ -40,7 +40,7 @@ def test_settings_survive_json(threshold_db):
     assert SpeculationSettings.model_validate(json.loads(text)) == written
 
 
-def test_each_rung_may_have_a_threshold_of_its_own():
+def test_each_candidate_may_have_a_separate_threshold():
     settings = SpeculationSettings(threshold_db={"fp8": 8, "int8": 12.5})
     assert [settings.threshold(candidate) for candidate in settings.candidates] == [12.5, 8.0, -math.inf]
 
@@ -52,21 +52,21 @@ def test_the_former_key_ladder_is_accepted_and_written_back_as_candidates():
     assert "unknown precision 'int9'" in refusal({"ladder": ["int9", "bf16"]})
 
 
-def test_both_names_of_the_candidates_are_one_mistake():
+def test_giving_candidates_under_both_names_is_one_error():
     text = refusal({"ladder": ["int4", "bf16"], "candidates": ["int8", "bf16"]})
     assert text.startswith("megalowbit.speculation = ")
     assert text.endswith('"ladder" is the former name of "candidates": remove "ladder"')
     assert "\n" not in text
 
 
-def test_a_ladder_of_bf16_alone_chooses_nothing_and_is_allowed():
+def test_bf16_as_the_only_candidate_is_allowed():
     assert SpeculationSettings(candidates=["bf16"]).candidates == ("bf16",)
     assert SpeculationSettings(candidates=["bf16"], threshold_db={}).threshold_db == {}
 
 
 @given(candidates=st.lists(st.sampled_from(list(BITS)), max_size=7))
 @example(candidates=["int4", "nvfp4", "int8", "mixed", "fp8", "bf16"])
-def test_a_ladder_is_valid_if_it_climbs_to_bf16_without_a_rung_twice(candidates):
+def test_candidates_are_valid_if_they_rise_to_bf16_without_duplicates(candidates):
     bits = [BITS[candidate] for candidate in candidates]
     is_valid = (
         len(set(candidates)) == len(candidates) and bits == sorted(bits) and candidates[-1:] == ["bf16"]
@@ -93,7 +93,7 @@ def test_a_ladder_is_valid_if_it_climbs_to_bf16_without_a_rung_twice(candidates)
         (None, "expected a list of precisions"),
     ],
 )
-def test_a_wrong_ladder_is_refused(ladder, message):
+def test_invalid_candidates_are_rejected(ladder, message):
     text = refusal({"candidates": ladder})
     assert text.startswith("megalowbit.speculation.candidates = ")
     assert re.search(message, text)
@@ -125,7 +125,7 @@ def test_a_wrong_threshold_is_refused(threshold_db, message):
     assert message in text
 
 
-def test_what_is_wrong_with_the_ladder_is_told_before_thresholds_for_it():
+def test_invalid_candidates_are_reported_before_their_thresholds():
     assert "unknown precision 'int9'" in refusal(
         {"candidates": ["int9", "bf16"], "threshold_db": {"int9": 3}}
     )
@@ -138,7 +138,7 @@ def test_the_model_of_zeros_is_refused_for_grids_that_are_not_even(candidate):
     assert f'not {candidate}: remove that from the candidates, or write "calibrated"' in text
 
 
-def test_the_model_of_zeros_goes_with_even_grids():
+def test_the_model_of_zeros_can_be_combined_with_even_grids():
     assert SpeculationSettings(candidates=["int4", "int8", "bf16"], model="zeros").model == "zeros"
     assert "not fp8" in refusal({"model": "zeros"})  # one of the default candidates
 
@@ -153,7 +153,7 @@ def test_the_model_of_zeros_goes_with_even_grids():
         ({"lookahead": 0, "every": 500}, True),
     ],
 )
-def test_a_trend_reaches_the_next_look_or_is_not_used(values, is_valid):
+def test_a_trend_must_reach_the_next_check(values, is_valid):
     if is_valid:
         SpeculationSettings(**values)
     else:

@@ -93,5 +93,5 @@ def test_any_facts_make_nine_separate_ascii_figures(facts, eta):
         (columns.count_text, None, "-"),
     ],
 )
-def test_figures_are_short_and_never_lie(text, value, expected):
+def test_figures_are_short_and_correctly_rounded(text, value, expected):
     assert text(value) == expected

@@ -16,7 +16,7 @@ def names_in(folder):
     return [path.name for path in folder.iterdir()]
 
 
-def test_what_the_checkpoint_engine_saves_it_loads(tmp_path):
+def test_the_checkpoint_engine_loads_the_files_it_saved(tmp_path):
     engine = AtomicCheckpointEngine()
     engine.makedirs(str(tmp_path / "x"))
     path = str(tmp_path / "x" / "state.pt")
@@ -29,7 +29,7 @@ def test_what_the_checkpoint_engine_saves_it_loads(tmp_path):
 
 
 @pytest.mark.parametrize("action", ["save", "makedirs"])
-def test_a_failure_waits_for_commit_and_is_told_once(tmp_path, action):
+def test_a_failure_is_raised_once_by_commit(tmp_path, action):
     (tmp_path / "file").write_text("not a folder")
     engine = AtomicCheckpointEngine()
     path = str(tmp_path / "file" / "state.pt")
@@ -67,12 +67,12 @@ def test_objects_become_plain_data():
     assert [type(found[key]) for key in ("stage", "rate", "map")] == [int, float, OrderedDict]
 
 
-def test_a_scaler_without_a_state_is_refused():
+def test_a_scaler_without_a_state_is_rejected():
     with pytest.raises(TypeError, match="loss scaler, object, could only be pickled"):
         plain_data({"loss_scaler": object()})
 
 
-def test_a_stock_checkpoint_file_is_refused_in_one_line(tmp_path):
+def test_a_stock_checkpoint_file_is_rejected_in_one_line(tmp_path):
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
     scaler = DynamicLossScaler(2.0**16, 2.0, 1000, 1.0, 1, False)
@@ -82,7 +82,7 @@ def test_a_stock_checkpoint_file_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_facts_are_those_of_the_files(tmp_path):
+def test_file_facts_are_name_size_and_checksum(tmp_path):
     engine = AtomicCheckpointEngine()
     engine.save({"weight": torch.arange(1000.0)}, str(tmp_path / "state.pt"))
     engine.save({}, str(tmp_path.parent / "elsewhere.pt"))

@@ -28,7 +28,7 @@ def engine(request):
     return initialize(model=Tied(), config=config)[0]
 
 
-def test_tied_parameters_are_written_once_under_their_first_name(engine):
+def test_tied_parameters_are_listed_once_under_their_first_name(engine):
     layout = describe_layout(engine)
     assert [each.name for each in layout.slices[0].parameters] == ["embedding.weight", "body.weight"]
     assert layout.tied == tied_names(engine) == {"head.weight": "embedding.weight"}

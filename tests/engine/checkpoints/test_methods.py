@@ -10,7 +10,7 @@ from megalowbit.errors import UserError
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_what_is_saved_is_complete_and_continues_bitwise(tmp_path, stage):
+def test_a_saved_checkpoint_is_complete_and_continues_bit_for_bit(tmp_path, stage):
     engine = trained(stage)
     assert engine.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
     assert (tmp_path / "latest").read_text() == "global_step2"
@@ -27,7 +27,7 @@ def test_what_is_saved_is_complete_and_continues_bitwise(tmp_path, stage):
 
 
 @pytest.mark.parametrize(("saved", "present"), [(0, 2), (1, 3), (3, 0)])
-def test_another_stage_is_cut_anew(tmp_path, saved, present):
+def test_a_checkpoint_is_repartitioned_for_another_stage(tmp_path, saved, present):
     engine = trained(saved)
     engine.save_checkpoint(str(tmp_path), tag="t")
     again = make_engine(present, seed=1)
@@ -37,7 +37,7 @@ def test_another_stage_is_cut_anew(tmp_path, saved, present):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_damage_is_found_before_anything_is_loaded(tmp_path, stage):
+def test_damage_is_detected_before_anything_is_loaded(tmp_path, stage):
     trained(stage).save_checkpoint(str(tmp_path), tag="t")
     file = max((tmp_path / "t").glob("*.pt"), key=lambda path: path.stat().st_size)
     content = bytearray(file.read_bytes())
@@ -63,12 +63,12 @@ def test_without_latest_nothing_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "a/b", "a\0b"])
-def test_a_tag_that_is_no_folder_name_is_refused(tmp_path, tag):
+def test_a_tag_that_is_not_a_folder_name_is_rejected(tmp_path, tag):
     with pytest.raises(UserError, match="must be the name of a folder"):
         make_engine().save_checkpoint(str(tmp_path), tag=tag)
 
 
-def test_nothing_that_is_there_is_overwritten_but_what_a_killed_save_left(tmp_path):
+def test_only_leftovers_of_a_killed_save_are_overwritten(tmp_path):
     engine = trained()
     engine.save_checkpoint(str(tmp_path), tag="t")
     with pytest.raises(UserError, match="already exists and is not overwritten"):
@@ -80,13 +80,13 @@ def test_nothing_that_is_there_is_overwritten_but_what_a_killed_save_left(tmp_pa
     assert (tmp_path / "mine" / "thesis.tex").exists()
     (tmp_path / "t" / "manifest.json").unlink()
     with pytest.raises(UserError, match=r"is not a checkpoint with a manifest\.json: use another tag"):
-        engine.save_checkpoint(str(tmp_path), tag="t")  # as one of stock DeepSpeed has none
+        engine.save_checkpoint(str(tmp_path), tag="t")  # like a checkpoint of stock DeepSpeed, which has none
     (tmp_path / "t" / ".saving").touch()
     engine.save_checkpoint(str(tmp_path), tag="t")
     make_engine().load_checkpoint(str(tmp_path), tag="t")
 
 
-def test_a_save_that_fails_leaves_no_folder_and_latest_as_it_was(tmp_path):
+def test_a_failed_save_leaves_no_folder_and_does_not_change_latest(tmp_path):
     engine = trained()
     engine.save_checkpoint(str(tmp_path), tag="one")
     with pytest.raises(UserError, match="could only be pickled"):
@@ -111,7 +111,7 @@ def test_saving_in_the_middle_of_accumulation_is_refused_before_anything_is_writ
 
 @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}])
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_weights_alone_stay_after_the_next_step_or_are_refused(tmp_path, stage, options):
+def test_weights_loaded_alone_survive_the_next_step_or_are_rejected(tmp_path, stage, options):
     engine = trained(stage)
     engine.save_checkpoint(str(tmp_path), tag="t")
     again = make_engine(stage, seed=1)
@@ -128,7 +128,7 @@ def test_weights_alone_stay_after_the_next_step_or_are_refused(tmp_path, stage, 
         assert torch.equal(parameter, value)
 
 
-def test_options_are_refused_where_the_layout_is_another(tmp_path):
+def test_load_options_are_rejected_if_the_layout_differs(tmp_path):
     trained(1).save_checkpoint(str(tmp_path), tag="t")
     with pytest.raises(UserError, match="not with load_module_only; leave it out"):
         make_engine(2).load_checkpoint(str(tmp_path), tag="t", load_module_only=True)

@@ -1,4 +1,4 @@
-"""One process; what several ranks do is in tests/distributed/test_reshape.py."""
+"""Reshaping in one process; tests/distributed/test_reshape.py tests several ranks."""
 
 import shutil
 from dataclasses import replace
@@ -16,7 +16,7 @@ from megalowbit.errors import UserError
 
 
 class Counting(torch.nn.Module):
-    """Has a buffer that training changes."""
+    """A model with a buffer that training changes."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ def saved(tmp_path_factory):
     return store, step(engine, 2)
 
 
-def test_another_stage_goes_on_with_weights_moments_and_buffers(saved, caplog):
+def test_another_stage_continues_with_weights_moments_and_buffers(saved, caplog):
     store, following = saved
     engine = make_engine(stage=0)
     assert store.load(engine, store.latest()) == {"step": 2}
@@ -68,7 +68,7 @@ def test_another_stage_goes_on_with_weights_moments_and_buffers(saved, caplog):
         ({"optimizer": "SGD"}, "has the state of optimizer AdamW, but the engine has SGD"),
     ],
 )
-def test_another_model_or_rule_is_refused_in_one_line(saved, other, message):
+def test_another_model_or_update_rule_is_rejected_in_one_line(saved, other, message):
     store, _ = saved
     with pytest.raises(UserError, match=message) as caught:
         store.load(make_engine(stage=0, **other), store.latest())
@@ -87,7 +87,7 @@ def test_a_parameter_of_another_name_is_refused(saved):
         check_fits(contents, replace(contents.layout, slices=(renamed,)))
 
 
-def test_a_checkpoint_written_before_layouts_were_still_loads(saved, tmp_path):
+def test_a_checkpoint_without_a_layout_still_loads(saved, tmp_path):
     from megalowbit.durable_files import write_manifest
 
     engine = make_engine(stage=0)
@@ -113,7 +113,7 @@ def test_a_checkpoint_written_before_layouts_were_still_loads(saved, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_every_parameter_and_buffer_is_written_down(stage):
+def test_the_layout_lists_every_parameter_and_buffer(stage):
     engine = make_engine(stage=stage)
     layout = describe_layout(engine)
     (part,) = layout.slices

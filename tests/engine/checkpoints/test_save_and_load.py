@@ -1,4 +1,4 @@
-"""What a load refuses before it changes anything."""
+"""A load rejects a wrong checkpoint before it changes anything."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path, stage):
     CheckpointStore(tmp_path).load(make_engine(stage, optimizer=SGD), path)
 
 
-def test_another_recipe_is_named_before_the_shape(tmp_path):
+def test_a_different_recipe_is_reported_before_a_different_shape(tmp_path):
     def save(recipe, width, name):
         return CheckpointStore(tmp_path / name).save(trained(recipe=recipe, width=width), 1, {})
 
@@ -33,7 +33,7 @@ def test_another_recipe_is_named_before_the_shape(tmp_path):
         store.load(make_engine(recipe="nvfp4", width=32), path)
 
 
-def test_an_interrupted_removal_does_not_look_like_a_checkpoint(tmp_path, monkeypatch):
+def test_an_interrupted_removal_leaves_no_apparent_checkpoint(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     path = store.save(trained(), 1, {})
 
@@ -45,7 +45,7 @@ def test_an_interrupted_removal_does_not_look_like_a_checkpoint(tmp_path, monkey
     monkeypatch.undo()
     assert store.steps() == []
     assert not path.exists()
-    store.save(trained(), 2, {})  # what is left goes with the next save
+    store.save(trained(), 2, {})  # the next save removes the rest
     assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "step-00000002"]
 
 
@@ -58,7 +58,7 @@ def test_a_checkpoint_that_is_a_link_is_removed_as_a_link(tmp_path):
     store.verify(elsewhere)
 
 
-def test_no_damage_of_older_checkpoints_ends_a_run_that_saves(tmp_path, caplog):
+def test_damage_of_older_checkpoints_does_not_stop_a_save(tmp_path, caplog):
     store, engine = CheckpointStore(tmp_path, keep=2), trained()
     texts = ['{"format": 1, "files": [{"name": "x", "size": 1e999, "sha256": ""}]}', "[" * 100_000, "\0"]
     for number, text in enumerate(texts, start=1):
@@ -79,9 +79,7 @@ def test_no_damage_of_older_checkpoints_ends_a_run_that_saves(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
-def test_a_checkpoint_stays_if_a_rank_is_lost_after_its_manifest_and_only_then(
-    tmp_path, monkeypatch, is_complete
-):
+def test_a_checkpoint_is_kept_only_if_a_rank_is_lost_after_its_manifest(tmp_path, monkeypatch, is_complete):
     store, agree, calls = CheckpointStore(tmp_path), checkpoint_io.agree, []
 
     def agree_and_lose_a_rank(decide, *arguments, **named):

@@ -35,7 +35,7 @@ def make_engine(width=4, steps=1):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A store with checkpoints of steps 1 and 2, not to be changed."""
+    """A store with checkpoints of steps 1 and 2; read-only for tests."""
     engine = make_engine()
     store = CheckpointStore(tmp_path_factory.mktemp("store"))
     for number in (1, 2):
@@ -46,7 +46,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def copied(saved, tmp_path):
-    """The same, free to be damaged."""
+    """A copy of it that a test may damage."""
     shutil.copytree(saved.folder, tmp_path / "copy")
     return CheckpointStore(tmp_path / "copy")
 
@@ -76,7 +76,7 @@ def test_the_manifest_names_every_file_with_size_and_checksum(saved):
 
 @given(st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_changed_byte_truncation_or_loss_is_found(saved, tmp_path, data):
+def test_a_changed_truncated_or_missing_file_is_detected(saved, tmp_path, data):
     folder = tmp_path / "damaged"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(saved.folder, folder)
@@ -94,7 +94,7 @@ def test_any_changed_byte_truncation_or_loss_is_found(saved, tmp_path, data):
         file.unlink()
     with pytest.raises(UserError, match=WEIGHTS) as caught:
         store.verify(store.path_of(2))
-    assert str(store.path_of(1)) in str(caught.value)  # the remedy: the one before
+    assert str(store.path_of(1)) in str(caught.value)  # the remedy: the previous checkpoint
     assert "\n" not in str(caught.value)
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_manifest_is_named(copied, text):
         copied.verify(copied.path_of(2))
 
 
-def test_an_incomplete_checkpoint_is_passed_over_with_a_line_in_the_log(copied, caplog):
+def test_an_incomplete_checkpoint_is_skipped_and_logged(copied, caplog):
     (copied.path_of(2) / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING):
         assert copied.latest() == copied.path_of(1)
@@ -125,15 +125,15 @@ def test_an_incomplete_checkpoint_of_the_same_step_is_replaced(copied):
     assert not list(copied.folder.glob("*.damaged*"))
 
 
-def test_a_checkpoint_that_has_lost_its_manifest_is_never_removed(copied, caplog):
-    """By a save of its step, by the removal of older ones, by a rollback."""
+def test_a_checkpoint_without_its_manifest_is_never_removed(copied, caplog):
+    """Neither by a save of its step, nor by the removal of older ones, nor by a rollback."""
     store, engine = CheckpointStore(copied.folder, keep=1), make_engine()
     kept = {}
     for number in (1, 2):
         path = store.path_of(number)
         (path / "manifest.json").unlink()
         kept[f"{path.name}.damaged"] = sorted((each.name, each.read_bytes()) for each in path.iterdir())
-    store.save(engine, 2, {})  # in place of one, and above the other
+    store.save(engine, 2, {})  # replaces one and is newer than the other
     later = store.path_of(3)
     shutil.copytree(store.path_of(2), later)
     (later / "manifest.json").unlink()
@@ -156,9 +156,9 @@ def test_a_complete_checkpoint_is_never_overwritten(copied):
     assert (copied.path_of(2) / WEIGHTS).read_bytes() == before
 
 
-def test_only_the_newest_are_kept_and_leftovers_go(tmp_path):
+def test_only_the_newest_checkpoints_are_kept_and_leftovers_are_removed(tmp_path):
     store, engine = CheckpointStore(tmp_path, keep=2), make_engine()
-    (tmp_path / "step-00000001").mkdir()  # what a killed process left
+    (tmp_path / "step-00000001").mkdir()  # left by a killed process
     (tmp_path / "step-00000001" / SAVING).touch()
     (tmp_path / "notes").mkdir()
     for number in range(2, 6):
@@ -169,7 +169,7 @@ def test_only_the_newest_are_kept_and_leftovers_go(tmp_path):
     ]  # fmt: skip
 
 
-def test_no_folder_has_no_checkpoints(tmp_path):
+def test_a_missing_folder_has_no_checkpoints(tmp_path):
     store = CheckpointStore(tmp_path / "none")
     assert (store.latest(), store.steps()) == (None, [])
     with pytest.raises(UserError, match="does not exist: there is no other checkpoint here"):
@@ -195,7 +195,7 @@ def test_saving_in_the_middle_of_accumulation_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_looking_at_checkpoints_does_not_load_deepspeed(saved):
+def test_listing_checkpoints_does_not_import_deepspeed(saved):
     code = (
         "import sys; from megalowbit.engine.checkpoints.store import CheckpointStore; "
         f"store = CheckpointStore({str(saved.folder)!r}); store.verify(store.latest()); "
@@ -205,7 +205,7 @@ def test_looking_at_checkpoints_does_not_load_deepspeed(saved):
 
 
 @pytest.mark.parametrize("keep", [0, -1])
-def test_keeping_none_is_refused(tmp_path, keep):
+def test_keeping_no_checkpoint_is_rejected(tmp_path, keep):
     with pytest.raises(UserError, match="keep must be"):
         CheckpointStore(tmp_path, keep=keep)
 
@@ -217,7 +217,7 @@ def damage(store, number):
     file.write_bytes(content)
 
 
-def test_a_damaged_newest_is_moved_aside_and_the_one_before_is_used(copied, caplog):
+def test_a_damaged_newest_checkpoint_is_moved_aside_and_the_previous_one_is_used(copied, caplog):
     damage(copied, 2)
     content = (copied.path_of(2) / WEIGHTS).read_bytes()
     with caplog.at_level(logging.WARNING):
@@ -229,14 +229,14 @@ def test_a_damaged_newest_is_moved_aside_and_the_one_before_is_used(copied, capl
     assert copied.steps() == [1]
     engine = make_engine()
     copied.load(engine, copied.latest())
-    copied.verify(copied.save(engine, 2, {}))  # its step is free again
+    copied.verify(copied.save(engine, 2, {}))  # its step can be saved again
     damage(copied, 2)
     assert CheckpointStore(copied.folder).latest() == copied.path_of(1)
     assert (copied.folder / "step-00000002.damaged-2").is_dir()
 
 
 @pytest.mark.parametrize("loss", ["truncated", "missing", "manifest", "no files", "not named", "superfluous"])
-def test_every_kind_of_damage_falls_back(copied, loss):
+def test_every_kind_of_damage_falls_back_to_the_previous_checkpoint(copied, loss):
     file = copied.path_of(2) / WEIGHTS
     if loss == "truncated":
         file.write_bytes(file.read_bytes()[:-1])
@@ -263,7 +263,7 @@ def unreadable(number):
     return fail
 
 
-def test_a_file_system_that_is_away_is_no_damage(copied, monkeypatch):
+def test_an_unavailable_file_system_does_not_count_as_damage(copied, monkeypatch):
     before = sorted(path.name for path in copied.folder.iterdir())
     monkeypatch.setattr(durable, "sha256_of", unreadable(errno.ESTALE))
     with pytest.raises(TransientError, match=r"step-00000002: .* cannot be read \(Stale file handle\): try"):
@@ -275,7 +275,7 @@ def test_a_file_system_that_is_away_is_no_damage(copied, monkeypatch):
     assert copied.latest() == copied.path_of(2)
 
 
-def test_a_disk_that_cannot_read_what_it_wrote_is_damage(copied, monkeypatch):
+def test_a_file_that_the_disk_cannot_read_counts_as_damage(copied, monkeypatch):
     real, bad = durable.sha256_of, copied.path_of(2)
 
     def read(path):
@@ -286,21 +286,21 @@ def test_a_disk_that_cannot_read_what_it_wrote_is_damage(copied, monkeypatch):
     assert (copied.folder / "step-00000002.damaged").is_dir()
 
 
-def test_all_damaged_is_an_error_and_not_a_new_run(copied):
+def test_an_error_is_raised_if_all_checkpoints_are_damaged(copied):
     damage(copied, 1)
     damage(copied, 2)
-    for store in (copied, copied, CheckpointStore(copied.folder)):  # nor when it is started once more
+    for store in (copied, copied, CheckpointStore(copied.folder)):  # nor on another start
         with pytest.raises(
             UserError, match=r"all 2 checkpoints in .* are damaged \(newest: step-00000002\.dam"
         ):
             store.latest()
     aside = copied.folder / "step-00000001.damaged"
     aside.rename(copied.path_of(1))
-    damage(copied, 1)  # the same bit again
+    damage(copied, 1)  # flip the same bit back
     assert copied.latest() == copied.path_of(1)
 
 
-def test_going_on_from_an_earlier_step_keeps_what_it_saves(tmp_path):
+def test_a_run_continued_from_an_earlier_step_keeps_its_new_checkpoints(tmp_path):
     store, engine = CheckpointStore(tmp_path), make_engine()
     for number in (10, 20, 30):
         store.save(engine, number, {})
@@ -312,7 +312,7 @@ def test_going_on_from_an_earlier_step_keeps_what_it_saves(tmp_path):
     assert store.steps() == [30, 40]
 
 
-def test_a_load_that_brings_another_scaler_is_refused(saved):
+def test_a_checkpoint_with_another_scaler_is_rejected(saved):
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
     engine = make_engine()
@@ -321,7 +321,7 @@ def test_a_load_that_brings_another_scaler_is_refused(saved):
         saved.load(engine, saved.path_of(2))
 
 
-def test_pruning_counts_whole_checkpoints_and_removes_no_damaged_one(tmp_path):
+def test_pruning_counts_complete_checkpoints_and_never_removes_damaged_ones(tmp_path):
     store, engine = CheckpointStore(tmp_path, keep=2), make_engine()
     for number in (1, 2):
         store.save(engine, number, {})
@@ -334,7 +334,7 @@ def test_pruning_counts_whole_checkpoints_and_removes_no_damaged_one(tmp_path):
     ]  # fmt: skip
 
 
-def test_what_could_only_be_pickled_is_refused_at_the_save(tmp_path):
+def test_objects_that_could_only_be_pickled_are_rejected_on_save(tmp_path):
     store = CheckpointStore(tmp_path)
     message = r"note is a builtins\.object, which could only be pickled; do not save this object"
     with pytest.raises(UserError, match=message) as caught:
@@ -343,7 +343,7 @@ def test_what_could_only_be_pickled_is_refused_at_the_save(tmp_path):
     assert store.latest() is None
 
 
-def test_the_newest_may_be_asked_for_up_to_a_step_and_in_a_rhythm(tmp_path):
+def test_latest_can_be_limited_to_a_step_and_to_multiples_of_an_interval(tmp_path):
     store, engine = CheckpointStore(tmp_path), make_engine()
     for number in (2, 4, 5, 6):
         store.save(engine, number, {})
@@ -352,15 +352,15 @@ def test_the_newest_may_be_asked_for_up_to_a_step_and_in_a_rhythm(tmp_path):
     assert found == [store.path_of(6), store.path_of(5), store.path_of(4), None, None]
     damaged = store.path_of(2) / WEIGHTS
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    assert store.latest(until=3) is None  # though all that were asked for are damaged, others are not
+    assert store.latest(until=3) is None  # all that match are damaged, but others are not
     assert store.steps() == [4, 5, 6]
 
 
-def test_checkpoints_of_steps_to_come_again_are_removed(tmp_path):
+def test_checkpoints_of_steps_that_will_be_repeated_are_removed(tmp_path):
     store, engine = CheckpointStore(tmp_path), make_engine()
     for number in (2, 4, 6):
         store.save(engine, number, {"from": "the first time"})
-    (tmp_path / "step-00000008").mkdir()  # what an interrupted save leaves
+    (tmp_path / "step-00000008").mkdir()  # left by an interrupted save
     (tmp_path / "step-00000008" / SAVING).touch()
     store.remove_after(2)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000002"]
@@ -369,7 +369,7 @@ def test_checkpoints_of_steps_to_come_again_are_removed(tmp_path):
     assert store.load(make_engine(), path) == {"from": "the second time"}
 
 
-def test_spared_checkpoints_are_kept_however_old(tmp_path):
+def test_protected_checkpoints_are_kept_whatever_their_age(tmp_path):
     store, engine = CheckpointStore(tmp_path, keep=1), make_engine()
     for number in range(1, 5):
         store.save(engine, number, {}, spare=(1, 3))

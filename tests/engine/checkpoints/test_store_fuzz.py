@@ -9,7 +9,7 @@ from small_engines import make_engine, step
     ("stage", "cases"),
     [(2, 40), *(pytest.param(stage, 150, marks=pytest.mark.slow) for stage in (0, 2))],
 )
-def test_every_damage_ends_in_a_whole_checkpoint_or_one_line(tmp_path, stage, cases):
+def test_any_damage_ends_in_a_complete_checkpoint_or_a_one_line_error(tmp_path, stage, cases):
     def make():
         return make_engine(stage)
 

@@ -1,4 +1,4 @@
-"""What a user of DeepSpeed asks an engine for is in transformers' layout; our own files are as they were."""
+"""Exported weights are in transformers' layout; checkpoint files keep the engine's layout."""
 
 import pytest
 import torch
@@ -44,13 +44,13 @@ def assert_plain(state, expected):
         assert torch.equal(state[name].cpu(), value.bfloat16()), name
 
 
-def parameters_as_they_are(engine):
-    """Names and values under which an engine's files have always held its model: its own parameters."""
+def own_parameters(engine):
+    """The names and values that an engine's checkpoint files hold: its own parameters."""
     return dict(engine.module.named_parameters(remove_duplicate=False))
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_an_engine_gives_its_weights_as_transformers_has_them(tmp_path, stage):
+def test_an_engine_exports_its_weights_in_the_layout_of_transformers(tmp_path, stage):
     engine = make_engine(stage, stage3_gather_16bit_weights_on_model_save=True)
     expected = gpt2().state_dict()
     if stage < 3:
@@ -66,13 +66,13 @@ def test_an_engine_gives_its_weights_as_transformers_has_them(tmp_path, stage):
     gpt2(1).load_state_dict(stored)
 
 
-def test_stage_three_without_leave_to_gather_saves_no_weights(tmp_path):
+def test_stage_three_saves_no_weights_unless_gathering_is_enabled(tmp_path):
     engine = make_engine(3)
     assert not engine.save_16bit_model(str(tmp_path))
     assert not list(tmp_path.iterdir())
 
 
-def test_frozen_parameters_are_left_out_on_request():
+def test_frozen_parameters_can_be_excluded():
     model = gpt2()
     model.transformer.wpe.weight.requires_grad_(False)
     config = {
@@ -86,7 +86,7 @@ def test_frozen_parameters_are_left_out_on_request():
     assert set(gpt2().state_dict()) - set(found) == {"transformer.wpe.weight"}
 
 
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
+def test_a_file_that_cannot_be_written_raises_a_one_line_error(tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(UserError, match="taken"):
         make_engine().save_16bit_model(str(tmp_path / "taken"))
@@ -99,12 +99,12 @@ def test_weights_of_transformers_are_loaded_into_an_engine():
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_checkpoint_holds_the_parameters_as_they_are(tmp_path, stage):
+def test_a_checkpoint_holds_the_parameters_in_the_layout_of_the_engine(tmp_path, stage):
     engine = make_engine(stage)
     step(engine)
     engine.save_checkpoint(str(tmp_path), tag="t")
     stored = torch.load(tmp_path / "t" / "mp_rank_00_model_states.pt", weights_only=True)["module"]
-    expected = parameters_as_they_are(engine)
+    expected = own_parameters(engine)
     assert set(stored) == set(expected)
     for name, parameter in expected.items():
         assert torch.equal(stored[name], parameter), name
@@ -115,14 +115,14 @@ def test_a_checkpoint_holds_the_parameters_as_they_are(tmp_path, stage):
     assert_plain(again.module.state_dict(), engine.module.state_dict())
 
 
-def test_a_checkpoint_of_a_split_model_holds_what_is_left_and_an_export_the_whole(tmp_path):
+def test_a_checkpoint_of_a_split_model_holds_the_residual_and_an_export_the_full_weight(tmp_path):
     engine = make_engine(recipe=SPLIT)
     step(engine)
     split_weights(engine)
     step(engine)
     engine.save_checkpoint(str(tmp_path), tag="t")
     stored = torch.load(tmp_path / "t" / "mp_rank_00_model_states.pt", weights_only=True)["module"]
-    assert set(stored) == set(parameters_as_they_are(engine))
+    assert set(stored) == set(own_parameters(engine))
     again = make_engine(seed=1, recipe=SPLIT)
     again.load_checkpoint(str(tmp_path), tag="t")
     assert all(map(torch.equal, again.module.parameters(), engine.module.parameters()))
@@ -151,10 +151,10 @@ def test_a_pipelines_weights_are_gathered(tmp_path):
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], value.bfloat16()) for name, value in expected.items())
     engine.save_checkpoint(str(tmp_path), tag="t")
-    parameters = parameters_as_they_are(engine)
+    parameters = own_parameters(engine)
     for file in (tmp_path / "t").glob("layer_*.pt"):
         for name, value in torch.load(file, weights_only=True).items():
             assert torch.equal(value, parameters.pop(name)), name
-    assert parameters.keys() <= {"lm_head.weight", "transformer.wte.weight"}  # one tensor
+    assert parameters.keys() <= {"lm_head.weight", "transformer.wte.weight"}  # tied: one tensor
     with pytest.raises(UserError, match="exclude_frozen_parameters is not supported for a pipeline"):
         engine.save_16bit_model(str(tmp_path), exclude_frozen_parameters=True)

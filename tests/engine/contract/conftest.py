@@ -1,7 +1,7 @@
-"""An engine at stage 0, as tests of DeepSpeed's interfaces need one.
+"""An engine at stage 0 for the tests of DeepSpeed's interfaces.
 
-A new DeepSpeed is tried by installing it and running this folder first: each test holds one interface that we
-rely on, and its message says what breaks without it. `test_index.py` holds that none is missing.
+To try a new DeepSpeed, install it and run this folder first: each test covers one interface that we
+rely on, and its message says what breaks without it. `test_index.py` checks that none is missing.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""What `layout`, `reshape` and `checkpoint_engine` of `engine.checkpoints` use of DeepSpeed."""
+"""The DeepSpeed interfaces that `layout`, `reshape` and `checkpoint_engine` of `engine.checkpoints` use."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def make_engine(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_flat_groups_of_stages_one_and_two_lie_as_they_are_written_down(stage):
+def test_flat_groups_of_stages_one_and_two_have_the_recorded_layout(stage):
     engine = make_engine(stage)
     layout = describe_layout(engine)
     parameters = dict(engine.module.named_parameters())
@@ -37,7 +37,7 @@ def test_flat_groups_of_stages_one_and_two_lie_as_they_are_written_down(stage):
         assert torch.equal(found, safe_get_full_fp32_param(parameters[stored.name]))
 
 
-def test_sub_groups_of_stage_three_lie_as_they_are_written_down():
+def test_sub_groups_of_stage_three_have_the_recorded_layout():
     engine = make_engine(3)
     layout = describe_layout(engine)
     parameters = dict(engine.module.named_parameters())
@@ -59,13 +59,13 @@ def test_sub_groups_of_stage_three_lie_as_they_are_written_down():
         (3, {"fp32_flat_groups", "optimizer_state_dict", "loss_scaler"}),
     ],
 )
-def test_zero_states_have_the_keys_that_the_reader_looks_for(stage, keys):
+def test_zero_states_have_the_keys_that_the_reader_uses(stage, keys):
     missing = keys - make_engine(stage).optimizer.state_dict().keys()
     assert not missing, f"ZeRO {stage} saves no {missing} any more: checkpoints.shards cannot read its files"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_names_of_files_are_those_the_reader_opens(stage):
+def test_checkpoint_files_have_the_names_that_the_reader_opens(stage):
     from megalowbit.checkpoints.shards import model_file, optimizer_file
 
     engine = make_engine(stage)

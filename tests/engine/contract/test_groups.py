@@ -1,4 +1,4 @@
-"""Who shares what: DeepSpeed's orders of ranks, and what it asks of an mpu."""
+"""DeepSpeed's process groups: the order of ranks, and the methods of an mpu that it calls."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.process_start import start_process_group
 
-# asked only where the mpu is DeepSpeed's own grid, of an expert or sequence parallel run, or has it (hasattr)
+# called only if the mpu is DeepSpeed's own grid, in expert or sequence parallel runs, or if hasattr finds it
 NOT_OURS = {
     "get_pipe_parallel_world_size",
     "get_pipe_parallel_group",
@@ -35,7 +35,7 @@ NOT_OURS = {
 LEFT_OUT = ("inference", "model_implementations", "autotuning", "compression")
 
 
-def asked_by_deepspeed():
+def methods_that_deepspeed_calls():
     root = Path(deepspeed.__file__).parent
     names = set()
     for path in root.rglob("*.py"):
@@ -44,12 +44,12 @@ def asked_by_deepspeed():
     return names
 
 
-def test_an_adapted_mpu_has_all_that_deepspeed_asks_for():
-    missing = asked_by_deepspeed() - NOT_OURS - set(dir(GroupsOfRank))
+def test_an_adapted_mpu_has_every_method_that_deepspeed_calls():
+    missing = methods_that_deepspeed_calls() - NOT_OURS - set(dir(GroupsOfRank))
     assert not missing, f"training with an mpu would end in an AttributeError: {sorted(missing)}"
 
 
-def test_an_adapted_mpu_is_not_taken_for_one_of_sequence_parallelism():
+def test_an_adapted_mpu_is_not_mistaken_for_one_of_sequence_parallelism():
     names = {name for name in dir(GroupsOfRank) if "sequence" in name}
     assert not names, "hasattr() decides in DeepSpeed: gradients would be reduced over other groups"
 
@@ -61,7 +61,7 @@ def coordinates(grid):
 @pytest.mark.parametrize(
     ("stages", "tensor", "data"), [(1, 1, 4), (2, 1, 2), (4, 1, 3), (1, 2, 3), (1, 4, 2)]
 )
-def test_ranks_count_in_the_order_of_our_grid(stages, tensor, data):
+def test_deepspeed_orders_ranks_like_the_process_grid(stages, tensor, data):
     if tensor == 1:
         theirs = PipeDataParallelTopology(num_pp=stages, num_dp=data)
     else:
@@ -72,7 +72,7 @@ def test_ranks_count_in_the_order_of_our_grid(stages, tensor, data):
         assert {axis: coordinates(grid)[axis] for axis in found} == found, "ranks would read others' data"
 
 
-def test_groups_of_an_earlier_engine_stand_in_the_module_until_forgotten():
+def test_groups_of_an_earlier_engine_stay_in_the_module_until_cleared():
     source = inspect.getsource(DeepSpeedEngine)
     assert "groups.mpu = self.mpu" in source, "no longer set: initialize need not forget it"
     groups.mpu = object()
@@ -82,7 +82,7 @@ def test_groups_of_an_earlier_engine_stand_in_the_module_until_forgotten():
     assert groups.mpu is None, "a plain engine would ask the groups of one before it"
 
 
-def test_a_pipeline_module_says_its_stages_and_its_groups():
+def test_a_pipeline_module_reports_its_stages_and_groups():
     start_process_group()
     module = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
     assert find_grid({}, stages=module.num_stages) == ProcessGrid(0, 1), "stages would not be known"

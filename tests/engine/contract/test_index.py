@@ -1,6 +1,6 @@
-"""The table of DeepSpeed's interfaces that the package uses, and where each is held.
+"""The table of DeepSpeed's interfaces that the package uses, and the tests that cover them.
 
-Whoever imports something new from DeepSpeed, or touches another attribute of its engine, adds a line to
+A new import from DeepSpeed, or a new use of an attribute of its engine, needs a line in
 `engine.versions.internals`, and a test in this folder whose message says what breaks without it.
 """
 
@@ -25,8 +25,8 @@ from megalowbit.engine.versions.internals import (
 HERE = Path(__file__).parent
 PACKAGE = HERE.parents[2] / "megalowbit"
 
-OURS = frozenset({"process_grid", "regularizer"})  # put there by us
-NOT_AN_ENGINE = {"config.py", "dry_run.py"}  # there `engine` is a section of settings
+OURS = frozenset({"process_grid", "regularizer"})  # set by this package
+NOT_AN_ENGINE = {"config.py", "dry_run.py"}  # there, `engine` is a section of settings
 
 
 @cache
@@ -45,7 +45,7 @@ def imported():
     return {name for name in names if name.split(".")[0] == "deepspeed"}
 
 
-def touched():
+def used_attributes():
     names = set()
     for path, tree in trees():
         room = path.relative_to(PACKAGE).parts[0]
@@ -66,8 +66,8 @@ def test_every_import_of_deepspeed_is_in_the_table():
 
 def test_every_attribute_of_the_engine_is_in_the_table():
     known = ENGINE | PIPELINE_ENGINE
-    assert touched() - known == set(), "a new DeepSpeed may break it: add it here and a test of it"
-    assert known - touched() == set(), "no longer used: remove it here"
+    assert used_attributes() - known == set(), "a new DeepSpeed may break it: add it here and a test of it"
+    assert known - used_attributes() == set(), "no longer used: remove it here"
 
 
 def test_every_internal_of_zero_and_pipelines_is_in_the_table():
@@ -81,17 +81,17 @@ def test_every_internal_of_zero_and_pipelines_is_in_the_table():
 
 
 @pytest.mark.parametrize("contract", contracts(), ids=lambda contract: contract.name)
-def test_the_contract_holds(contract):
+def test_the_contract_is_met(contract):
     assert contract.check(), f"{contract.name}: {contract.breaks}"
 
 
-def test_the_engine_has_what_we_touch(engine):
+def test_the_engine_has_every_attribute_that_the_package_uses(engine):
     assert isinstance(engine, DeepSpeedEngine)
     gone = [name for name in sorted(ENGINE) if not hasattr(engine, name)]
     assert gone == [], "megalowbit uses these attributes of the engine, which have gone"
 
 
-def test_a_test_of_this_folder_holds_each_import():
+def test_every_import_is_covered_by_a_test_of_this_folder():
     others = [path for path in HERE.glob("test_*.py") if path != Path(__file__)]
     others.append(PACKAGE / "engine" / "versions" / "contracts.py")
     text = "".join(path.read_text(encoding="utf-8") for path in others)

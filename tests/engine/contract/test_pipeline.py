@@ -1,4 +1,4 @@
-"""DeepSpeed's pipelines: schedule, instructions, what a stage's module and engine hold."""
+"""DeepSpeed's pipelines: schedule, instructions, and the attributes of a stage's module and engine."""
 
 import inspect
 
@@ -32,7 +32,7 @@ def batches(count=2):
     return iter([{"input_ids": tokens, "labels": tokens}] * count)
 
 
-def test_instructions_are_looked_up_in_the_engine_itself(engine):
+def test_instructions_are_looked_up_in_the_engine_object(engine):
     seen = []
     ours = engine._INSTRUCTION_MAP[schedule.ReduceGrads]
     assert ours is not PipelineEngine._INSTRUCTION_MAP[schedule.ReduceGrads]
@@ -41,7 +41,7 @@ def test_instructions_are_looked_up_in_the_engine_itself(engine):
     assert seen == [1], "tied weights would be reduced in .grad, which is None, and drift apart"
 
 
-def test_gradients_are_reduced_where_our_optimizer_keeps_them(engine, monkeypatch):
+def test_gradients_are_reduced_in_the_buffer_of_our_optimizer(engine, monkeypatch):
     asked = []
     original = type(engine.optimizer).get_grads_for_reduction
     monkeypatch.setattr(
@@ -53,7 +53,7 @@ def test_gradients_are_reduced_where_our_optimizer_keeps_them(engine, monkeypatc
     assert asked == [True], "fp32 gradients would not be averaged once a step"
 
 
-def test_gradients_that_zero_is_about_to_reduce_can_be_written_before(monkeypatch):
+def test_gradients_can_be_written_before_zero_reduces_them(monkeypatch):
     config = GPT2Config(vocab_size=8, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False)
     module = pipeline_module(GPT2LMHeadModel(config), num_stages=1)
     engine = initialize(model=module, config={**CONFIG, "zero_optimization": {"stage": 1}})[0]
@@ -81,7 +81,7 @@ def test_a_step_takes_its_micro_batches_through_our_reader(engine):
     assert engine.micro_steps == before[2], "a checkpoint would be refused as in the middle of a step"
 
 
-def test_our_reader_stands_in_for_the_engines(engine):
+def test_our_reader_replaces_that_of_the_engine(engine):
     for name in ("train_batch", "eval_batch"):
         theirs = list(inspect.signature(getattr(PipelineEngine, name)).parameters.items())[1:]
         ours = list(inspect.signature(getattr(engine, name)).parameters.items())
@@ -91,7 +91,7 @@ def test_our_reader_stands_in_for_the_engines(engine):
     assert inspect.getsource(PipelineEngine).count("self._next_batch()") == 1, "data would be read unchecked"
 
 
-def test_the_loss_of_a_step_is_kept_by_data_parallel_rank(engine):
+def test_the_loss_of_a_step_is_stored_for_each_data_parallel_rank(engine):
     mean = engine.train_batch(batches())
     assert engine.dp_group_loss.item() == pytest.approx(mean.item()), "the loop records this loss"
 
@@ -109,7 +109,7 @@ def test_modules_become_the_stages_functions_in_order(engine):
         )
 
 
-def test_stages_recompute_without_reentrance(engine):
+def test_stages_recompute_with_non_reentrant_checkpointing(engine):
     assert engine.module.activation_checkpoint_func is non_reentrant_checkpoint, (
         "the engine would mark the first stage's inputs, which are integers, as needing gradients"
     )

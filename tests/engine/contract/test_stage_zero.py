@@ -1,4 +1,4 @@
-"""The engine at ZeRO stage 0: when it calls our optimizer, and what it leaves to it."""
+"""The engine at ZeRO stage 0: when it calls our optimizer, and what the optimizer must do itself."""
 
 import pytest
 import torch
@@ -30,7 +30,9 @@ def test_backward_scales_the_loss_through_the_optimizer(engine, monkeypatch):
     assert next(engine.module.parameters()).main_grad.tolist() == [[4, 4]], "8, over two micro-batches"
 
 
-def test_gradients_are_reduced_at_the_boundary_only_and_where_they_are(engine, monkeypatch, micro_step):
+def test_gradients_are_reduced_in_place_and_only_at_the_accumulation_boundary(
+    engine, monkeypatch, micro_step
+):
     asked = []
     original = engine.optimizer.get_grads_for_reduction
     monkeypatch.setattr(engine.optimizer, "get_grads_for_reduction", lambda: asked.append(1) or original())
@@ -83,7 +85,7 @@ def test_checkpoints_go_through_the_checkpoint_engine(engine, tmp_path, monkeypa
     assert state["mine"] == 1
 
 
-def test_the_monitor_takes_events(engine):
+def test_the_monitor_accepts_events(engine):
     engine.monitor.write_events([("name", 1.0, engine.global_samples)])
 
 
@@ -94,7 +96,7 @@ def test_micro_steps_count_micro_batches(engine, micro_step):
     )
 
 
-def test_a_step_moves_the_counters_that_a_retry_puts_back_and_no_others(engine, micro_step):
+def test_a_step_changes_only_the_counters_that_a_retry_restores(engine, micro_step):
     def numbers():
         return {
             name: value
@@ -109,13 +111,13 @@ def test_a_step_moves_the_counters_that_a_retry_puts_back_and_no_others(engine, 
     assert moved == set(COUNTERS), "a step that was retried would be counted twice"
 
 
-def test_our_optimizer_is_of_the_kind_that_the_engine_lets_scale_the_loss(engine):
+def test_the_engine_lets_our_optimizer_scale_the_loss(engine):
     assert isinstance(engine.optimizer, ZeROOptimizer), (
         "fp16 gradients would underflow: the loss is not scaled"
     )
 
 
-def test_functions_for_whole_values_ask_the_parameter_for_the_methods_that_we_put_there(monkeypatch):
+def test_functions_for_full_values_call_the_methods_that_we_add_to_parameters(monkeypatch):
     parameter, asked = torch.nn.Parameter(torch.ones(1)), []
     parameter._hp_mapping = None
     for name in ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad"):

@@ -13,14 +13,14 @@ from megalowbit.engine.process_start import start_process_group
 
 @pytest.fixture
 def tensor_groups():
-    """DeepSpeed keeps groups and mode for the process; other tests must not meet them."""
+    """DeepSpeed keeps groups and mode for the whole process; reset them for other tests."""
     start_process_group()
     yield groups
     set_autotp_mode(training=False)
     groups._release_process_group_references()
 
 
-def test_autotp_exchanges_what_the_plan_names_and_keeps_the_parameters(tensor_groups):
+def test_autotp_replaces_the_modules_named_in_the_plan_and_keeps_the_parameters(tensor_groups):
     tensor_groups._init_tp_mesh_device(tensor_model_parallel_size=1)
     set_autotp_mode(training=True)
     model = torch.nn.ModuleDict({"block": torch.nn.ModuleDict({n: torch.nn.Linear(6, 6) for n in "abc"})})

@@ -1,4 +1,4 @@
-"""What `timeouts`, `heartbeat_store` and `collective_trace` of supervision use of torch's inside."""
+"""The torch internals that `timeouts`, `heartbeat_store` and `collective_trace` of supervision use."""
 
 import importlib
 import inspect
@@ -39,20 +39,20 @@ def test_the_timeout_of_nccl_can_be_set():
     assert options._timeout == timedelta(seconds=7)
 
 
-def test_the_wrapper_of_detailed_debugging_lets_its_group_through():
+def test_the_wrapper_of_detailed_debugging_exposes_its_group():
     wrapper = importlib.import_module("torch._C._distributed_c10d")._ProcessGroupWrapper
     assert isinstance(wrapper.wrapped_pg, property), (
         "with TORCH_DISTRIBUTED_DEBUG=DETAIL a run would not start"
     )
 
 
-def test_the_backends_of_a_group_are_told():
+def test_the_backends_of_a_group_can_be_read():
     config = dist.get_backend_config(dist.group.WORLD)
     assert "cpu:gloo" in config.split(","), "no group's timeout would be set"
     assert all(part.count(":") == 1 for part in config.split(","))
 
 
-def test_the_store_of_the_group_has_what_the_notes_need():
+def test_the_store_of_the_group_supports_the_operations_of_the_heartbeat_store():
     store = distributed_c10d._get_default_store()
     notes = dist.PrefixStore("contract", store.clone())
     assert notes.add("count", 2) == 2
@@ -73,8 +73,10 @@ def test_the_server_behind_a_store_is_found():
     assert store.port
 
 
-def test_torchrun_says_that_it_serves_the_store_and_which_attempt_it_is():
-    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name too
+def test_torchrun_exports_that_it_serves_the_store_and_the_number_of_the_attempt():
+    rendezvous = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )  # import_module, because a function has the same name
     agent = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
     assert IS_STORE_OF_LAUNCHER in inspect.getsource(rendezvous)
     assert ATTEMPT in inspect.getsource(agent), "notes of a failed attempt would alarm the next"
@@ -95,7 +97,7 @@ def test_collectives_run_through_functions_of_torch_distributed():
     )
 
 
-def test_errors_of_the_network_have_a_class_of_their_own():
+def test_network_errors_have_a_separate_class():
     for name in ("DistBackendError", "DistNetworkError", "DistStoreError"):
         assert issubclass(getattr(dist, name), dist.DistError)
         assert issubclass(dist.DistError, RuntimeError)

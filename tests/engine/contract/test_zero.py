@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO optimizers: what our two subclasses override, read, and rely on being called."""
+"""DeepSpeed's ZeRO optimizers: the methods our two subclasses override, read, and expect to be called."""
 
 import deepspeed
 import pytest
@@ -18,12 +18,12 @@ from megalowbit.engine.initialize import initialize
 from megalowbit.engine.versions.internals import INTERNALS
 from megalowbit.engine.zero.optimizer import ZeroOptimizer, ZeroOptimizerStage3
 
-STAGES = (1, pytest.param(2, marks=pytest.mark.slow), 3)  # 1 and 2 are one class
+STAGES = (1, pytest.param(2, marks=pytest.mark.slow), 3)  # stages 1 and 2 use the same class
 KINDS = {1: ZeroOptimizer, 2: ZeroOptimizer, 3: ZeroOptimizerStage3}
 
 
 class One(torch.nn.Module):
-    """Gradient 1 for each weight."""
+    """A model whose weights all have gradient 1."""
 
     def __init__(self, count=3):
         super().__init__()
@@ -53,7 +53,7 @@ def step(engine):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_engine_builds_the_class_that_ours_takes_the_place_of(stage):
+def test_the_engine_builds_the_class_that_ours_replaces(stage):
     engine = start(stage)
     assert type(engine.optimizer) is KINDS[stage], "our subclass no longer fits what the engine builds"
     assert engine.zero_optimization_stage() == stage
@@ -61,7 +61,7 @@ def test_the_engine_builds_the_class_that_ours_takes_the_place_of(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_step_asks_for_the_norm_once_and_skips_by_it(stage, monkeypatch):
+def test_the_step_computes_the_norm_once_and_skips_if_it_is_not_finite(stage, monkeypatch):
     engine = start(stage, precision="bf16")
     asked = []
     name = "_get_norm_groups" if stage == 3 else "scaled_global_norm"
@@ -79,7 +79,7 @@ def test_the_step_asks_for_the_norm_once_and_skips_by_it(stage, monkeypatch):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_scale_that_gradients_have_is_the_one_they_are_divided_by(stage):
+def test_gradients_are_divided_by_the_scale_they_were_multiplied_by(stage):
     engine = start(stage, scaler={"initial_scale": 16.0, "growth_interval": 1})
     for count in range(1, 4):
         step(engine)
@@ -90,11 +90,11 @@ def test_the_scale_that_gradients_have_is_the_one_they_are_divided_by(stage):
     assert engine.optimizer.loss_scale == 128.0
 
 
-def test_stock_zero_halves_the_update_where_its_scale_grows(monkeypatch):
-    """Why the scale is changed after the step; once this fails, DeepSpeed has mended its own."""
-    # stock fp16 starts on CPUs with fp16 instructions only, and these few numbers need none
+def test_stock_zero_halves_the_update_when_its_scale_grows(monkeypatch):
+    """Why we change the scale after the step; if this fails, DeepSpeed has fixed it."""
+    # stock fp16 starts only on CPUs with fp16 instructions; this test does not need them
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    start(1)  # a process group
+    start(1)  # creates a process group
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,
@@ -134,7 +134,7 @@ def test_gradients_are_reduced_and_added_up_in_fp32(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_masters_are_written_through_deepspeeds_own_functions(stage):
+def test_masters_are_written_through_deepspeeds_functions(stage):
     engine = start(stage)
     weight = engine.module.weight
     assert torch.equal(safe_get_full_fp32_param(weight), torch.full((3,), 0.1)), "masters are rounded weights"
@@ -175,7 +175,7 @@ def test_optimizers_have_the_internals_that_we_use(stage, offload):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_that_was_written_is_the_one_that_is_applied(stage):
+def test_the_step_applies_a_gradient_that_was_written(stage):
     engine = start(stage, precision="bf16")
     engine.backward(engine())
     safe_set = safe_set_local_grad if stage == 3 else safe_set_full_grad
@@ -187,7 +187,7 @@ def test_a_gradient_that_was_written_is_the_one_that_is_applied(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_each_reduction_ends_in_the_epilogue_and_each_step_starts_the_count_again(stage, monkeypatch):
+def test_each_reduction_ends_in_the_epilogue_and_each_step_resets_the_count(stage, monkeypatch):
     engine = start(stage, precision="bf16", steps=2)
     ended, kind = [], type(engine.optimizer)
     original = kind.independent_gradient_partition_epilogue

@@ -1,6 +1,6 @@
-"""Internals of DeepSpeed's ZeRO optimizers and pipelines that the package uses: who has them, and for what.
+"""Internals of DeepSpeed's ZeRO optimizers and pipelines that the package uses, and in which files.
 
-`used()` reads the package's own source for every name that DeepSpeed's sources define and ours do not. A new
+`used()` searches the package's source for every name that DeepSpeed's sources define and ours do not. A new
 use without an entry in `engine.versions.internals.INTERNALS` is found, whatever the variable is called.
 """
 
@@ -23,7 +23,7 @@ READ = (
     ENGINE / "tensor_parallel" / "shard_model.py",
 )
 DEEPSPEED = Path(deepspeed.__file__).parent
-# not ZeRO's though DeepSpeed has them too: the engine's are in test_index.py, the others are names of ours
+# no ZeRO internals, though DeepSpeed defines them too: engine attributes (test_index.py) or names of ours
 ELSEWHERE = frozenset({
     "all_parameters", "cur_scale", "device", "dynamic_shape", "enabled", "get_data_parallel_group",
     "get_model_parallel_group", "get_tensor_model_parallel_world_size", "gradient_accumulation_steps",
@@ -48,7 +48,7 @@ def defined_by_deepspeed():
 
 
 def used():
-    """Name of DeepSpeed's → files of ours that use it."""
+    """DeepSpeed's name → our files that use it."""
     known = defined_by_deepspeed()
     classes = (torch, torch.Tensor, torch.nn.Module, dist, dict, str)
     of_torch = {name for each in classes for name in dir(each)} | {"grad"}

@@ -1,4 +1,4 @@
-"""DeepSpeed's functions for masters, moments and gradients give the same at every ZeRO stage."""
+"""DeepSpeed's functions for masters, moments and gradients return the same values at every ZeRO stage."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from megalowbit.errors import UserError
 
 
 @every_stage_and_precision
-def test_deepspeeds_functions_read_and_write_whole_values(stage, precision):
+def test_deepspeeds_functions_read_and_write_full_values(stage, precision):
     engine, twin = make(stage, precision), make("0", precision)
     for one in (engine, twin):
         backward(one)
@@ -65,7 +65,7 @@ def test_deepspeeds_functions_read_and_write_whole_values(stage, precision):
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2", "1 offload"])
-def test_deepspeeds_functions_for_local_pieces_are_for_stage_3(stage):
+def test_deepspeeds_functions_for_local_pieces_need_stage_3(stage):
     engine = make(stage)
     backward(engine)
     parameter = next(engine.module.parameters())
@@ -75,7 +75,7 @@ def test_deepspeeds_functions_for_local_pieces_are_for_stage_3(stage):
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
-def test_whole_gradients_are_there_between_backward_and_step_only(stage):
+def test_full_gradients_are_available_only_between_backward_and_step(stage):
     engine = make(stage)
     parameter = next(engine.module.parameters())
     for _ in range(2):
@@ -88,7 +88,7 @@ def test_whole_gradients_are_there_between_backward_and_step_only(stage):
         engine.step()
 
 
-def test_values_of_another_shape_or_of_an_unknown_name_are_refused_at_stage_0():
+def test_values_of_another_shape_or_an_unknown_name_are_rejected_at_stage_0():
     engine = make("0")
     parameter = next(engine.module.parameters())
     with pytest.raises(UserError, match=r"0\.weight has shape \(5, 6\), not \(1,\)"):

@@ -16,7 +16,7 @@ class Tied(torch.nn.Module):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_all_weights_are_whole_copies_on_the_host_and_tied_ones_share_memory(stage):
+def test_gathered_weights_are_full_copies_on_the_host_and_tied_ones_share_memory(stage):
     model = Tied()
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     config = {
@@ -39,7 +39,7 @@ def test_all_weights_are_whole_copies_on_the_host_and_tied_ones_share_memory(sta
     assert full_state_dict(engine)["first.weight"].any()
 
 
-def test_elements_of_a_whole_are_counted_from_a_shard_and_from_a_piece_of_one():
+def test_elements_of_a_full_tensor_are_counted_from_a_shard_or_a_piece_of_it():
     parameter = torch.nn.Parameter(torch.zeros(6, 4))
     assert full_numel(parameter) == 24
     parameter.sharding = Sharding(0, (6, 6))

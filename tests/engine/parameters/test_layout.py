@@ -8,7 +8,7 @@ from megalowbit.errors import UserError
 
 
 class Model(torch.nn.Module):
-    """A linear layer and one parameter besides."""
+    """A linear layer and one more parameter."""
 
     def __init__(self, make):
         super().__init__()
@@ -41,7 +41,7 @@ def frozen(values):
     ],
 )
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_what_deepspeed_cannot_take_is_refused_by_name(make, message, stage):
+def test_a_parameter_that_deepspeed_does_not_support_is_rejected_by_name(make, message, stage):
     with pytest.raises(UserError) as caught:
         make_parameters_contiguous(Model(make), stage=stage)
     assert str(caught.value).startswith(f"parameter extra {message}")
@@ -50,14 +50,14 @@ def test_what_deepspeed_cannot_take_is_refused_by_name(make, message, stage):
 
 
 @pytest.mark.parametrize("make", [lambda _: frozen(torch.arange(4)), lambda _: Parameter(torch.zeros(0, 4))])
-def test_what_has_nothing_to_cut_is_refused_at_stage_3_only(make):
+def test_a_parameter_that_cannot_be_partitioned_is_rejected_only_at_stage_3(make):
     for stage in (0, 1, 2):
         make_parameters_contiguous(Model(make), stage=stage)
     with pytest.raises(UserError, match=r"^parameter extra .* zero_optimization\.stage 3 cannot partition: "):
         make_parameters_contiguous(Model(make), stage=3)
 
 
-def test_nothing_is_changed_where_something_is_refused():
+def test_a_rejected_model_is_unchanged():
     model = Model(lambda _: Parameter(torch.ones(3, 4).t()))
     model.other = Parameter(torch.ones(1).expand(4))
     with pytest.raises(UserError, match="parameter other"):

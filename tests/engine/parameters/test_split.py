@@ -19,7 +19,7 @@ def recipe(**split):
 
 
 def build(dtype=torch.bfloat16, inner=torch.optim.AdamW, arguments=None, **split):
-    """A converted model, its optimizer."""
+    """A converted model and its optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, IN)).to(dtype)
     convert(model, recipe(**split))
@@ -51,7 +51,7 @@ def masters_of(optimizer, layer):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_split_keeps_the_whole_master_and_truncates_its_singular_values(dtype):
+def test_a_split_keeps_the_full_master_and_truncates_its_singular_values(dtype):
     model, optimizer = build(dtype)
     train(model, optimizer)
     before = [optimizer.master_of(layer.weight).detach().clone() for layer in bit_layers(model).values()]
@@ -70,7 +70,7 @@ def test_a_split_keeps_the_whole_master_and_truncates_its_singular_values(dtype)
             assert torch.equal(part, master.to(dtype))
 
 
-def test_a_second_split_starts_from_the_whole_weight():
+def test_a_second_split_starts_from_the_full_weight():
     model, optimizer = build()
     train(model, optimizer)
     split_weights(model, optimizer)
@@ -79,13 +79,13 @@ def test_a_second_split_starts_from_the_whole_weight():
     masters = masters_of(optimizer, layer)
     expected = whole(masters)
     values = torch.linalg.svdvals(expected)
-    assert (masters[2] - values[:RANK]).abs().max() > 1e-4  # training has moved them
+    assert (masters[2] - values[:RANK]).abs().max() > 1e-4  # training has changed them
     split_weights(model, optimizer)
     assert (whole(masters) - expected).abs().max() < 1e-6
     torch.testing.assert_close(masters[2].double(), values[:RANK], rtol=1e-5, atol=1e-6)
 
 
-def test_moments_follow_by_the_chain_rule_and_the_residual_keeps_those_of_the_whole():
+def test_factors_get_moments_by_the_chain_rule_and_the_residual_keeps_those_of_the_weight():
     model, optimizer = build()
     train(model, optimizer)
     layer = bit_layers(model)["2"]
@@ -110,7 +110,7 @@ def test_moments_follow_by_the_chain_rule_and_the_residual_keeps_those_of_the_wh
     assert first.abs().max() > 0
 
 
-def test_reset_starts_all_four_moments_anew():
+def test_reset_clears_the_moments_of_all_four_parts():
     model, optimizer = build(optimizer_state="reset")
     train(model, optimizer)
     report = split_weights(model, optimizer)
@@ -144,7 +144,7 @@ def test_sgd_momentum_is_projected_like_a_first_moment():
 
 
 @pytest.mark.parametrize("inner", [torch.optim.RMSprop, torch.optim.Adamax])
-def test_state_without_a_rule_is_refused_and_nothing_changed(inner):
+def test_unknown_optimizer_state_is_rejected_and_nothing_changes(inner):
     model, optimizer = build(inner=inner)
     train(model, optimizer)
     before = copy.deepcopy(model.state_dict())
@@ -168,7 +168,7 @@ def test_every_lazy_optimizer_can_be_reset():
         split_weights(model, optimizer)
 
 
-def test_training_goes_on_from_the_split_where_it_was():
+def test_training_continues_after_the_split():
     losses = {}
     for is_split in (False, True):
         model, optimizer = build(torch.float32)
@@ -176,12 +176,12 @@ def test_training_goes_on_from_the_split_where_it_was():
         if is_split:
             split_weights(model, optimizer)
         losses[is_split] = train(model, optimizer, steps=20, seed=1)
-    # V is rounded too, so not the same, but close; then it learns on
+    # close but not equal, because V is rounded too; then training continues
     assert losses[True][0] == pytest.approx(losses[False][0], rel=0.1)
     assert losses[True][-1] < losses[True][0]
 
 
-def test_before_the_split_training_is_bitwise_that_without_factors():
+def test_before_the_split_training_equals_that_without_factors_bit_for_bit():
     model, optimizer = build()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, IN)).to(torch.bfloat16)
@@ -198,19 +198,21 @@ def test_before_the_split_training_is_bitwise_that_without_factors():
             assert torch.equal(value, expected[name])
 
 
-def test_merged_lr_scales_every_group_to_it_at_the_peak():
+def test_merged_lr_is_the_peak_learning_rate_of_every_group():
     model, optimizer = build(merged_lr=4e-3)
     optimizer.param_groups[0]["lr"] = LR
     report = split_weights(model, optimizer)
     assert optimizer.param_groups[0]["lr_scale"] == pytest.approx(0.4)
     assert optimizer.param_groups[0]["lr"] == LR
     assert "learning rate times 0.4" in str(report)
-    assert split_weights(model, optimizer).lr_scale is None  # said once, in force from then on
+    assert (
+        split_weights(model, optimizer).lr_scale is None
+    )  # reported only by the first split, but stays in force
     assert optimizer.param_groups[0]["lr_scale"] == pytest.approx(0.4)
 
 
-def test_merged_lr_reads_the_peak_from_the_schedule_and_not_from_the_present():
-    class Warmup:  # as DeepSpeed's schedulers
+def test_merged_lr_uses_the_peak_of_the_schedule_and_not_the_current_rate():
+    class Warmup:  # like DeepSpeed's schedulers
         max_lrs = (0.02,)
 
     model, optimizer = build(merged_lr=4e-3)
@@ -227,13 +229,13 @@ def test_merged_lr_reads_the_peak_from_the_schedule_and_not_from_the_present():
     assert not bit_layers(model)["0"].is_split
 
 
-def test_without_merged_lr_groups_are_left_alone():
+def test_without_merged_lr_groups_are_unchanged():
     model, optimizer = build()
     split_weights(model, optimizer)
     assert "lr_scale" not in optimizer.param_groups[0]
 
 
-def test_quantised_weights_of_before_are_forgotten():
+def test_a_split_clears_cached_quantised_weights():
     model, optimizer = build()
     cache = cache_weights(model)
     model(torch.randn(2, IN, dtype=torch.bfloat16))
@@ -258,7 +260,7 @@ def test_weight_decay_shrinks_the_low_rank_part_as_fast_as_the_residual():
     before = [master.detach().double() for master in masters]
     bias = optimizer.master_of(layer.bias).detach().clone()
     steps = 5
-    for _ in range(steps):  # of gradients that are zero: decay alone
+    for _ in range(steps):  # gradients are zero: only weight decay acts
         engine.backward((engine(torch.ones(8, IN, dtype=torch.bfloat16)) * 0).float().sum())
         engine.step()
     factor = (1 - LR * 0.1) ** steps
@@ -269,7 +271,7 @@ def test_weight_decay_shrinks_the_low_rank_part_as_fast_as_the_residual():
     assert torch.equal(optimizer.master_of(layer.bias), bias)
 
 
-def test_a_plain_torch_optimizer_will_do():
+def test_a_plain_torch_optimizer_is_supported():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, HIDDEN))
     convert(model, recipe())
@@ -288,7 +290,7 @@ def test_a_plain_torch_optimizer_will_do():
         split_weights(model, torch.optim.AdamW(model.parameters()))
 
 
-def test_frozen_layers_stay_whole():
+def test_frozen_layers_are_not_split():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, IN))
     model[0].requires_grad_(False)
@@ -298,7 +300,7 @@ def test_frozen_layers_stay_whole():
     assert not model[0].is_split
 
 
-def test_what_cannot_be_split_is_one_clear_error():
+def test_a_split_that_is_not_possible_raises_a_one_line_error():
     model, optimizer = build()
     with pytest.raises(UserError, match="finds no trained layer to split"):
         split_weights(nn.Linear(2, 2), optimizer)
@@ -316,7 +318,7 @@ def test_what_cannot_be_split_is_one_clear_error():
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_an_engine_is_all_it_needs(precision):
+def test_a_split_needs_only_the_engine(precision):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, IN))
     settings = {

@@ -13,7 +13,7 @@ IN, HIDDEN, RECIPE = 16, 32, {"base": "nvfp4", "parameter_split": {"rank": 4}}
 
 
 def build(dtype):
-    """A converted model, its optimizer with masters."""
+    """A converted model and its optimizer with masters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, IN)).to(dtype)
     convert(model, RECIPE)
@@ -25,7 +25,7 @@ def build(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_split", [False, True])
-def test_gradients_that_wait_for_a_step_are_refused_and_nothing_changed(dtype, is_split):
+def test_pending_gradients_are_rejected_and_nothing_changes(dtype, is_split):
     model, optimizer = build(dtype)
     if is_split:
         split_weights(model, optimizer)
@@ -39,7 +39,7 @@ def test_gradients_that_wait_for_a_step_are_refused_and_nothing_changed(dtype, i
 
 
 @pytest.mark.parametrize("with_main_grad", [False, True])
-def test_gradients_of_other_optimizers_are_seen_too(with_main_grad):
+def test_pending_gradients_of_other_optimizers_are_rejected_too(with_main_grad):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, HIDDEN))
     convert(model, RECIPE)
@@ -56,7 +56,7 @@ def test_gradients_of_other_optimizers_are_seen_too(with_main_grad):
 
 @pytest.mark.parametrize("has_masters", [False, True])
 @pytest.mark.parametrize(("largest", "is_refused"), [(65519.0, False), (65521.0, True), (9e4, True)])
-def test_singular_values_that_fp16_does_not_hold_are_refused(has_masters, largest, is_refused):
+def test_singular_values_beyond_fp16_are_rejected(has_masters, largest, is_refused):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Linear(HIDDEN, IN)).half()
     left, right = torch.full((IN,), IN**-0.5), torch.full((HIDDEN,), HIDDEN**-0.5)

@@ -22,7 +22,7 @@ CLEARING = {
 
 
 @every_stage_and_precision
-def test_cleared_gradients_leave_nothing_behind(stage, precision):
+def test_cleared_gradients_do_not_change_the_next_step(stage, precision):
     engine, twin = make(stage, precision), make(stage, precision)
     for seed, clear in enumerate(CLEARING.values()):
         backward(engine, 5.0, seed + 10)
@@ -37,7 +37,7 @@ def test_cleared_gradients_leave_nothing_behind(stage, precision):
 
 
 @every_stage_and_precision
-def test_gradients_cleared_between_micro_batches_leave_nothing_behind(stage, precision):
+def test_gradients_cleared_between_micro_batches_do_not_change_the_next_step(stage, precision):
     engine, twin = make(stage, precision, micro_batches=2), make(stage, precision, micro_batches=2)
     for seed, clear in enumerate(CLEARING.values()):
         backward(engine, 5.0, seed + 10)
@@ -54,7 +54,7 @@ def test_gradients_cleared_between_micro_batches_leave_nothing_behind(stage, pre
 
 
 @every_stage
-def test_a_step_without_gradients_is_refused_and_leaves_the_run_alone(stage):
+def test_a_step_without_gradients_is_rejected_and_the_run_can_continue(stage):
     engine, twin = make(stage), make(stage)
     with pytest.raises(UserError, match=NO_BACKWARD):
         engine.step()
@@ -93,7 +93,7 @@ def test_a_step_inside_accumulation_does_nothing(stage):
 
 
 def set_by_hand(engine, values):
-    """As a user would; at stage 3 the whole parameter has to be there."""
+    """Set gradients like a user; stage 3 needs the full parameter for it."""
     import deepspeed
 
     parameters = list(engine.module.parameters())
@@ -128,13 +128,13 @@ def test_gradients_set_by_hand_are_applied(stage, precision, is_after_backward):
 
 
 @every_stage
-def test_a_gradient_set_by_hand_replaces_that_of_its_parameter_alone(stage):
+def test_a_gradient_set_by_hand_replaces_only_that_of_its_parameter(stage):
     engine, twin = make(stage), make(stage)
     for one in (engine, twin):
         backward(one)
     values = [None, torch.full((5,), 0.5), None, None]
     set_by_hand(engine, values)
-    if stage == "0":  # None would mean that there is none
+    if stage == "0":  # None would mean that there is no gradient
         for parameter, value in zip(engine.module.parameters(), values, strict=True):
             parameter.grad = parameter.main_grad if value is None else parameter.grad
     safe_set_full_grad(list(twin.module.parameters())[1], values[1])
@@ -167,7 +167,7 @@ def test_a_gradient_of_another_shape_is_an_error_that_names_its_parameter(stage)
 
 
 @pytest.mark.parametrize("stage", ["0", "1", "2"])
-def test_a_copy_of_the_module_clears_its_own_gradients_alone(stage):
+def test_a_copy_of_the_module_clears_only_its_own_gradients(stage):
     engine = make(stage)
     copied = copy.deepcopy(engine.module)
     again = copy.deepcopy(copied)
@@ -192,7 +192,7 @@ def test_a_part_of_a_model_of_stage_0_is_pickled_without_its_engine():
 
 
 @every_stage_and_precision
-def test_two_backwards_before_a_step_add_up(stage, precision):
+def test_gradients_of_two_backwards_before_a_step_add_up(stage, precision):
     engine, plain = make(stage, precision, clip=0.0), make("0", precision, clip=0.0)
     reference = copy.deepcopy(plain.module).double()
     for seed in (1, 2):

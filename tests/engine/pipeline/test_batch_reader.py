@@ -1,4 +1,4 @@
-"""Reading in one process; what ranks agree on is in tests/distributed/test_pipeline.py."""
+"""Reading batches in one process; tests/distributed/test_pipeline.py tests agreement between ranks."""
 
 import pytest
 import torch
@@ -32,21 +32,21 @@ def engine():
 def test_a_step_takes_its_micro_batches_and_no_more(engine):
     data = iter([BATCH] * 5)
     first = engine.train_batch(data)
-    assert engine.train_batch().equal(first)  # goes on with the iterator before
+    assert engine.train_batch().equal(first)  # continues the previous iterator
     assert engine.eval_batch(iter([BATCH] * 2)).allclose(first)
     assert len(list(data)) == 1
     with pytest.raises(UserError, match=r"ended after 0 of the 2 micro-batches"):
         engine.train_batch()
 
 
-def test_a_function_of_the_users_comes_first(engine):
+def test_the_users_batch_function_is_applied_first(engine):
     expected = engine.train_batch(iter([BATCH] * 2))
     engine.set_batch_fn(lambda text: {"input_ids": TOKENS, "labels": TOKENS})
     for _ in range(2):
         assert engine.train_batch(iter(["some", "text"])).equal(expected)
 
 
-def test_logits_can_be_asked_for(engine):
+def test_logits_can_be_requested(engine):
     loss, logits = engine.eval_batch(iter([BATCH]), return_logits=True, num_micro_batches=1)
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -22,7 +22,7 @@ def test_batches_may_be_mappings_or_pairs():
         assert labels is TOKENS
 
 
-def test_a_mask_that_is_not_there_stays_so():
+def test_a_missing_mask_stays_missing():
     inputs, _ = as_inputs_and_labels({**WHOLE, "position_ids": POSITIONS})
     assert mask_of(list(inputs[1:]), 10) is None
     assert inputs[2].equal(POSITIONS)
@@ -30,7 +30,7 @@ def test_a_mask_that_is_not_there_stays_so():
     assert mask_of([MASK], 10) is MASK
 
 
-def test_any_number_but_zero_in_a_mask_is_attended_to():
+def test_any_non_zero_mask_value_means_attend():
     inputs, _ = as_inputs_and_labels({**WHOLE, "attention_mask": MASK * 0.5})
     assert inputs[1].equal(MASK)
 
@@ -56,7 +56,7 @@ def test_any_number_but_zero_in_a_mask_is_attended_to():
         (TOKENS, "neither a mapping nor"),
     ],
 )
-def test_a_batch_that_stages_cannot_take_is_refused(batch, named):
+def test_a_batch_that_stages_do_not_support_is_rejected(batch, named):
     with pytest.raises(UserError, match=named) as error:
         as_inputs_and_labels(batch)
     assert "\n" not in str(error.value)
@@ -79,12 +79,12 @@ LIMITS = BatchLimits(vocabulary=50, positions=10)
         (torch.zeros(2, 11, dtype=torch.long), TOKENS, "11 tokens in a sequence, but the model has 10 pos"),
     ],
 )
-def test_what_a_model_has_no_row_for_is_refused(inputs, labels, named):
+def test_tokens_and_positions_outside_the_embeddings_are_rejected(inputs, labels, named):
     with pytest.raises(UserError, match=named):
         check_values(inputs, labels, LIMITS)
 
 
-def test_tokens_and_positions_that_a_model_has_rows_for_pass():
+def test_tokens_and_positions_within_the_embeddings_pass():
     long = torch.zeros(2, 11, dtype=torch.long)
     for inputs, labels, limits in (
         (TOKENS, TOKENS.masked_fill(MASK == 0, -100), LIMITS),

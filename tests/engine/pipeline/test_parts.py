@@ -35,7 +35,7 @@ def make(kind, **more):
 
 
 def run_stages(model, inputs, cuts):
-    """The parts in stages, cut before these numbers, each with its own `BlockInputs`."""
+    """Run the parts in stages that begin at the indices `cuts`, each with its own `BlockInputs`."""
     parts = parts_of(model)
     bounds = [0, *cuts, len(parts)]
     for start, stop in pairwise(bounds):
@@ -48,7 +48,7 @@ def run_stages(model, inputs, cuts):
     cuts=[(), (2,), (1, 2, 4)],
     given=[{}, {"attention_mask": MASK}, {"attention_mask": MASK, "position_ids": POSITIONS}],
 )
-def test_parts_in_stages_compute_what_the_model_does(kind, cuts, given):
+def test_parts_in_stages_compute_the_output_of_the_model(kind, cuts, given):
     model, extras = make(kind), tuple(given.values())
     with torch.no_grad():
         expected = model(TOKENS, **given, use_cache=False).logits
@@ -57,7 +57,7 @@ def test_parts_in_stages_compute_what_the_model_does(kind, cuts, given):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_have_loss_and_gradients_of_the_model(kind):
+def test_stages_give_the_loss_and_gradients_of_the_model(kind):
     model, staged = make(kind), make(kind)
     expected = model(TOKENS, attention_mask=MASK, labels=TOKENS, use_cache=False).loss
     expected.backward()
@@ -71,7 +71,7 @@ def test_stages_have_loss_and_gradients_of_the_model(kind):
 @pytest.mark.parametrize("kind", WITH_WINDOW)
 @pytest.mark.parametrize("cuts", [(), (1, 2, 4)])
 def test_a_stage_does_not_attend_beyond_the_window_of_its_blocks(kind, cuts):
-    """Or the tests above would compare models whose window is longer than their sequences."""
+    """Otherwise the tests above would compare models whose window is longer than their sequences."""
     model = make(kind)
     window = model.config.sliding_window
     reach = sum(window - 1 for each in family(kind).attention(model.config) if each == SLIDING)
@@ -95,7 +95,7 @@ PACKED = torch.cat([torch.arange(6), torch.arange(4)]).expand(2, -1)
     positions=[PACKED, PACKED[:1], PACKED + 3, PACKED.flip(1)],
     mask=[None, MASK, MASK.bool(), MASK * 0.5, torch.ones_like(MASK)],
 )
-def test_stages_attend_within_packed_documents_where_the_model_does(kind, attention, positions, mask):
+def test_stages_attend_within_packed_documents_like_the_model(kind, attention, positions, mask):
     model = make(kind, attn_implementation=attention)
     extras = {"position_ids": positions, "attention_mask": mask}
     inputs, _ = as_inputs_and_labels({"input_ids": TOKENS, "labels": TOKENS, **extras})
@@ -108,7 +108,7 @@ def test_stages_attend_within_packed_documents_where_the_model_does(kind, attent
     assert across.logits.allclose(expected, atol=1e-3) == (mask is not None and bool(mask.all()))
 
 
-def test_limits_are_those_of_the_embeddings():
+def test_token_and_position_limits_come_from_the_embeddings():
     assert batch_limits(make("gpt2").config) == BatchLimits(vocabulary=50, positions=16)
     assert batch_limits(make("llama").config) == BatchLimits(vocabulary=50, positions=None)
 
@@ -137,7 +137,7 @@ def test_a_tied_head_is_recognised(kind, expected):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_is_the_models_own_in_fp32(dtype):
+def test_the_loss_is_that_of_the_model_in_fp32(dtype):
     model = make("llama").to(dtype)
     labels = TOKENS.clone()
     labels[0, :4] = -100
@@ -152,14 +152,14 @@ def test_the_loss_is_the_models_own_in_fp32(dtype):
     torch.testing.assert_close(loss, expected.loss.float(), rtol=1e-6, atol=0)
 
 
-def test_a_model_that_recomputes_by_itself_is_refused():
+def test_a_model_with_its_own_activation_checkpointing_is_rejected():
     model = make("gpt2")
     model.activation_checkpointing_enable()
     with pytest.raises(UserError, match=r"pipeline\.activation_checkpoint_interval"):
         parts_of(model)
 
 
-def test_modules_are_placed_below_what_is_there_already():
+def test_modules_are_added_below_existing_ones():
     root, first, second = torch.nn.Module(), torch.nn.Identity(), torch.nn.Identity()
     place(root, "a.b.0", first)
     place(root, "a.b.2", second)

@@ -1,4 +1,4 @@
-"""One stage in one process; several are in tests/distributed/test_pipeline.py."""
+"""A single stage in one process; tests/distributed/test_pipeline.py tests several stages."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def batches(count=2):
     return iter([{"input_ids": TOKENS, "labels": TOKENS}] * count)
 
 
-def test_one_stage_steps_as_plain_autograd():
+def test_one_stage_trains_like_plain_autograd():
     engine, *_ = initialize(model=pipeline_module(model(), num_stages=1), config=config())
     loss = engine.train_batch(batches())
     plain = model()
@@ -64,20 +64,20 @@ def test_layers_are_converted_under_the_models_names():
     assert module.full_model is None
 
 
-def test_blocks_that_a_recipe_keeps_are_counted_in_the_whole_model():
+def test_kept_blocks_are_counted_over_the_full_model():
     module = pipeline_module(model(), num_stages=1)
     recipe = {"base": "nvfp4", "keep_last": 1}
     initialize(model=module, config=config(recipe))
     assert {name.split(".")[2] for name in mlb.bit_layers(module)} == {"0"}
 
 
-def test_a_stage_alone_cannot_tell_which_blocks_to_keep():
+def test_converting_a_single_stage_rejects_keep_first_and_keep_last():
     module = pipeline_module(model(), num_stages=1)
     with pytest.raises(UserError, match="keep_first and keep_last"):
         mlb.convert(module, {"base": "nvfp4", "keep_last": 1})
 
 
-def test_a_model_converted_before_it_is_cut_advances_its_stream():
+def test_a_model_converted_before_partitioning_advances_its_stream():
     whole = model()
     mlb.convert(whole, "nvfp4", seed=1)
     module = pipeline_module(whole, num_stages=1)
@@ -104,7 +104,7 @@ def test_a_training_set_feeds_the_stages():
     assert engine.train_batch().item() > engine.train_batch().item()
 
 
-def test_ordinary_models_are_no_stages():
+def test_models_without_stages_are_not_pipelines():
     plain = model()
     assert stage_of(plain) is None
     assert full_model_of(plain) is plain
@@ -121,13 +121,13 @@ def test_ordinary_models_are_no_stages():
         ({"num_stages": 1, "partition": "best guess"}, "pipeline.partition = 'best guess'"),
     ],
 )
-def test_arguments_that_fit_nothing_are_refused(arguments, part):
+def test_arguments_that_pipelines_do_not_support_are_rejected(arguments, part):
     with pytest.raises(UserError) as error:
         pipeline_module(model(), **arguments)
     assert part in str(error.value)
 
 
-def test_an_mpu_beside_stages_is_refused():
+def test_an_mpu_together_with_stages_is_rejected():
     module = pipeline_module(model(), num_stages=1)
     with pytest.raises(UserError, match="mpu and a pipeline module both partition the model: leave mpu out"):
         initialize(model=module, config=config(), mpu=module.groups())

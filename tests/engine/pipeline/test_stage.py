@@ -1,4 +1,4 @@
-"""A stage's module in one process; several are in tests/distributed/test_pipeline.py."""
+"""The module of a single stage in one process; tests/distributed/test_pipeline.py tests several."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def whole(*, is_tied=False):
     return LlamaForCausalLM(config)
 
 
-def test_names_and_state_are_the_models():
+def test_names_and_state_dict_equal_those_of_the_model():
     model = whole()
     module = pipeline_module(model, num_stages=1)
     assert module.state_dict().keys() == model.state_dict().keys()
@@ -31,7 +31,7 @@ def test_names_and_state_are_the_models():
     assert module.num_parameters_of_all_stages == sum(p.numel() for p in model.parameters())
 
 
-def test_a_tied_head_goes_by_the_name_of_the_embedding():
+def test_a_tied_head_is_saved_under_the_name_of_the_embedding():
     module = pipeline_module(whole(is_tied=True), num_stages=1)
     assert module.parameter_names()["lm_head.weight"] == "model.embed_tokens.weight"
     assert module.tied_names() == {"lm_head.weight": "model.embed_tokens.weight"}
@@ -39,7 +39,7 @@ def test_a_tied_head_goes_by_the_name_of_the_embedding():
 
 
 @pytest.mark.parametrize("interval", [0, 1, 2, 5])
-def test_forward_is_the_models(interval):
+def test_forward_equals_that_of_the_model(interval):
     model = whole()
     with torch.no_grad():
         expected = model(TOKENS).logits
@@ -48,7 +48,7 @@ def test_forward_is_the_models(interval):
 
 
 def gradients(interval):
-    """Two forwards, then their backwards, as 1F1B has them."""
+    """Two forwards, then their backwards, in the order of the 1F1B schedule."""
     model = whole()
     mlb.convert(model, STOCHASTIC, seed=3)
     module = pipeline_module(model, num_stages=1, activation_checkpoint_interval=interval)
@@ -61,13 +61,13 @@ def gradients(interval):
 
 
 @pytest.mark.parametrize("interval", [1, 2])
-def test_a_replay_draws_the_numbers_of_its_own_forward(interval):
+def test_recomputation_draws_the_random_numbers_of_its_forward(interval):
     for found, expected in zip(gradients(interval), gradients(0), strict=True):
         assert found.equal(expected)
 
 
-def test_without_setting_the_stream_back_a_replay_draws_others(monkeypatch):
-    """The reason for it: what the test above would see otherwise."""
+def test_without_resetting_the_stream_recomputation_draws_other_random_numbers(monkeypatch):
+    """Shows that the test above depends on resetting the stream."""
     expected = gradients(0)
     from contextlib import nullcontext
 

@@ -18,7 +18,7 @@ from megalowbit.engine.run_checks.deepspeed_arguments import hidden_size_of
 from megalowbit.errors import UserError
 
 OF_OUR_OWN = ["seed", "total_steps", "timeout"]
-# the example of transformers' documentation of ZeRO 3, as it stands
+# the ZeRO 3 example from transformers' documentation, unchanged
 HF_ZERO_3 = {
     "fp16": {
         "enabled": "auto",
@@ -67,7 +67,7 @@ def gpt2(width=32):
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def test_the_signature_begins_with_deepspeeds():
+def test_the_signature_begins_with_that_of_deepspeed():
     ours = list(inspect.signature(mlb.initialize).parameters.values())
     theirs = list(inspect.signature(deepspeed.initialize).parameters.values())
     assert [each.name for each in ours[: len(theirs)]] == [each.name for each in theirs], (
@@ -86,7 +86,7 @@ def trained(*arguments, **named):
     return torch.cat([parameter.flatten() for parameter in engine.module.parameters()])
 
 
-def test_a_configuration_may_come_in_every_way_that_deepspeed_knows(tmp_path):
+def test_a_configuration_may_be_passed_in_every_way_that_deepspeed_supports(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config()))
     expected = trained(model=model(), config=config())
@@ -101,7 +101,7 @@ def test_a_configuration_may_come_in_every_way_that_deepspeed_knows(tmp_path):
     assert args.local_rank == 0, "scripts read their local rank there"
 
 
-def test_the_port_is_taken_where_the_environment_names_none(monkeypatch):
+def test_the_port_argument_is_used_if_the_environment_sets_none(monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     trained(model=model(), config=config(), distributed_port=29555)
     assert os.environ["MASTER_PORT"] == "29555"
@@ -136,7 +136,7 @@ def test_an_argument_that_cannot_be_used_is_named(arguments, message):
         mlb.initialize(**{"model": model(), "config": config(), **arguments})
 
 
-def test_the_zero_3_configuration_of_transformers_runs_unedited():
+def test_the_zero_3_configuration_of_transformers_runs_unchanged():
     net = gpt2()
     before = copy.deepcopy(HF_ZERO_3)
     engine, *_ = mlb.initialize(model=net, config=HF_ZERO_3, total_steps=200)
@@ -149,7 +149,7 @@ def test_the_zero_3_configuration_of_transformers_runs_unedited():
     assert engine.lr_scheduler.warmup_num_steps == 2
 
 
-def test_sizes_are_those_that_transformers_fills_in():
+def test_auto_sizes_equal_those_of_transformers():
     source = inspect.getsource(HfTrainerDeepSpeedConfig.trainer_config_finalize)
     for size in ("hidden_size * hidden_size)", "int(0.9 * hidden_size * hidden_size)", "10 * hidden_size,"):
         assert size in source, "zero_values.SIZES are not those of this transformers"
@@ -183,7 +183,7 @@ def test_the_hidden_size_is_found_where_transformers_looks():
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("recipe", [None, "nvfp4"])
-def test_a_model_from_zero_init_is_refused_by_name(stage, recipe):
+def test_a_model_from_zero_init_is_rejected_by_name(stage, recipe):
     start_process_group()
     with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 1, "zero_optimization": {"stage": 3}}):
         net = gpt2()

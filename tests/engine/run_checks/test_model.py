@@ -32,12 +32,12 @@ def test_every_layer_that_was_converted_must_still_be_low_bit():
 
 
 @pytest.mark.parametrize("scaler", [None, ConstantGradScaler(8.0)])
-def test_scalers_of_ours_are_taken(scaler):
+def test_megalowbit_scalers_are_accepted(scaler):
     check_scaler(types.SimpleNamespace(optimizer=types.SimpleNamespace(grad_scaler=scaler)))
 
 
 @pytest.mark.parametrize("attribute", ["grad_scaler", "loss_scaler"])
-def test_another_scaler_is_refused(attribute):
+def test_another_scaler_is_rejected(attribute):
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
     optimizer = types.SimpleNamespace(**{"grad_scaler": ConstantGradScaler(8.0), attribute: LossScaler(8.0)})
@@ -50,7 +50,7 @@ def check_call(model, *, precision="bf16", optimizer=None, model_parameters=None
     check_arguments(model, settings, optimizer, model_parameters, lr_scheduler)
 
 
-def test_fp32_and_the_configured_precision_pass_and_others_are_named():
+def test_fp32_and_the_configured_precision_pass_and_others_are_rejected():
     check_call(torch.nn.Linear(2, 2))
     check_call(torch.nn.Linear(2, 2).bfloat16())
     with pytest.raises(UserError, match="parameter weight is float16 but precision is bf16"):
@@ -59,7 +59,7 @@ def test_fp32_and_the_configured_precision_pass_and_others_are_named():
         check_call(torch.nn.Linear(2, 2).bfloat16(), precision="fp32")
 
 
-def test_an_optimizer_has_its_own_parameters_and_a_bound_scheduler_its_own_optimizer():
+def test_an_optimizer_excludes_model_parameters_and_a_scheduler_must_belong_to_it():
     model = torch.nn.Linear(2, 2)
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)

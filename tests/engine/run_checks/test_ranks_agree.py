@@ -1,4 +1,4 @@
-"""Checks of one process; what several ranks say of each other is in tests/distributed/test_run_checks.py."""
+"""Checks in one process; tests/distributed/test_run_checks.py tests comparisons between ranks."""
 
 import importlib.metadata
 
@@ -32,7 +32,7 @@ def test_one_process_agrees_with_itself_without_a_group():
     assert check_ranks_agree({"seed": "0"}) is None
 
 
-def test_the_code_is_its_sources_names_and_contents(tmp_path):
+def test_the_code_digest_covers_names_and_contents_of_the_sources(tmp_path):
     def digest():
         return code_digest(tmp_path)
 
@@ -55,7 +55,7 @@ def test_an_installation_is_described_by_short_texts():
     assert all(isinstance(value, str) and len(value) < 100 for value in facts.values())
 
 
-def test_kernel_choices_are_part_of_it(monkeypatch):
+def test_the_description_includes_the_choice_of_kernels(monkeypatch):
     monkeypatch.delenv("MEGALOWBIT_BACKEND", raising=False)
     before = installation_facts()
     monkeypatch.setenv("MEGALOWBIT_BACKEND", "torch")
@@ -73,13 +73,13 @@ def test_configurations_compare_key_by_key_with_defaults_filled_in():
     assert facts["configuration key megalowbit.precision"] != other["configuration key megalowbit.precision"]
 
 
-def test_where_a_node_keeps_its_files_may_differ():
+def test_paths_may_differ_between_nodes():
     one, two = (configuration_facts(parts(data={"cache_dir": place, "seed": 1})) for place in ("/a", "/b"))
     assert one == two
     assert one["configuration key megalowbit.data.seed"] == "1"
 
 
-def test_long_values_differ_even_where_they_are_cut():
+def test_long_values_are_compared_beyond_the_printed_part():
     one, two = ({"values": list(range(200)), "x": index} for index in range(2))
     two["values"][100] = -1
     facts = [configuration_facts(parts(run=run)) for run in (one, two)]
@@ -88,7 +88,7 @@ def test_long_values_differ_even_where_they_are_cut():
     assert len(facts[0][key]) < 110
 
 
-def test_a_model_is_its_parameters_names_shapes_and_types():
+def test_a_model_is_compared_by_names_shapes_and_types_of_its_parameters():
     net = model()
     net[1].weight.requires_grad_(False)
     assert model_facts(net) == {

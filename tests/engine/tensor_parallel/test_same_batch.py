@@ -1,4 +1,4 @@
-"""Digests in a group of one; ranks that differ are in tests/distributed/test_tensor_parallel.py."""
+"""Digests in a group of one; tests/distributed/test_tensor_parallel.py tests ranks that differ."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ A = torch.arange(6)
         ("a", "b"),
     ],
 )
-def test_what_differs_has_another_digest(one, other):
+def test_different_values_have_different_digests(one, other):
     assert _digest(one) != _digest(other)
 
 

@@ -1,4 +1,4 @@
-"""Contracts asked of copies of DeepSpeed in which something has changed; the installed one: contract/."""
+"""Contracts checked on changed copies of DeepSpeed; contract/ checks the installed one."""
 
 import json
 import os
@@ -8,7 +8,9 @@ import sys
 import pytest
 from deepspeed_copies import copy_deepspeed, environment
 
-pytestmark = pytest.mark.slow  # in make test: contracts of the installed one, and of checks that fail
+pytestmark = (
+    pytest.mark.slow
+)  # `make test` runs the contracts of the installed DeepSpeed and tests of failing checks
 ASK = (
     "import json\n"
     "from megalowbit.engine.process_start import import_deepspeed\n"
@@ -17,7 +19,7 @@ ASK = (
     "print(json.dumps([[each.name, each.breaks] for each in broken_contracts()]))\n"
 )
 ZERO = "runtime/zero/stage_1_and_2.py"
-# what is changed → the contract that must be found broken, and what it says
+# change → the contract that must be reported as broken, and its message
 CHANGES = {
     "an internal has another name": (
         (ZERO, "round_robin_bit16_offsets", "bit16_offsets"),
@@ -48,7 +50,7 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """All of the changes in one copy, for an import takes seconds; contract → what breaks."""
+    """All changes in one copy, because an import takes seconds; returns contract → what breaks."""
     folder = copy_deepspeed(
         tmp_path_factory.mktemp("copy") / "changed", "0.19.9", [change for change, _ in CHANGES.values()]
     )
@@ -60,12 +62,12 @@ def broken(tmp_path_factory):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_has_changed_is_found_and_says_what_breaks(broken, change):
+def test_each_change_breaks_its_contract_and_the_message_says_what_breaks(broken, change):
     name, breaks = CHANGES[change][1]
     found = [text for contract, text in broken.items() if name in contract]
     assert len(found) == 1
     assert breaks in found[0]
 
 
-def test_nothing_else_is_found(broken):
+def test_unchanged_contracts_are_met(broken):
     assert len(broken) == len(CHANGES)

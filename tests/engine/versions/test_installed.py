@@ -1,4 +1,4 @@
-"""Starts with other versions than the supported ones: copies of DeepSpeed, real processes, real ranks."""
+"""Starts with unsupported versions: copies of DeepSpeed in real processes and ranks."""
 
 import os
 import re
@@ -18,8 +18,9 @@ from megalowbit.errors import UserError
 
 PIPE = subprocess.PIPE
 ROOT = Path(__file__).parents[3]
-# One start for each value of MEGALOWBIT_ALLOW_DEEPSPEED among the arguments, or one. The group is left in the
-# end: an interpreter that exits while threads of Gloo run may abort.
+# One start for each value of MEGALOWBIT_ALLOW_DEEPSPEED among the arguments, or one. The group is stopped at
+# the end: an interpreter that exits while Gloo threads run may abort.
+
 START = """
 import logging, os, sys
 logging.basicConfig(level="WARNING")
@@ -53,7 +54,7 @@ def broken(tmp_path_factory):
 
 
 def start(*folders, allowed=(), **more):
-    """Start one rank for each folder (None: the installed DeepSpeed) and return what they said.
+    """Start one rank for each folder (None: the installed DeepSpeed) and return their output.
 
     Args:
         folders: of copies of DeepSpeed.
@@ -93,7 +94,7 @@ def test_the_supported_versions_are_those_of_the_setup_and_the_constraints():
 
 
 @pytest.mark.slow
-def test_another_deepspeed_is_refused_on_all_ranks_with_one_line(sound):
+def test_another_deepspeed_version_is_rejected_on_all_ranks_in_one_line(sound):
     for output, _ in start(sound, sound):
         assert output.count("\n") == 1
         assert output.startswith(REFUSED)
@@ -101,13 +102,13 @@ def test_another_deepspeed_is_refused_on_all_ranks_with_one_line(sound):
         assert output.endswith(" True\n")
 
 
-def test_another_deepspeed_on_one_rank_ends_the_others_too(sound):
+def test_another_deepspeed_version_on_one_rank_stops_all_ranks(sound):
     lines = [output for output, _ in start(None, sound)]
     assert lines[0] == lines[1]
     assert lines[0].startswith(f"rank 1: {REFUSED}")
 
 
-def test_only_the_exact_version_is_consent(sound):
+def test_only_the_exact_version_is_accepted_as_permission(sound):
     values = ["*", "1", "0.19.8", "0.19", ""]
     ((output, _),) = start(sound, allowed=values)
     assert output.count("\n") == len(values)
@@ -117,7 +118,7 @@ def test_only_the_exact_version_is_consent(sound):
 
 
 @pytest.mark.slow
-def test_a_version_that_is_allowed_and_keeps_the_contracts_starts_with_one_warning(sound):
+def test_an_allowed_version_that_meets_the_contracts_starts_with_one_warning(sound):
     (first, told), (second, silent) = start(sound, sound, MEGALOWBIT_ALLOW_DEEPSPEED="0.19.9")
     assert (first, second) == ("started\n", "started\n")
     assert told.count("deepspeed 0.19.9 instead of 0.19.8") == 1
@@ -125,7 +126,7 @@ def test_a_version_that_is_allowed_and_keeps_the_contracts_starts_with_one_warni
 
 
 @pytest.mark.slow
-def test_a_version_that_breaks_a_contract_is_refused_although_it_is_allowed(broken):
+def test_an_allowed_version_that_breaks_a_contract_is_rejected(broken):
     ((output, _),) = start(broken, MEGALOWBIT_ALLOW_DEEPSPEED="0.19.9")
     assert output.startswith("deepspeed 0.19.9 breaks 1 of the ")
     assert "round_robin_bit16_offsets (checkpoints record where each parameter is" in output
@@ -158,7 +159,7 @@ def check(monkeypatch):
         installed_versions.check_installed.cache_clear()
 
 
-def test_another_torch_is_refused_unless_it_is_named(monkeypatch):
+def test_another_torch_version_is_rejected_unless_it_is_allowed(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
     with pytest.raises(UserError, match=r"torch 2\.14\.1\+cu130 is inst.*_ALLOW_TORCH=2\.14\.1\+cu130"):
         check(monkeypatch)
@@ -168,12 +169,12 @@ def test_another_torch_is_refused_unless_it_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("build", ["2.13.0", "2.13.0+cpu", "2.13.0+cu129"])
-def test_every_build_of_the_supported_torch_is_taken(monkeypatch, build):
+def test_every_build_of_the_supported_torch_is_accepted(monkeypatch, build):
     monkeypatch.setattr(torch, "__version__", build)
     check(monkeypatch)
 
 
-def test_transformers_outside_the_range_is_refused(monkeypatch, tmp_path):
+def test_transformers_outside_the_supported_range_is_rejected(monkeypatch, tmp_path):
     (tmp_path / "transformers-4.57.1.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: transformers\nVersion: 4.57.1\n"
     (tmp_path / "transformers-4.57.1.dist-info" / "METADATA").write_text(metadata)

@@ -12,7 +12,7 @@ from megalowbit.engine.versions.internals import (
 ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 
 
-def test_a_check_that_fails_or_raises_is_a_broken_contract():
+def test_a_check_that_returns_false_or_raises_is_a_broken_contract():
     def gone():
         raise AttributeError("gone")
 
@@ -20,7 +20,7 @@ def test_a_check_that_fails_or_raises_is_a_broken_contract():
     assert [Contract(name="a", breaks="b", check=check).holds() for check in checks] == [True, False, False]
 
 
-def test_a_dotted_name_stands_for_a_module_or_what_lies_in_it():
+def test_a_dotted_name_is_a_module_or_an_object_within_it():
     import deepspeed.runtime.engine as module
 
     assert deepspeed_object("deepspeed.runtime.engine") is module
@@ -47,13 +47,13 @@ def test_arguments_are_looked_up_by_name():
     assert not takes(function, ("third",))
 
 
-def test_every_name_stands_once_and_says_what_breaks():
+def test_every_contract_has_a_unique_name_and_says_what_breaks():
     contracts = list(name_contracts())
     assert len({each.name for each in contracts}) == len(contracts)
     assert all(each.breaks for each in contracts)
 
 
-def test_sources_are_read_one_after_the_other():
+def test_several_sources_are_concatenated_in_order():
     both = deepspeed_source("pipe/__init__.py", "__init__.py")
     assert both == deepspeed_source("pipe/__init__.py") + deepspeed_source("__init__.py")
     assert "def initialize(" in both

@@ -25,7 +25,7 @@ def step(engine):
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_surface_is_that_of_stage_0(stage):
+def test_the_optimizer_has_the_same_attributes_as_at_stage_0(stage):
     engine, of_stage_0 = start(stage), start(0)
     for one in (engine, of_stage_0):
         assert one.optimizer.report is None
@@ -41,7 +41,7 @@ def test_the_surface_is_that_of_stage_0(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_step_has_one_order_at_every_stage(stage, monkeypatch):
+def test_a_step_runs_its_phases_in_the_same_order_at_every_stage(stage, monkeypatch):
     engine, calls = start(stage), []
 
     def noted(name, method):
@@ -55,13 +55,15 @@ def test_a_step_has_one_order_at_every_stage(stage, monkeypatch):
     hook = engine.module.weight.register_hook(lambda gradient: gradient * float("nan"))
     step(engine)
     hook.remove()
-    late = ["update"] if stage == 0 else []  # launched before the host knows, and skips itself
+    late = (
+        ["update"] if stage == 0 else []
+    )  # launched before the host reads the flag; the update itself skips
     assert calls == ["begin_step", "measure", *late, "measure", "locate", "end_step"]
     assert not engine.optimizer.report.is_applied
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_timers_of_ours_and_of_deepspeed_live_side_by_side(stage):
+def test_phase_timers_and_deepspeeds_timers_work_together(stage):
     engine = start(stage)
     assert engine.optimizer.timers.milliseconds() == {}
     engine.optimizer.timers = StepTimers()
@@ -69,7 +71,7 @@ def test_timers_of_ours_and_of_deepspeed_live_side_by_side(stage):
     assert list(engine.optimizer.timers.milliseconds()) == ["inspect"]
 
 
-def test_a_phase_timer_passes_on_what_is_deepspeeds():
+def test_a_phase_timer_forwards_calls_to_deepspeeds_timer():
     class Theirs:
         def __call__(self, name):
             return f"timer {name}"
@@ -83,7 +85,9 @@ def test_a_phase_timer_passes_on_what_is_deepspeeds():
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_huge_finite_gradient_is_measured_again_and_applied(stage, monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "is_available", lambda: False)  # its squares are exact at once
+    monkeypatch.setattr(
+        cpu_kernels, "is_available", lambda: False
+    )  # its squares are computed exactly in the first pass
     engine = start(stage, precision="fp32", grad_scaler=None)
     engine.backward(engine(torch.ones(1, 3)).sum() * 1e30)
     report = engine.step() or engine.optimizer.report
@@ -92,7 +96,7 @@ def test_a_huge_finite_gradient_is_measured_again_and_applied(stage, monkeypatch
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_neither_closures_nor_later_parameters_are_taken(stage):
+def test_closures_and_later_parameters_are_rejected(stage):
     optimizer = start(stage).optimizer
     with pytest.raises(TypeError, match="step takes no closure"):
         optimizer.step(lambda: 0.0)
@@ -108,13 +112,13 @@ def test_a_backward_without_the_scale_is_an_error_with_a_constant_scale_too(stag
         engine(torch.ones(1, 3).half()).float().sum().backward()
 
 
-def test_an_optimizer_of_another_kind_is_refused():
+def test_an_optimizer_of_another_kind_is_rejected():
     with pytest.raises(UserError, match="selects DeepSpeed's SGD, which is not supported"):
         replace_optimizer_class(torch.optim.SGD([torch.zeros(1)]))
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_step_without_a_backward_is_refused_and_leaves_the_run_alone(stage):
+def test_a_step_without_a_backward_is_rejected_and_the_run_can_continue(stage):
     engine = start(stage)
     with pytest.raises(UserError, match=r"^engine.step\(\) before any backward: call engine.backward"):
         engine.step()

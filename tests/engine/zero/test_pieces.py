@@ -15,7 +15,7 @@ def parameters():
 
 
 def pieces_of(parameters, generator):
-    """Some of the first two parameters' gradients; the third has none here."""
+    """Pieces of the gradients of the first two parameters; this rank has none of the third."""
     first = Piece(parameters[0], torch.randn(7, generator=generator), 5)
     second = Piece(parameters[1], torch.randn(5, generator=generator), 0)
     return [first, second]
@@ -31,7 +31,7 @@ def measured(parameters, pieces, gradient_norm="global", *, is_exact=False):
     return gradients_of(parameters, gradient_norm).measure(pieces, is_exact=is_exact)
 
 
-def test_norm_and_zeros_are_those_of_all_pieces(parameters):
+def test_norm_and_zeros_cover_all_pieces(parameters):
     pieces = pieces_of(parameters, torch.Generator().manual_seed(0))
     pieces[1].gradient[:2] = 0
     squares = [float(piece.gradient.double().square().sum()) for piece in pieces]
@@ -44,7 +44,7 @@ def test_norm_and_zeros_are_those_of_all_pieces(parameters):
 
 @pytest.mark.parametrize("gradient_norm", ["global", "sum_of_norms"])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_what_is_not_finite_sets_the_flag_and_leaves_no_nan_in_the_norm(parameters, gradient_norm, value):
+def test_non_finite_gradients_set_the_flag_and_leave_no_nan_in_the_norm(parameters, gradient_norm, value):
     pieces = pieces_of(parameters, torch.Generator().manual_seed(0))
     pieces[1].gradient[3] = value
     found, figures = measured(parameters, pieces, gradient_norm).read([[torch.tensor([7.0])]])
@@ -53,14 +53,14 @@ def test_what_is_not_finite_sets_the_flag_and_leaves_no_nan_in_the_norm(paramete
 
 
 @pytest.mark.parametrize("gradient_norm", ["global", "sum_of_norms"])
-def test_a_square_that_fp32_does_not_hold_is_no_overflow(parameters, gradient_norm):
+def test_a_square_beyond_the_fp32_range_is_not_an_overflow(parameters, gradient_norm):
     pieces = [Piece(parameters[1], torch.full((5,), 1e30), 0)]
     found, _ = measured(parameters, pieces, gradient_norm, is_exact=True).read()
     assert not found.found_inf
     assert found.norm == pytest.approx(math.sqrt(5) * 1e30, rel=1e-6)
 
 
-def test_a_parameter_that_another_pipeline_stage_counts_is_only_checked(parameters):
+def test_a_parameter_counted_by_another_pipeline_stage_is_only_checked_for_overflow(parameters):
     parameters[1].ds_pipe_replicated = True
     pieces = pieces_of(parameters, torch.Generator().manual_seed(0))
     found, _ = measured(parameters, pieces).read()
@@ -70,7 +70,7 @@ def test_a_parameter_that_another_pipeline_stage_counts_is_only_checked(paramete
 
 
 @pytest.mark.parametrize(("peers", "rank"), [((4, 5), None), ((3,), 3)])
-def test_an_overflow_is_named_by_the_last_parameter_and_by_a_rank_that_is_alone(parameters, peers, rank):
+def test_an_overflow_names_the_last_parameter_and_in_a_group_of_one_the_rank(parameters, peers, rank):
     pieces = pieces_of(parameters, torch.Generator().manual_seed(0))
     gradients = gradients_of(parameters, peers=peers)
     assert gradients.locate(pieces) is None
@@ -81,7 +81,7 @@ def test_an_overflow_is_named_by_the_last_parameter_and_by_a_rank_that_is_alone(
     assert found.ranks == peers
 
 
-def test_pieces_get_what_whole_weights_get():
+def test_pieces_get_the_same_regularizer_gradients_as_full_weights():
     torch.manual_seed(0)
     layers = {"a": torch.nn.Linear(4, 6), "b": torch.nn.Linear(6, 3)}
     settings = RegularizerSettings(strength=0.5, epsilon=1e-2)

@@ -9,7 +9,7 @@ from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 
 
-def test_the_scale_changes_when_the_scaler_does_and_not_when_deepspeed_says():
+def test_the_scale_follows_the_scaler_and_not_deepspeed():
     scaler = DynamicGradScaler(2.0**10, growth_interval=1, hysteresis=1)
     adapter = ZeroLossScaler(scaler)
     adapter.update_scale(True)
@@ -34,7 +34,7 @@ def test_without_a_scaler_the_scale_is_one_and_cannot_be_set():
         adapter.cur_scale = 2.0
 
 
-def test_a_state_goes_through_and_keeps_the_live_scaler():
+def test_a_state_is_saved_and_loaded_into_the_same_scaler_object():
     saved = ZeroLossScaler(DynamicGradScaler(2.0**10, growth_interval=3))
     saved.grad_scaler.update(False)
     live = DynamicGradScaler(2.0**20, growth_interval=3)
@@ -46,14 +46,14 @@ def test_a_state_goes_through_and_keeps_the_live_scaler():
 
 
 @pytest.mark.parametrize("state", [object(), {"cur_scale": 4.0}, None, 3.0])
-def test_another_programs_scaler_is_refused_and_changes_nothing(state):
+def test_the_state_of_a_foreign_scaler_is_rejected_and_changes_nothing(state):
     adapter = ZeroLossScaler(DynamicGradScaler(2.0**10))
     with pytest.raises(UserError, match="loss scaler of another program"):
         adapter.load_state_dict(state)
     assert adapter.cur_scale == 2.0**10
 
 
-def test_a_state_without_a_scaler_warns_and_leaves_the_scale(caplog):
+def test_a_state_without_a_scaler_warns_and_keeps_the_scale(caplog):
     adapter = ZeroLossScaler(DynamicGradScaler(2.0**10))
     with caplog.at_level(logging.WARNING):
         adapter.load_state_dict(ZeroLossScaler(None).state_dict())

@@ -38,7 +38,7 @@ def test_the_model_is_cast_and_masters_keep_their_bits(stage, precision, dtype):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_model_that_is_half_already_keeps_its_weights(stage):
+def test_a_model_in_half_precision_keeps_its_weights(stage):
     model = torch.nn.Linear(5, 3).bfloat16()
     expected = model.weight.detach().float()
     engine, *_ = initialize(model=model, config=config(stage))
@@ -53,7 +53,7 @@ def test_a_group_of_frozen_parameters_only_is_left_out():
     assert len(engine.optimizer.param_groups) == 1
 
 
-def test_a_model_in_pieces_is_refused():
+def test_a_partitioned_model_is_rejected():
     model = torch.nn.Linear(5, 3)
     model.weight.ds_id = 0
     with pytest.raises(

@@ -29,7 +29,7 @@ def model(**arguments):
 
 
 @pytest.mark.parametrize("given", [None, 3])
-def test_a_replica_with_its_own_numbers_trains(given):
+def test_a_replica_with_its_own_random_numbers_trains(given):
     with process(3, 4):
         net = model(rank=given)
         DistributedDataParallel(net)(torch.ones(2, 16))
@@ -38,7 +38,7 @@ def test_a_replica_with_its_own_numbers_trains(given):
 
 
 @pytest.mark.parametrize("given", [0, 1, 7])
-def test_a_rank_that_is_no_rank_of_this_process_is_refused_in_the_first_forward(given):
+def test_a_rank_of_another_process_is_rejected_in_the_first_forward(given):
     with process(3, 4):
         replica = DistributedDataParallel(model(rank=given))
         with pytest.raises(UserError, match=rf"rank = {given} was given .* on rank 3 of the 4 .* rank= out"):
@@ -46,7 +46,7 @@ def test_a_rank_that_is_no_rank_of_this_process_is_refused_in_the_first_forward(
         replica.eval()(torch.ones(2, 16))  # evaluation averages nothing
 
 
-def test_the_rank_in_the_world_is_accepted_in_a_smaller_group_and_so_is_that_in_the_group():
+def test_a_smaller_group_accepts_the_global_rank_and_the_rank_in_the_group():
     for given in (1, 3):
         with process(3, 4):
             group = dist.new_group([1, 3])

@@ -47,7 +47,7 @@ def recipe(**changes):
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_first_and_last_blocks_stay_as_they_are(kind, changes, swapped):
+def test_first_and_last_blocks_are_kept(kind, changes, swapped):
     model, prefix = tiny_model(kind, num_layers=4), f"{family(kind).blocks}."
     report = convert(model, recipe(**changes))
     assert block_numbers(bit_layers(model), prefix) == swapped
@@ -84,7 +84,7 @@ def test_blocks_are_the_outermost_list_with_linear_layers():
     assert list(bit_layers(model)) == ["stages.1.experts.0", "stages.1.experts.1", "out"]
 
 
-def test_a_list_of_linear_layers_counts_those_alone():
+def test_in_a_list_of_linear_layers_each_layer_is_a_block():
     model = nn.ModuleDict(
         {"body": nn.ModuleList([nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()])}
     )
@@ -93,7 +93,7 @@ def test_a_list_of_linear_layers_counts_those_alone():
     assert [(each.name, each.reason) for each in report.kept] == [("body.2", "in the last block")]
 
 
-def test_a_block_that_is_registered_elsewhere_too_is_known_by_itself():
+def test_a_block_registered_twice_is_recognised():
     class Aliased(nn.Module):
         def __init__(self):
             super().__init__()
@@ -130,7 +130,7 @@ def test_a_block_that_is_registered_elsewhere_too_is_known_by_itself():
         (Stack(), {"keep_first": 0.5, "keep_last": 0.1}, "first 2 and the last 1 of the 3"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_and_nothing_is_converted(model, changes, message):
+def test_keep_settings_that_are_not_possible_are_rejected_and_nothing_is_converted(model, changes, message):
     with pytest.raises(UserError, match=message):
         convert(model, recipe(**changes))
     assert not bit_layers(model)

@@ -106,7 +106,7 @@ def test_logits_stay_close_to_those_of_the_plain_model():
     assert 0 < (low - plain).norm() / plain.norm() < 0.3
 
 
-def test_dtype_training_mode_hooks_and_frozen_parameters_move_over():
+def test_dtype_training_mode_hooks_and_frozen_parameters_are_preserved():
     model = mlp().to(torch.bfloat16)
     model[2].eval().requires_grad_(False)
     seen = []
@@ -127,7 +127,7 @@ def test_a_frozen_conv1d_stays_frozen():
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_meta_models_are_converted_without_data():
+def test_meta_models_can_be_converted():
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config())
     report = convert(model)
@@ -136,7 +136,7 @@ def test_meta_models_are_converted_without_data():
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
-def test_keep_names_layers_or_the_modules_they_lie_in():
+def test_keep_patterns_match_layers_or_the_modules_that_contain_them():
     model = gpt2()
     report = convert(model, {"base": "nvfp4", "keep": ["transformer.h.0", "*.h.1.mlp.c_f?"]})
     swapped = {each.name for each in report.swapped}
@@ -199,7 +199,7 @@ def test_a_module_registered_twice_is_replaced_in_both_places():
     assert type(model[0]) is nn.Linear
 
 
-def test_the_bf16_recipe_swaps_nothing_and_says_so():
+def test_the_bf16_recipe_swaps_nothing_and_the_report_says_so():
     model = gpt2()
     report = convert(model, "bf16")
     assert report.swapped == ()
@@ -221,12 +221,12 @@ def test_the_bf16_recipe_swaps_nothing_and_says_so():
         (mlp(), "nvfp5", "unknown recipe"),
     ],
 )
-def test_a_conversion_that_cannot_be_is_refused(model, recipe, message):
+def test_a_conversion_that_is_not_possible_is_rejected(model, recipe, message):
     with pytest.raises(UserError, match=message):
         convert(model, recipe)
 
 
-def test_a_refused_conversion_changes_nothing():
+def test_a_rejected_conversion_changes_nothing():
     model = mlp()
     with pytest.raises(UserError):
         convert(model, {"base": "nvfp4", "keep": ["nowhere"]})
@@ -234,7 +234,7 @@ def test_a_refused_conversion_changes_nothing():
     assert not model._forward_pre_hooks
 
 
-def test_converting_twice_is_refused_until_restored():
+def test_converting_twice_is_rejected_until_restored():
     model = mlp()
     convert(model)
     with pytest.raises(UserError, match=r"converted before.*restore"):
@@ -243,7 +243,7 @@ def test_converting_twice_is_refused_until_restored():
     assert len(convert(model).swapped) == 2
 
 
-def test_restoring_a_bare_bitlinear_is_refused():
+def test_restoring_a_bare_bitlinear_is_rejected():
     with pytest.raises(UserError, match="cannot replace the model itself"):
         restore(BitLinear(4, 4))
 
@@ -286,7 +286,7 @@ def test_a_resumed_stream_repeats_gradients_bit_for_bit():
     assert not all(torch.equal(a, b) for a, b in zip(unlike, expected, strict=True))
 
 
-def test_ranks_round_their_own_gradients_differently():
+def test_ranks_round_gradients_with_different_random_numbers():
     grads = []
     for rank in (0, 1):
         model = mlp()
@@ -307,7 +307,7 @@ def test_a_copied_model_advances_its_own_stream(duplicate):
     assert all(layer.random_stream is random_stream(copied) for layer in bit_layers(copied).values())
 
 
-def test_an_observer_is_set_on_every_layer_and_taken_off_again():
+def test_an_observer_is_set_on_every_layer_and_removed_again():
     class Silent:
         def observe(self, layer, role, counts, error):
             pass
@@ -321,7 +321,7 @@ def test_an_observer_is_set_on_every_layer_and_taken_off_again():
     assert all(layer.observer is None for layer in bit_layers(model).values())
 
 
-def test_converting_does_not_touch_the_random_state():
+def test_converting_does_not_change_the_random_state():
     model = gpt2()
     state = torch.get_rng_state()
     convert(model)
@@ -341,7 +341,7 @@ def test_plain_torch_models_are_converted_without_importing_transformers():
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
 @pytest.mark.parametrize("numbers", [{"seed": 1.7}, {"seed": "x"}, {"seed": None}, {"rank": -1}])
-def test_a_seed_or_rank_that_is_no_number_is_refused_before_anything_is_swapped(recipe, numbers):
+def test_a_seed_or_rank_that_is_not_a_number_is_rejected_before_any_layer_is_swapped(recipe, numbers):
     model = nn.Sequential(nn.Linear(16, 16))
     with pytest.raises(UserError, match=f"random stream {next(iter(numbers))} = "):
         convert(model, recipe, **numbers)

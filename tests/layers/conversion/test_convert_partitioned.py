@@ -10,11 +10,11 @@ def model():
     return torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32))
 
 
-def test_a_whole_model_passes():
+def test_a_model_with_full_parameters_passes():
     refuse_partitioned(model())
 
 
-def test_a_parameter_in_pieces_is_named_before_anything_is_converted():
+def test_a_partitioned_parameter_is_rejected_before_any_layer_is_converted():
     net = model()
     net[1].weight.data = torch.zeros(0)  # as DeepSpeed leaves it
     net[1].weight.ds_id = 0

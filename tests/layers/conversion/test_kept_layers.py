@@ -23,7 +23,7 @@ def test_linear_layers_are_found_before_and_after_conversion():
     assert not is_linear(nn.Conv1d(1, 1, 1))
 
 
-def test_heads_have_a_reason_and_what_is_swapped_has_none():
+def test_kept_heads_have_a_reason_and_swapped_layers_have_none():
     model = Headed()
     assert output_heads(model) == {id(model.head)}
     assert reasons_to_keep(model, linear_layers(model), recipe("nvfp4"), {}) == {"head": "output head"}

@@ -33,7 +33,7 @@ def ours(model, **settings):
     return mlb.get_megatron_optimizer(model, mlb.OptimizerConfig(lr=0.1, **settings))
 
 
-def test_a_converted_model_under_a_plain_optimizer_passes():
+def test_a_converted_model_with_a_plain_optimizer_passes():
     model = net()
     check_training(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     check_training(
@@ -43,7 +43,7 @@ def test_a_converted_model_under_a_plain_optimizer_passes():
     check_training(model, config={"train_batch_size": 1})
 
 
-def test_a_model_without_low_bit_layers_is_refused_unless_nothing_is_to_be_quantised():
+def test_a_model_without_low_bit_layers_is_rejected_unless_its_recipe_does_not_quantise():
     assert "Sequential has no low-bit layers" in refusal(net(None))
     assert "has no low-bit layers" in refusal(net(None), config={"megalowbit": {"recipe": "nvfp4"}})
     check_training(net(None), config={"megalowbit": {"recipe": "bf16"}})
@@ -62,14 +62,14 @@ def test_layers_of_another_recipe_are_refused():
         ("watchdog", {"timeout": 9}), ("regularizer", {"strength": 1e-6}), ("rescipe", "nvfp4"),
     ],
 )  # fmt: skip
-def test_what_nobody_acts_on_is_refused(key, value):
+def test_settings_that_another_loop_does_not_apply_are_rejected(key, value):
     config = {"megalowbit": {"recipe": "nvfp4", key: value}}
     line = refusal(net(), config=config)
     assert line.startswith(f"megalowbit.{key} = ")
     assert "megalowbit.initialize" in line
 
 
-def test_all_that_is_wrong_is_said_at_once():
+def test_all_mistakes_are_reported_in_one_error():
     block = {"recipe": "mxfp4", "fp32_norms": True, "late_switch": {"at": 1}}
     assert refusal(net(), config={"megalowbit": block}).count("; ") == 2
 
@@ -82,21 +82,21 @@ def test_a_configuration_is_read_from_its_file(tmp_path):
     assert "must be an object" in refusal(net(), config=str(path))
 
 
-def test_an_optimizer_of_ours_that_expects_a_loss_scale_is_refused():
+def test_a_megalowbit_optimizer_that_expects_a_loss_scale_is_rejected():
     model = net().half()
     optimizer = ours(model, fp16=True, initial_loss_scale=1024.0, params_have_main_grad=False)
     line = refusal(model, optimizer=optimizer)
     assert "Float16OptimizerWithFloat16Params divides gradients by a loss scale of 1024" in line
 
 
-def test_an_optimizer_of_ours_that_takes_gradients_away_is_refused_and_another_is_not():
+def test_only_megalowbit_optimizers_that_move_gradients_are_rejected():
     model = net().bfloat16()
     assert "main_grad" in refusal(model, optimizer=ours(model, bf16=True))
     model = net().bfloat16()
     check_training(model, optimizer=ours(model, bf16=True, params_have_main_grad=False))
 
 
-def test_the_stream_of_another_rank_is_refused(monkeypatch):
+def test_the_random_stream_of_another_rank_is_rejected(monkeypatch):
     # another test may have left a process group
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     line = refusal(net(rank=3))
@@ -108,7 +108,7 @@ def test_the_stream_of_another_rank_is_refused(monkeypatch):
     assert refusal(net(rank=3)).endswith("random numbers: leave rank= out of megalowbit.convert")
 
 
-def test_the_data_parallel_rank_of_an_engine_with_tensor_parallel_ranks_is_right(monkeypatch):
+def test_the_stream_may_have_the_data_parallel_rank_of_an_engine(monkeypatch):
     monkeypatch.setattr("megalowbit.layers.conversion.other_loops.own_rank", lambda: 5)
     layers = bit_layers(net(rank=2))
     engine = SimpleNamespace(mpu=SimpleNamespace(get_data_parallel_rank=lambda: 2))
@@ -117,21 +117,21 @@ def test_the_data_parallel_rank_of_an_engine_with_tensor_parallel_ranks_is_right
     assert len(_stream_problems(bit_layers(net(rank=3)), engine)) == 1
 
 
-def test_a_pipe_in_place_of_the_configuration_is_not_waited_for(tmp_path):
+def test_a_configuration_that_is_a_pipe_does_not_block(tmp_path):
     os.mkfifo(tmp_path / "ds.json")
     assert "is a FIFO" in refusal(net(), config=tmp_path / "ds.json")
 
 
-def test_copies_on_many_devices_are_refused():
+def test_dataparallel_copies_on_many_devices_are_rejected():
     assert "nn.DataParallel" in refusal(nn.DataParallel(net()))
 
 
-def test_a_compiled_model_is_looked_into():
+def test_the_model_inside_a_compiled_one_is_checked():
     check_training(torch.compile(net()))
     assert "has no low-bit layers" in refusal(torch.compile(net(None)))
 
 
-def test_without_an_engine_the_hook_is_silent_and_other_hooks_are_no_engine(caplog):
+def test_without_an_engine_the_hook_does_nothing_and_other_hooks_are_not_engines(caplog):
     model = net()
     model.register_forward_pre_hook(lambda module, inputs: None)
     assert find_engine(model) is None
@@ -140,7 +140,7 @@ def test_without_an_engine_the_hook_is_silent_and_other_hooks_are_no_engine(capl
     assert not caplog.records
 
 
-def test_layers_that_were_all_replaced_are_missed_at_the_next_training_forward():
+def test_replacing_all_low_bit_layers_is_reported_at_the_next_training_forward():
     model = net()
     model[0], model[1] = nn.Linear(16, 16), nn.Linear(16, 16)
     model.eval()
@@ -161,14 +161,14 @@ class Adapter(nn.Module):
 
 
 @pytest.mark.parametrize("wrapper", [Adapter, checkpoint_wrapper])
-def test_layers_inside_wrappers_are_not_replaced(wrapper):
+def test_layers_inside_wrappers_do_not_count_as_replaced(wrapper):
     model = net()
     model[0], model[1] = wrapper(model[0]), wrapper(model[1])
     model(torch.ones(2, 16)).sum().backward()
     check_training(model, config={"megalowbit": {"recipe": "nvfp4"}})
 
 
-def test_a_single_layer_put_back_by_hand_and_a_restored_model_are_left_alone():
+def test_a_single_layer_restored_by_hand_and_a_restored_model_pass():
     model = net()
     model[1] = nn.Linear(16, 16)
     model(torch.ones(2, 16))

@@ -25,7 +25,7 @@ def test_a_single_block_is_listed_without_a_number():
     assert "×" not in str(report_for(1))
 
 
-def test_digits_inside_a_name_stay():
+def test_digits_within_a_name_are_not_block_numbers():
     swapped = (SwappedLayer("fc1", "Linear", 2, 3), SwappedLayer("fc2", "Linear", 2, 3))
     text = str(ConversionReport(recipe=recipe("nvfp4"), swapped=swapped, kept=()))
     assert "fc1" in text

@@ -71,7 +71,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_experts_are_missed_and_routers_kept(name):
+def test_experts_are_reported_as_missed_and_routers_as_kept(name):
     model = MODELS[name]()
     report = convert(model)
     assert len(report.swapped) == 8  # attention, and no expert
@@ -90,7 +90,7 @@ def test_experts_are_missed_and_routers_kept(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_keep_names_is_kept_and_not_missed(name):
+def test_weights_named_by_keep_are_kept_and_not_missed(name):
     report = convert(MODELS[name](), EXPERTS)
     assert not report.missed
     reasons = [each.reason for each in report.kept if ".experts." in each.name]
@@ -100,13 +100,13 @@ def test_what_keep_names_is_kept_and_not_missed(name):
     refuse_missed(report.missed, report.recipe)
 
 
-def test_blocks_that_are_kept_miss_nothing():
+def test_kept_blocks_have_no_missed_weights():
     report = convert(MODELS["mixtral"](), {"base": "nvfp4", "keep_first": 1})
     assert {each.name.split(".")[2] for each in report.missed} == {"1"}
     assert {each.reason for each in report.kept if ".0.mlp.experts" in each.name} == {"in the first block"}
 
 
-def test_conversion_warns_once_and_whoever_starts_a_run_refuses(caplog):
+def test_conversion_warns_once_and_a_run_rejects_missed_weights(caplog):
     with caplog.at_level(logging.WARNING):
         report = convert(MODELS["mixtral"]())
     (record,) = caplog.records
@@ -130,7 +130,7 @@ def test_a_converted_model_still_shows_what_was_missed():
     assert not convert(MODELS["mixtral"](), "bf16").missed
 
 
-def test_of_a_hand_written_module_matrices_are_missed_and_nothing_else():
+def test_only_the_matrices_of_a_hand_written_module_are_missed():
     report = convert(Net())
     assert [(each.name, each.shape) for each in report.missed] == [
         ("matrix", (16, 16)),
@@ -139,7 +139,7 @@ def test_of_a_hand_written_module_matrices_are_missed_and_nothing_else():
     assert [(each.name, each.reason) for each in report.kept] == [("conv.weight", "a convolution")]
 
 
-def test_a_model_of_nothing_else_is_refused_with_what_was_found():
+def test_a_model_with_only_missed_weights_is_rejected_and_they_are_listed():
     with pytest.raises(UserError, match=r"swaps no layer of Sequential \(0\.weight: a parameter of Experts"):
         convert(nn.Sequential(Experts()))
 
@@ -164,6 +164,6 @@ def test_patches_and_positions_of_a_vision_model_are_not_missed():
     assert "a convolution" in {each.reason for each in report.kept}
 
 
-def test_shapes_are_known_without_data():
+def test_shapes_are_found_on_meta_models():
     with torch.device("meta"):
         assert len(convert(MODELS["mixtral"]()).missed) == 4

@@ -13,7 +13,7 @@ CASES = Path(__file__).with_name("replica_cases.py")
 COUNT = 7
 
 
-def test_replicas_draw_the_numbers_of_their_ranks():
+def test_replicas_draw_the_random_numbers_of_their_ranks():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-v", str(CASES)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=CASES.parents[3])

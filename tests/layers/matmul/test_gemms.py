@@ -35,7 +35,7 @@ def exact(operand):
     ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_equal_float64_up_to_the_roundings_promised(
+def test_products_equal_float64_within_the_documented_roundings(
     backend, compute, out, of_product, of_result, has_bias
 ):
     left, right = quantized(33, 70, 1), quantized(20, 70, 2, scale=0.02)

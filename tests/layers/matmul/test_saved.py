@@ -7,7 +7,7 @@ from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.recipe import recipe
 
 
-def fourth_counts_double(values):
+def doubles_the_fourth(values):
     """A user's gain that needs four singular values."""
     factors = torch.ones_like(values)
     factors[3] = 2
@@ -20,7 +20,7 @@ SPLITS = {
     "gains": {"split_input": {"rank": 3, "gains": "ysche"}},
     "unquantised factors": {"split_input": {"rank": 3, "q_factors": "fp32"}},
     "mean": {"split_input": {"method": "mean"}},
-    "own gain": {"split_input": {"rank": 8, "gains": f"{__name__}:fourth_counts_double"}},
+    "own gain": {"split_input": {"rank": 8, "gains": f"{__name__}:doubles_the_fourth"}},
 }
 RECIPES = {
     "nvfp4": {"base": "nvfp4"},

@@ -34,14 +34,14 @@ def whole(masters):
 
 
 @pytest.mark.parametrize("is_split", [False, True])
-def test_the_whole_weight_is_split_in_place(masters, states, is_split):
+def test_the_full_weight_is_split_in_place(masters, states, is_split):
     expected = whole(masters) if is_split else masters[0].double()
     split_masters(masters, states, is_split=is_split, is_projected=True, is_computed=True)
     torch.testing.assert_close(whole(masters), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(masters[2].double(), torch.linalg.svdvals(expected)[:RANK], rtol=1e-5, atol=0)
 
 
-def test_moments_are_projected_counts_copied_and_stale_entries_gone(masters, states):
+def test_moments_are_projected_counts_copied_and_stale_entries_removed(masters, states):
     m, variance = states[0]["exp_avg"].double(), states[0]["exp_avg_sq"].double()
     split_masters(masters, states, is_split=False, is_projected=True, is_computed=True)
     u, s, v = (master.double() for master in masters[1:])
@@ -64,7 +64,7 @@ def test_reset_drops_all_state(masters, states):
     assert len(tensors) == 4
 
 
-def test_who_does_not_compute_has_the_same_tensors_in_the_same_order_and_touches_no_master(masters, states):
+def test_a_rank_that_does_not_compute_gets_empty_tensors_in_the_same_order(masters, states):
     before = [master.clone() for master in masters]
     room = split_masters(masters, states, is_split=False, is_projected=True, is_computed=False)
     assert all(torch.equal(a, b) for a, b in zip(masters, before, strict=True))
@@ -81,7 +81,7 @@ def test_moments_keep_their_dtype(masters, states):
     assert states[3]["exp_avg_sq"].dtype == torch.float32
 
 
-def test_only_tensors_of_a_parameters_elements_need_a_rule(states):
+def test_only_state_with_an_entry_per_element_needs_a_rule(states):
     assert without_rule(states[0]) is None
     assert without_rule({**states[0], "exp_inf": torch.zeros(OUT, IN)}) == "exp_inf"
     assert without_rule({"mu_product": torch.tensor(1.0)}) is None
@@ -90,7 +90,7 @@ def test_only_tensors_of_a_parameters_elements_need_a_rule(states):
 
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 1e5])
-def test_the_largest_singular_value_is_exact_where_it_matters_and_never_too_small(masters, is_split, scale):
+def test_the_largest_singular_value_is_exact_near_the_limit_and_never_too_small(masters, is_split, scale):
     masters = tuple(scale * part if index in (0, 2) else part for index, part in enumerate(masters))
     expected = whole(masters) if is_split else masters[0].double()
     found = largest_singular_value(masters, is_split=is_split)

@@ -65,7 +65,7 @@ def test_a_parameter_without_gradient_stays_zero():
     assert unused.main_grad.tolist() == [0, 0, 0]
 
 
-def test_zero_forgets_everything():
+def test_zero_clears_the_buffer_and_pending_gradients():
     model = model_of()
     buffer = GradBuffer(model.parameters())
     model(torch.ones(2, 6)).sum().backward()
@@ -142,7 +142,7 @@ def test_a_bad_gradient_that_was_cleared_never_comes_back(adding):
 
 
 @pytest.mark.parametrize("is_detached", [False, True])
-def test_what_others_write_to_a_main_grad_is_kept_and_added_to(adding, is_detached):
+def test_values_written_to_a_main_grad_are_kept_and_added_to(adding, is_detached):
     one, two, _ = pair_of()
     written = one.main_grad.data if is_detached else one.main_grad
     written.copy_(torch.tensor([10.0, 20.0]))
@@ -178,7 +178,7 @@ def test_a_gradient_of_another_layout_is_added_in_its_place(adding):
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("is_reduced", [True, False])
-def test_what_overflowed_is_told_in_the_order_of_backward(adding, bad, is_reduced):
+def test_overflowed_parameters_are_listed_in_the_order_of_backward(adding, bad, is_reduced):
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
     buffer = GradBuffer(parameters)
     for index, value in ((2, bad), (0, 1.0), (3, bad)):

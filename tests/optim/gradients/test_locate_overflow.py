@@ -88,7 +88,7 @@ def test_gradients_known_to_be_of_this_rank_name_one_even_if_all_are_the_same(lo
     assert located["the same, own"][1] == 0
 
 
-def test_shards_that_differ_name_a_rank_though_nobody_knows_of_averaging(located):
+def test_shards_that_differ_name_a_rank_even_if_averaging_is_unknown(located):
     assert located["shards"][0] == "shard1"
 
 
@@ -115,7 +115,7 @@ def test_an_optimizer_tells_of_bad_gradients_in_the_order_of_backward(bad, has_m
         assert (here.rank, here.num_gradients, here.is_own) == (0, 6, False)
 
 
-def test_what_the_optimizers_of_a_rank_saw_is_put_in_the_order_of_backward():
+def test_overflows_of_several_optimizers_are_sorted_in_the_order_of_backward():
     found = joined([seen(1, [4, 7], is_own=True), seen(1, [2], is_own=True, prefix="expert")])
     assert list(found.tensors) == [(2, "expert2"), (4, "p4"), (7, "p7")]
     assert (found.rank, found.num_gradients, found.is_own) == (1, 18, True)

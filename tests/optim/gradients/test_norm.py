@@ -74,7 +74,7 @@ def test_zeros_are_counted_exactly():
     assert inspected(tensors).num_zeros is None
 
 
-def test_no_gradients_at_all_are_fine():
+def test_a_step_without_gradients_has_norm_zero():
     facts = inspected([], count_zeros=True)
     assert (facts.found_inf, facts.norm, facts.num_zeros) == (False, 0.0, 0)
     assert inspected([torch.empty(0)]).norm == 0
@@ -104,7 +104,7 @@ def test_nothing_is_divided_without_scale_and_clipping_and_never_by_infinity():
     assert float(gradient_divisor(norm, 1.0, 1e-300)) == torch.finfo(torch.float32).max
 
 
-def test_figures_are_read_with_the_measurement():
+def test_extra_figures_are_read_together_with_the_measurement():
     norm, flag = torch.tensor([3.0, 0.0], dtype=torch.float64)
     figures = [[torch.tensor([1.0, 2.0])], [], [torch.tensor([4.0]), torch.tensor([5.0])]]
     facts, numbers = Measurement(norm=norm, flag=flag).read(figures)
@@ -204,7 +204,7 @@ def test_a_bad_gradient_sets_the_flag_beside_huge_ones_and_in_half_precision(sum
             assert measure_gradients(tensors, kind=kind, is_exact=is_exact).flag > 0
 
 
-def test_what_is_measured_stays_numbers_on_the_device(summing):
+def test_measurements_stay_on_the_device(summing):
     for measured in (
         measure_gradients([torch.ones(4)]),
         measure_gradients([torch.tensor([math.nan])]),

@@ -70,7 +70,7 @@ def test_an_overflow_says_which_tensor_where_and_how_far_it_went(changes, more):
     ids=["copy", "deepcopy", "pickle"],
 )  # fmt: skip
 @pytest.mark.parametrize("is_applied", [True, False])
-def test_a_copy_knows_all_that_the_report_does(copied, is_applied):
+def test_a_copy_has_all_fields_of_the_report(copied, is_applied):
     report = StepReport(
         is_applied=is_applied, grad_norm=1.5, num_zeros=7, loss_scale=8.0,
         overflow=None if is_applied else overflow(),

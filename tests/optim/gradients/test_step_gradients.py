@@ -1,4 +1,4 @@
-"""Where a step finds gradients, what it says of them, and that nothing is left. One process."""
+"""Where a step finds gradients, what it reports, and that it clears them. One process."""
 
 import math
 
@@ -69,7 +69,7 @@ def exact_norm(tensors):
 
 
 @pytest.mark.parametrize("keeper", [*KEEPERS, "grad"])
-def test_gradients_are_found_where_they_are_kept_and_measured_as_they_are(keeper):
+def test_gradients_are_found_in_grad_or_main_grad_and_measured(keeper):
     model = model_of()
     if keeper != "grad":
         keep_gradients(model, keeper)
@@ -102,7 +102,7 @@ def test_a_parameter_without_a_gradient_has_none_and_is_measured_as_nothing():
 
 @pytest.mark.parametrize("kind", ["global", "sum_of_norms"])
 @pytest.mark.parametrize("bad", [None, math.inf, math.nan])
-def test_what_another_counts_is_not_in_the_norm_but_its_overflow_is_seen(kind, bad):
+def test_parameters_counted_elsewhere_are_left_out_of_the_norm_but_checked_for_overflow(kind, bad):
     model = model_of()
     model[0].weight.shared = True
     GradBuffer(model.parameters())
@@ -146,7 +146,7 @@ def test_zeroing_some_of_a_buffer_leaves_the_gradients_of_others():
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("keeper", [*KEEPERS, "grad"])
-def test_bad_gradients_are_told_in_the_order_of_backward(keeper, bad):
+def test_non_finite_gradients_are_listed_in_the_order_of_backward(keeper, bad):
     model = model_of()
     if keeper != "grad":
         keep_gradients(model, keeper)
@@ -159,12 +159,12 @@ def test_bad_gradients_are_told_in_the_order_of_backward(keeper, bad):
     assert (seen.rank, seen.num_gradients, seen.is_own) == (0, 4, False)
 
 
-def test_before_a_reduction_and_after_it_are_told_apart():
+def test_overflows_before_and_after_a_reduction_are_distinguished():
     model = model_of()
     buffer = GradBuffer(model.parameters())
     gradients = gradients_of(model)
     model[0].weight.main_grad[0, 0] = math.inf
-    assert not gradients.local_overflow(is_before=True).is_own  # nobody has said that there will be one
+    assert not gradients.local_overflow(is_before=True).is_own  # no reduction has been announced
     buffer.before_reduction()
     model[2].bias.main_grad[0] = math.nan  # as it may come from another rank
     before, now = (gradients.local_overflow(is_before=each) for each in (True, False))
@@ -175,7 +175,7 @@ def test_before_a_reduction_and_after_it_are_told_apart():
     assert not gradients.local_overflow(is_before=True).is_own
 
 
-def test_only_the_own_parameters_of_a_shared_buffer_are_told():
+def test_only_parameters_of_the_optimizer_are_listed_from_a_shared_buffer():
     model = model_of()
     GradBuffer(model.parameters())
     model[0].weight.main_grad[0, 0] = model[2].weight.main_grad[0, 0] = math.inf
@@ -197,7 +197,7 @@ def test_no_parameters_at_all_are_fine():
 
 
 @pytest.mark.parametrize("keeper", KEEPERS)
-def test_factors_must_be_known_to_whoever_keeps_the_gradients(keeper):
+def test_the_gradient_buffer_must_have_the_same_layer_scaling(keeper):
     model = model_of()
     scaling = LayerScaling(model, ["0", "2"])
     keep_gradients(model, keeper)
@@ -237,7 +237,7 @@ WRITERS = [by_data, by_numpy, by_flat, by_rebinding, by_other_storage]
 
 @pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("keeper", ["optimizer", "LocalDDP"])
-def test_norm_flag_and_update_see_what_others_wrote_by_whatever_way(write, keeper, path):
+def test_norm_flag_and_update_use_gradients_written_by_the_user_in_any_way(write, keeper, path):
     """SGD's update shows its gradient; Adam's second moment does."""
     model = model_of()
     if keeper == "LocalDDP":
@@ -288,7 +288,7 @@ def test_after_a_step_main_grads_are_exactly_zero(keeper, is_skipped, path):
 
 
 @pytest.mark.parametrize("stepped", [0, 1])
-def test_of_optimizers_that_share_a_buffer_one_that_steps_alone_leaves_the_others_gradients(stepped, path):
+def test_stepping_one_of_two_optimizers_with_a_shared_buffer_keeps_the_other_gradients(stepped, path):
     model = LocalDDP(model_of())
     parts = [model.module[0], model.module[2]]
     scaler = ConstantGradScaler(8.0)
@@ -308,7 +308,7 @@ def test_of_optimizers_that_share_a_buffer_one_that_steps_alone_leaves_the_other
 
 @pytest.mark.parametrize("has_strategy", [False, True])
 def test_a_local_ddp_put_around_a_model_after_its_optimizer_was_built_changes_nothing(has_strategy, path):
-    """Gradients that stayed in a buffer nobody clears would add up, and norms grow from step to step."""
+    """Gradients left in a buffer would add up, and norms would grow from step to step."""
     runs = []
     for is_late in (False, True):
         model = model_of()

@@ -13,7 +13,7 @@ CLEAN, FLAGGED = torch.tensor(0.0), torch.tensor(1.0)
 
 
 class StandIn:
-    """What amp_C documents, in plain torch, with checks of each argument it is given."""
+    """The documented behaviour of amp_C in plain torch, with a check of each argument."""
 
     def __init__(self):
         self.launches = []
@@ -64,7 +64,7 @@ def multi_tensor_applier(launch, flag, tensors, *arguments):
 
 @pytest.fixture
 def amp_c(monkeypatch):
-    """An apex that imports and can be used wherever tensors lie."""
+    """An apex package that can be imported and supports tensors on every device."""
     stand_in = StandIn()
     amp_c = ModuleType("amp_C")
     vars(amp_c).update({name: getattr(stand_in, name) for name in dir(stand_in) if name.startswith("multi")})
@@ -178,7 +178,7 @@ def test_inner_steps_by_apex_follow_torch_over_several_steps(amp_c):
     assert amp_c.launches[0] == ("plain", 1)
 
 
-def test_another_package_named_apex_and_an_old_one_are_passed_over(amp_c, monkeypatch):
+def test_an_unrelated_or_old_apex_package_is_ignored(amp_c, monkeypatch):
     assert apex_kernels._library() is not None
     monkeypatch.delattr(sys.modules["amp_C"], "multi_tensor_adam_capturable_master")
     assert apex_kernels._library() is None

@@ -60,7 +60,7 @@ def item(size, dtype=torch.float32, half=torch.float16, seed=0, **changes):
 
 
 def by_torch(item, scale):
-    """What torch's fused kernel makes of the item: master, moments and half weight."""
+    """The result of torch's fused kernel for the item: master, moments and half weight."""
     master, exp_avg, exp_avg_sq = item.master.clone(), item.exp_avg.clone(), item.exp_avg_sq.clone()
     step = item.settings
     update = torch._fused_adamw_ if step.is_decoupled else torch._fused_adam_
@@ -318,7 +318,7 @@ def test_what_is_not_finite_is_added_where_it_is_and_nowhere_else(dtype, value):
     assert (~main.isfinite()).nonzero().tolist() == [[66_000]]
 
 
-def test_what_the_kernels_do_not_take_is_told():
+def test_unsupported_tensors_are_recognised():
     matrix = torch.zeros(4, 6)
     assert cpu_kernels.supports(matrix)
     assert cpu_kernels.can_accumulate(matrix, matrix.bfloat16())

@@ -194,7 +194,7 @@ def test_plain_scalers_ask_for_no_statistics_and_ignore_them():
 
 
 @pytest.mark.parametrize("mode", ["megatron", "deepspeed", "torch", "clean_step"])
-def test_growth_that_is_restarted_counts_anew_and_moves_nothing(mode):
+def test_restarting_growth_resets_the_count_and_keeps_the_scale(mode):
     scaler, other = (DynamicGradScaler(8.0, growth_interval=4, mode=mode) for _ in range(2))
     run(scaler, "...")
     before = scaler.state_dict()
@@ -224,7 +224,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(key, value, caplog):
 
 
 @pytest.mark.parametrize("state", [None, 3, "scale", ["scale"], {3: 1.0}])
-def test_what_is_no_state_is_refused(state):
+def test_an_object_that_is_not_a_state_is_rejected(state):
     scaler = DynamicGradScaler(64.0)
     for load in (scaler.check_state_dict, scaler.load_state_dict):
         with pytest.raises(UserError, match="grad scaler state"):
@@ -234,7 +234,7 @@ def test_what_is_no_state_is_refused(state):
             ConstantGradScaler(8).load_state_dict(state)
 
 
-def test_to_check_a_state_changes_and_logs_nothing(caplog):
+def test_checking_a_state_changes_and_logs_nothing(caplog):
     scaler = DynamicGradScaler(64.0, min_scale=32.0)
     before = scaler.state_dict()
     scaler.check_state_dict({"scale": 2.0, "growth_tracker": 1, "hysteresis_tracker": 1})

@@ -13,8 +13,8 @@ from megalowbit.optim.loss_scale.gradient_based import StrategyGradScaler, octav
 steady = settings(deadline=None, derandomize=True)
 
 
-class Told(StrategyGradScaler):
-    """Wants the octave it is told as `amax`, so that the base alone decides what becomes of it."""
+class ScriptedScaler(StrategyGradScaler):
+    """Wants exactly the octave passed as `amax`, to test the rules of the base class alone."""
 
     NAME = "told"
     STATE = {"told": None}  # noqa: RUF012
@@ -26,7 +26,7 @@ class Told(StrategyGradScaler):
         return self._told
 
 
-class Levelled(Told):
+class ScalerWithLevel(ScriptedScaler):
     def _level(self):
         return self._told
 
@@ -37,8 +37,8 @@ def step(scaler, octave=None, found_inf=False):
 
 @steady
 @given(st.lists(st.tuples(st.booleans(), st.floats(-200, 200)), max_size=60), st.floats(0.01, 4.0))
-def test_any_wish_gives_a_power_of_two_within_bounds_and_at_most_an_octave_up(wishes, low):
-    scaler = Told(16.0, low, max_scale=5000.0, growth_interval=3)
+def test_any_wanted_scale_gives_a_power_of_two_within_bounds_and_at_most_an_octave_up(wishes, low):
+    scaler = ScriptedScaler(16.0, low, max_scale=5000.0, growth_interval=3)
     for found_inf, octave in wishes:
         before = scaler.scale
         after = 2.0 ** step(scaler, octave, found_inf)
@@ -49,8 +49,8 @@ def test_any_wish_gives_a_power_of_two_within_bounds_and_at_most_an_octave_up(wi
             assert after == before / 2 or (after == before and before / 2 < low)
 
 
-def test_a_wish_is_rounded_down_and_falls_are_not_limited():
-    scaler = Told(2.0**15)
+def test_a_wanted_scale_is_rounded_down_and_falls_are_not_limited():
+    scaler = ScriptedScaler(2.0**15)
     assert step(scaler, 15.9) == 15
     assert step(scaler, 3.9) == 3
     assert step(scaler, 20.0) == 4
@@ -60,26 +60,26 @@ def test_a_wish_is_rounded_down_and_falls_are_not_limited():
 
 
 def test_the_first_scale_is_rounded_down_to_a_power_of_two():
-    assert Told(1000.0).scale == 512.0
-    assert Told(3.0, 3.0, max_scale=20.0).scale == 4.0  # 2 is below the minimum
+    assert ScriptedScaler(1000.0).scale == 512.0
+    assert ScriptedScaler(3.0, 3.0, max_scale=20.0).scale == 4.0  # 2 is below the minimum
 
 
-def test_the_scale_moves_only_every_so_many_clean_steps_but_falls_at_once():
-    scaler = Told(2.0**10, update_every=3)
+def test_the_scale_rises_only_every_n_clean_steps_but_falls_at_once():
+    scaler = ScriptedScaler(2.0**10, update_every=3)
     assert [step(scaler, 20.0) for _ in range(7)] == [10, 10, 11, 11, 11, 12, 12]
     assert step(scaler, found_inf=True) == 11
     assert [step(scaler, 5.0) for _ in range(3)] == [11, 11, 5]
 
 
 def test_after_an_overflow_the_scale_waits_and_returns_by_an_octave_for_each_interval():
-    scaler = Told(2.0**10, growth_interval=4)
+    scaler = ScriptedScaler(2.0**10, growth_interval=4)
     step(scaler, found_inf=True)
     step(scaler, found_inf=True)
     assert [step(scaler, 20.0) for _ in range(12)] == [8, 8, 8, 9, 9, 9, 9, 10, 10, 10, 10, 11]
 
 
-def test_the_wait_starts_anew_with_each_overflow():
-    scaler = Told(2.0**10, growth_interval=4)
+def test_each_overflow_restarts_the_wait():
+    scaler = ScriptedScaler(2.0**10, growth_interval=4)
     step(scaler, found_inf=True)
     for _ in range(3):
         step(scaler, 20.0)
@@ -87,22 +87,22 @@ def test_the_wait_starts_anew_with_each_overflow():
     assert [step(scaler, 20.0) for _ in range(4)] == [8, 8, 8, 9]
 
 
-def test_gradients_that_shrink_meanwhile_lift_the_wait_by_as_much():
-    scaler = Levelled(2.0**10, growth_interval=1000)
+def test_shrinking_gradients_raise_the_limit_of_the_wait_by_the_same_factor():
+    scaler = ScalerWithLevel(2.0**10, growth_interval=1000)
     step(scaler, 10.0)
     step(scaler, found_inf=True)
-    assert step(scaler, 10.5) == 9  # they bear half an octave more than when it overflowed
+    assert step(scaler, 10.5) == 9  # half an octave more fits than at the overflow
     assert [step(scaler, 13.0) for _ in range(5)] == [10, 11, 12, 12, 12]
 
 
 def test_backing_off_for_a_retry_is_an_overflow_and_ends_at_the_minimum():
-    scaler = Told(8.0, 2.0)
+    scaler = ScriptedScaler(8.0, 2.0)
     assert [(scaler.back_off(), scaler.scale) for _ in range(3)] == [(True, 4), (True, 2), (False, 2)]
     assert step(scaler, 20.0) == 1  # it waits as after an overflow
 
 
 @pytest.mark.parametrize("amax", [None, 0.0, math.inf, math.nan])
-def test_an_amax_that_says_nothing_is_no_octave(amax):
+def test_an_amax_of_zero_or_non_finite_gives_no_octave(amax):
     assert octaves_below(2.0**15, amax) is None
 
 
@@ -114,7 +114,7 @@ def test_octaves_below_are_exact_for_powers_of_two_and_do_not_overflow():
 @steady
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 40)), max_size=30), st.integers(1, 3))
 def test_a_state_through_json_continues_as_if_not_stopped(wishes, update_every):
-    whole, later = (Told(update_every=update_every, growth_interval=2) for _ in range(2))
+    whole, later = (ScriptedScaler(update_every=update_every, growth_interval=2) for _ in range(2))
     for found_inf, octave in wishes:
         step(whole, octave, found_inf)
     later.load_state_dict(json.loads(json.dumps(whole.state_dict())))
@@ -124,28 +124,28 @@ def test_a_state_through_json_continues_as_if_not_stopped(wishes, update_every):
     assert later.state_dict() == whole.state_dict()
 
 
-def test_of_a_foreign_state_only_the_scale_is_taken():
-    scaler = Told(growth_interval=2)
+def test_only_the_scale_of_a_foreign_state_is_loaded():
+    scaler = ScriptedScaler(growth_interval=2)
     step(scaler, 12.0)
     step(scaler, found_inf=True)
     scaler.load_state_dict(DynamicGradScaler(100.0).state_dict())
-    assert scaler.state_dict() == {**Told(64.0).state_dict(), "scale": 64.0}
+    assert scaler.state_dict() == {**ScriptedScaler(64.0).state_dict(), "scale": 64.0}
 
 
 def test_a_loaded_scale_outside_the_bounds_is_clamped_with_a_warning(caplog):
-    scaler = Told(8.0, 4.0)
+    scaler = ScriptedScaler(8.0, 4.0)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 1.0})
     assert scaler.scale == 4.0
     assert "outside [4" in caplog.text
 
 
 def test_a_state_that_lacks_something_is_refused_by_name():
-    state = Told().state_dict()
+    state = ScriptedScaler().state_dict()
     del state["ceiling"]
     with pytest.raises(UserError, match="told grad scaler state lacks ceiling"):
-        Told().load_state_dict(state)
+        ScriptedScaler().load_state_dict(state)
     with pytest.raises(UserError, match=r"steps of the loaded .* must be a whole number"):
-        Told().load_state_dict({**Told().state_dict(), "steps": "3"})
+        ScriptedScaler().load_state_dict({**ScriptedScaler().state_dict(), "steps": "3"})
 
 
 @pytest.mark.parametrize(
@@ -163,11 +163,11 @@ def test_a_state_that_lacks_something_is_refused_by_name():
 )
 def test_a_bad_argument_is_refused_by_name(arguments, name):
     with pytest.raises(UserError, match=f"^{name} must be"):
-        Told(**arguments)
+        ScriptedScaler(**arguments)
 
 
-def test_growth_that_is_restarted_waits_anew_and_moves_nothing():
-    scaler = Told(2.0**10, growth_interval=4, update_every=2)
+def test_restarting_growth_resets_the_wait_and_keeps_the_scale():
+    scaler = ScriptedScaler(2.0**10, growth_interval=4, update_every=2)
     step(scaler, found_inf=True)
     for _ in range(3):
         step(scaler, 20.0)

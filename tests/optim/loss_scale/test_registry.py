@@ -76,7 +76,7 @@ def test_bf16_takes_a_constant_scaler():
         ({"growth_factor": 1 + 1e-9}, "growth_factor must be a number that differs from 1 in float32"),
     ],
 )
-def test_settings_refuse_what_does_not_belong_together(settings, message):
+def test_settings_reject_arguments_that_cannot_be_combined(settings, message):
     with pytest.raises(ValidationError, match=message):
         read(settings)
 

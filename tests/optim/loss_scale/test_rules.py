@@ -221,7 +221,7 @@ def test_bounds_that_float32_does_not_hold_are_refused(mode):
 
 
 @pytest.mark.parametrize("mode", ["megatron", "torch", "clean_step"])
-def test_factors_that_float32_cannot_tell_from_1_are_refused_where_it_rounds(mode):
+def test_factors_that_float32_rounds_to_1_are_rejected(mode):
     with pytest.raises(
         UserError, match=r"^growth_factor must be .* differs from 1 in float32.*, not 1\.000000001"
     ):

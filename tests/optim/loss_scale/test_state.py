@@ -188,7 +188,7 @@ def test_the_state_of_a_strategy_gives_its_scale():
     assert ours.state_dict() == {"scale": 256.0, "growth_tracker": 0, "hysteresis_tracker": 2}
 
 
-def test_other_arguments_than_the_saved_ones_are_warned_of_and_hold(caplog):
+def test_arguments_that_differ_from_the_saved_ones_are_kept_with_a_warning(caplog):
     ours = DynamicGradScaler(4.0, growth_interval=5, mode="torch")
     with caplog.at_level(logging.WARNING):
         ours.load_state_dict(torch.amp.GradScaler("cpu", growth_interval=2000).state_dict())
@@ -230,12 +230,12 @@ def test_a_state_of_no_known_scaler_is_refused(state, message):
         ({"scale": 2.0, "strategy": "other"}, "scale"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_name(state, key, value):
+def test_an_impossible_value_is_rejected_by_name(state, key, value):
     read_saved_scaler(state)
     with pytest.raises(UserError, match=f"^{key} of the loaded grad scaler state must be"):
         read_saved_scaler({**state, key: value})
 
 
-def test_keys_that_are_no_names_are_listed_and_refused():
+def test_keys_that_are_not_strings_are_listed_and_rejected():
     with pytest.raises(UserError, match=r"found only \['0', 'x'\]"):
         read_saved_scaler({0: 1.0, "x": 2})

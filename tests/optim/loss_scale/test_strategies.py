@@ -14,7 +14,7 @@ from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
 from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
 from megalowbit.optim.loss_scale.norm_ratio import NormRatioGradScaler, is_losing
 
-OVERFLOW = 65520.0  # what rounds to infinity in fp16
+OVERFLOW = 65520.0  # the smallest number that rounds to infinity in fp16
 AMAX_STRATEGIES = [MaxValueGradScaler, MaxNormGradScaler, ControllerGradScaler]
 STRATEGIES = [*AMAX_STRATEGIES, NormRatioGradScaler]
 steady = settings(deadline=None, derandomize=True)
@@ -73,7 +73,7 @@ def test_max_value_between_two_moves_remembers_the_largest_gradient():
     assert scaler.scale == 2.0**17
 
 
-def test_an_overflow_freezes_what_max_value_knows():
+def test_an_overflow_does_not_change_the_statistics_of_max_value():
     scaler = MaxValueGradScaler()
     simulate(scaler, [2.0**-6] * 20)
     before = scaler.state_dict()
@@ -85,7 +85,7 @@ def test_an_overflow_freezes_what_max_value_knows():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("amax", [None, 0.0, math.inf, math.nan])
-def test_statistics_that_say_nothing_leave_the_scale(strategy, amax):
+def test_statistics_without_information_keep_the_scale(strategy, amax):
     scaler = strategy(2.0**12)
     simulate(scaler, [2.0**3] * 10)
     before = scaler.scale
@@ -138,7 +138,7 @@ def test_noisy_gradients_overflow_in_one_step_of_a_hundred_at_most(strategy, oct
     assert sorted(scaled)[steps // 2] >= 2.0**10  # the price of safety is not a useless scale
 
 
-def test_norm_ratio_probes_the_first_step_and_then_every_so_many_clean_ones():
+def test_norm_ratio_probes_the_first_step_and_then_every_n_clean_steps():
     scaler = NormRatioGradScaler(probe_every=3)
     wants = []
     for found_inf in [False, False, False, True, True, False, False]:
@@ -173,7 +173,7 @@ def test_norm_ratio_grows_by_one_octave_for_each_probe_that_lost_gradients():
     assert found == [8, 16, 16, 16, 16]
 
 
-def test_norm_ratio_keeps_a_probes_verdict_until_it_may_move():
+def test_norm_ratio_keeps_the_result_of_a_probe_until_it_may_move():
     scaler = NormRatioGradScaler(4.0, update_every=3)
     found = [scaler.update(False, statistics(scaler, flushed=value)) for value in (0.5, None, None, None)]
     assert found == [4, 4, 8, 8]
@@ -223,7 +223,7 @@ def test_controller_rests_within_its_dead_band():
     assert abs(15 - math.log2(scaled[-1])) <= 0.5
 
 
-def test_controller_held_at_a_bound_piles_up_nothing():
+def test_controller_at_a_bound_does_not_accumulate_error():
     scaler = ControllerGradScaler(max_scale=2.0**16)
     simulate(scaler, [1e-9] * 100)
     scaler.update(False, statistics(scaler, 2.0**15))

@@ -180,7 +180,7 @@ def test_main_grads_kept_by_someone_else_are_used():
 
 
 @pytest.mark.parametrize("clip_grad", [-1.0, math.inf, math.nan])
-def test_a_limit_that_is_no_limit_is_refused(clip_grad):
+def test_an_invalid_clipping_limit_is_rejected(clip_grad):
     parameter = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(UserError, match="clip_grad must be"):
         FP32Optimizer(torch.optim.SGD([parameter]), clip_grad=clip_grad)
@@ -228,7 +228,7 @@ def test_an_unknown_norm_is_refused_with_the_known_ones():
         )
 
 
-def test_what_is_called_before_a_step_gets_the_scale_and_its_gradients_are_clipped():
+def test_before_step_hooks_receive_the_scale_and_their_gradients_are_clipped():
     parameter = torch.nn.Parameter(torch.zeros(1))
     scales = []
 
@@ -367,7 +367,7 @@ def test_layer_scaling_is_refused_where_its_factors_would_stay_in_the_gradients(
         scaled_optimizer(kept)
 
 
-def test_factors_are_saved_and_a_run_goes_on_as_if_it_had_not_stopped():
+def test_factors_are_saved_and_a_resumed_run_continues_exactly():
     def step(model, optimizer, number):
         x = torch.randn(4, 3, generator=torch.Generator().manual_seed(number)).half()
         optimizer.scale_loss(model(x).float().square().mean() * 2.0**-6).backward()

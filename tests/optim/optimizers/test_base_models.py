@@ -119,7 +119,7 @@ def test_a_model_trains_as_a_float64_loop_does(reference, name, has_factors):
 
 
 def test_gradients_too_small_for_half_precision_are_found_by_the_strategies_and_raised():
-    """At S = 1 a third of the gradients of this loss is zero in fp16; each strategy gets out of it."""
+    """At S = 1 a third of this loss's gradients are zero in fp16; each strategy raises S to save them."""
     for name in ("max_value", "norm_ratio", "max_norm", "controller"):
         model = model_of()
         make = type(SCALERS[name]())

@@ -1,4 +1,4 @@
-"""States that fit in part: nothing of them is taken over. Copies, pickles and late groups: refused."""
+"""A state that fits only in part changes nothing. Copies, pickles and late groups are rejected."""
 
 import copy
 import math
@@ -45,7 +45,7 @@ def train(model, optimizer, numbers):
 
 
 def everything(model, optimizer):
-    """Bits of all that loading could change."""
+    """The bits of everything that loading could change."""
     masters = [optimizer.master_of(p).detach() for p in model.parameters()]
     groups = [{**group, "params": None} for group in optimizer.param_groups]
     tensors = [*model.parameters(), *masters]
@@ -107,7 +107,7 @@ def test_a_state_that_is_bad_in_one_part_changes_nothing_in_any(scaler, damage):
     assert everything(model, optimizer) == before
     with pytest.raises(UserError):
         optimizer.check_state_dict(saved)
-    train(model, optimizer, range(8, 10))  # and goes on
+    train(model, optimizer, range(8, 10))  # and training continues
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
@@ -135,7 +135,7 @@ def test_the_state_of_another_update_rule_changes_nothing():
     assert everything(model, optimizer) == before
 
 
-def test_moments_may_stay_out_and_are_then_not_looked_at():
+def test_moments_may_be_excluded_and_are_then_not_checked():
     model, optimizer = built()
     train(model, optimizer, range(3))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -164,7 +164,7 @@ def test_an_optimizer_is_neither_copied_nor_pickled(way, make):
     assert "\n" not in str(refusal.value)
 
 
-def test_groups_are_not_added_later_and_the_refusal_leaves_the_optimizer_as_it_was():
+def test_adding_a_group_later_is_rejected_and_leaves_the_optimizer_unchanged():
     optimizer, parameter = fp32_optimizer()
     with pytest.raises(UserError, match="add_param_group: parameters cannot be added later") as refusal:
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})

@@ -1,4 +1,4 @@
-"""Several optimizers in one process; several ranks are in tests/distributed/test_overflow.py."""
+"""Several optimizers in one process; tests/distributed/test_overflow.py tests several ranks."""
 
 import copy
 import math
@@ -135,7 +135,7 @@ def test_several_optimizers_may_share_the_buffers_of_a_local_ddp():
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_strategy_is_told_the_largest_gradient_of_all(place):
+def test_a_strategy_receives_the_largest_gradient_of_all_optimizers(place):
     scaler = MaxValueGradScaler(4.0, ema_decay=0.0)
     parameters, chain = chain_of(scaler=scaler)
     for _ in range(20):
@@ -298,7 +298,7 @@ def test_a_state_continues_the_run_bit_for_bit():
         chain.load_state_dict(state[:1])
 
 
-def test_models_written_to_by_others_are_taken_over():
+def test_reloading_takes_the_masters_from_changed_models():
     parameters, chain = chain_of()
     for parameter in parameters:
         parameter.data.fill_(2.0)

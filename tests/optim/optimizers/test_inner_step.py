@@ -139,7 +139,7 @@ def test_every_path_steps_as_the_optimizer_itself_and_rounds_to_the_weights(make
 
 @needs_kernels
 @pytest.mark.parametrize(("make", "path"), ALL, ids=IDS)
-def test_half_gradients_are_taken_as_they_are(make, path):
+def test_half_gradients_are_used_without_a_cast(make, path):
     trainee = Trainee(make)
     steps = [gradients(seed, torch.float16) for seed in range(2)]
     for given in steps:
@@ -200,7 +200,7 @@ def test_one_pass_and_torch_continue_each_other_bit_by_bit(make):
 
 
 @needs_kernels
-def test_one_pass_gives_way_to_what_it_would_pass_by():
+def test_one_pass_is_not_used_for_optimizers_that_it_would_bypass():
     def path(optimizer, half_of=None):
         return InnerStep(optimizer, half_of or {}).path
 
@@ -253,7 +253,7 @@ def test_torchs_schedulers_see_the_step():
 
 
 @needs_kernels
-def test_gradients_and_moments_that_lie_otherwise_in_memory_are_brought_in_order():
+def test_gradients_and_moments_with_other_strides_are_made_contiguous():
     make = ONE_PASS["adamw"]
     trainee = Trainee(make)
     trainee.run(gradients(0))
@@ -267,7 +267,7 @@ def test_gradients_and_moments_that_lie_otherwise_in_memory_are_brought_in_order
 
 @needs_kernels
 @pytest.mark.parametrize(("make", "path"), ALL, ids=IDS)
-def test_gradients_are_said_to_be_zero_exactly_where_one_pass_has_cleared_them(make, path):
+def test_gradients_are_reported_as_zero_only_if_one_pass_cleared_them(make, path):
     trainee = Trainee(make)
     assert trainee.run(gradients(0), clears_gradients=True) == (path == "one_pass")
     zeros = [not master.grad.any() for master in trainee.masters]
@@ -282,7 +282,7 @@ def test_gradients_are_said_to_be_zero_exactly_where_one_pass_has_cleared_them(m
 
 
 @needs_kernels
-def test_a_gradient_whose_copy_was_used_is_not_said_to_be_zero():
+def test_a_gradient_whose_copy_was_used_is_not_reported_as_zero():
     trainee = Trainee(ONE_PASS["adamw"])
     turned = gradients(0)
     trainee.run(turned)

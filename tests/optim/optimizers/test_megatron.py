@@ -291,7 +291,7 @@ def test_torchs_ddp_needs_ordinary_gradients(tmp_path):
             torch.distributed.destroy_process_group()
 
 
-def test_a_strategy_of_ones_own_goes_through_local_ddp_with_its_instruments():
+def test_a_users_strategy_works_through_local_ddp_with_its_instruments():
     model, scaler = Model().half(), MaxValueGradScaler(2.0**20)
     instruments = Instruments.attach(model, scaler)
     wrapped = LocalDDP(model, instruments=instruments)

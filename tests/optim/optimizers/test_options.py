@@ -39,7 +39,7 @@ def test_only_clipping_has_to_be_given():
     assert required == {"clip_grad"}
 
 
-def test_a_configuration_gives_what_it_holds_under_the_same_names():
+def test_options_are_read_from_a_configuration_under_the_same_names():
     config = OptimizerConfig(lr=1.0, clip_grad=0.5, log_num_zeros_in_grad=True)
     expected = {"clip_grad": 0.5, "log_num_zeros_in_grad": True, "params_have_main_grad": True}
     assert options_in(config) == expected

@@ -48,7 +48,7 @@ class Factors(torch.nn.Module):
         self.right = torch.nn.Parameter(torch.ones(2, 4))
 
 
-def test_a_modules_own_rules_go_before_shapes_also_in_a_copy():
+def test_rules_of_a_module_override_shapes_also_in_a_copy():
     for model in (Factors(), copy.deepcopy(torch.nn.Sequential(Factors()))[0]):
         decayed, plain = weight_decay_groups(torch.nn.Sequential(model), 0.1)
         assert [id(p) for p in decayed["params"]] == [id(model.values), id(model.right)]

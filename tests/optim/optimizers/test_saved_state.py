@@ -208,7 +208,7 @@ def test_the_factor_of_a_groups_learning_rate_may_not_be_lost():
 
 
 @pytest.mark.parametrize("state", [None, 3, [1], "optimizer"])
-def test_what_is_no_mapping_is_refused(state):
+def test_a_state_that_is_not_a_mapping_is_rejected(state):
     with pytest.raises(UserError, match="must be a mapping"):
         find_key(state, ("optimizer",))
     with pytest.raises(UserError, match="must be a mapping"):

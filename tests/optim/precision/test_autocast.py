@@ -183,7 +183,7 @@ def test_ops_on_several_tensors_take_the_widest_type_whichever_it_is(op):
 
 
 @pytest.mark.parametrize("op", AS_GIVEN)
-def test_all_other_ops_run_in_what_they_are_given(op):
+def test_all_other_ops_run_in_the_dtype_of_their_inputs(op):
     calls = {
         "embedding": lambda a: F.embedding(LABELS, a),
         "batch_norm": lambda a: F.batch_norm(a, torch.zeros(8), torch.ones(8), training=True),
@@ -236,7 +236,7 @@ def test_a_scalar_keeps_its_value_and_does_not_widen():
         assert torch.equal(torch.full((2,), 1e-4).half() * torch.tensor(1e5), torch.full((2,), 10.0).half())
 
 
-def test_fp64_integers_explicit_types_and_outputs_are_left_alone():
+def test_fp64_integers_explicit_types_and_outputs_are_unchanged():
     out = torch.empty(8, 8).half()
     with autocast("fp16", "cpu"):
         assert A.double().exp().dtype == torch.float64
@@ -259,13 +259,13 @@ def test_fp64_integers_explicit_types_and_outputs_are_left_alone():
         ({"float16": ["cross_entropy"]}, lambda a: F.cross_entropy(a.float(), LABELS), torch.float16),
     ],
 )
-def test_changes_go_before_torchs_own_list(changes, function, expected):
+def test_changes_override_torchs_list(changes, function, expected):
     classes = OpClasses.default().with_changes(**changes)
     with autocast("fp16", "cpu", classes):
         assert function(A.half()).dtype == expected
 
 
-def test_ops_in_no_class_run_in_what_they_are_given():
+def test_ops_in_no_class_run_in_the_dtype_of_their_inputs():
     with autocast("fp16", "cpu", OpClasses(float32=("exp",))):
         assert (A @ A).dtype == torch.float32
         assert F.cross_entropy(A.half(), LABELS).dtype == torch.float16
@@ -327,7 +327,7 @@ def test_a_device_may_be_a_type_or_a_device(device):
 
 
 @pytest.mark.parametrize("device", ["gpu", "", "meta", None, [], 1.5])
-def test_what_is_no_device_with_autocast_is_refused_in_one_line(device):
+def test_a_device_without_autocast_is_rejected_in_one_line(device):
     model = torch.nn.Linear(1, 1)
     for use in (lambda: autocast("fp16", device).__enter__(), lambda: attach_autocast(model, "fp16", device)):
         with pytest.raises(UserError, match=r"device_type = .* for autocast is not valid: pass") as caught:
@@ -338,7 +338,7 @@ def test_what_is_no_device_with_autocast_is_refused_in_one_line(device):
     assert not model._forward_pre_hooks
 
 
-def test_classes_may_be_the_changes_alone():
+def test_classes_may_be_given_as_changes_only():
     model = torch.nn.GELU()
     attach_autocast(model, "fp16", "cpu", {"float32": ["gelu"]})
     with autocast("fp16", "cpu", {"float32": ["gelu"], "float16": ["exp"]}):
@@ -349,7 +349,7 @@ def test_classes_may_be_the_changes_alone():
 
 
 @pytest.mark.parametrize("classes", ["gelu", ["gelu"], 3, {"fp32": ["gelu"]}, {"float32": [["gelu"]]}])
-def test_what_is_no_classes_is_refused_before_anything_is_hooked(classes):
+def test_invalid_op_classes_are_rejected_before_any_hook_is_set(classes):
     model = torch.nn.Linear(1, 1)
     for use in (
         lambda: autocast("fp16", "cpu", classes).__enter__(),

@@ -97,7 +97,7 @@ def test_an_attached_model_computes_by_class_also_in_evaluation_and_as_a_copy():
     assert model.blocks[0].seen == [torch.float16]
 
 
-def test_a_forward_that_fails_leaves_nothing_switched_on():
+def test_a_failed_forward_leaves_autocast_off():
     model = Stack().half()
     attach_autocast(model, "fp16", "cpu")
     with pytest.raises(RuntimeError):

@@ -169,7 +169,7 @@ def test_a_forward_that_fails_leaves_nothing_behind():
     assert net(inputs(2, 8)).dtype == torch.float32
 
 
-def test_removing_takes_hooks_and_marks_off():
+def test_removing_deletes_hooks_and_marks():
     net = model()
     kept = keep_fp32(net)
     kept.remove()
@@ -218,7 +218,7 @@ def test_a_copy_is_undone_by_itself():
     assert net(inputs(4, 8).half()).dtype == torch.float16
 
 
-def test_a_module_kept_twice_stays_so_until_both_let_go():
+def test_a_module_kept_twice_stays_kept_until_both_are_removed():
     net = model().half()
     first, second = keep_fp32(net), keep_fp32(net, "1")
     assert len(net[1]._forward_pre_hooks) == 1
@@ -250,7 +250,7 @@ def test_tied_parameters_are_kept_while_one_of_their_modules_is():
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_half_after_keep_fp32_is_one_line_that_names_the_module_and_the_order(dtype):
+def test_half_after_keep_fp32_raises_a_one_line_error_with_the_module_and_the_order(dtype):
     net = model()
     keep_fp32(net)
     net.to(dtype)

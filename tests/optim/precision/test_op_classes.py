@@ -67,7 +67,7 @@ def test_no_op_is_in_two_classes_after_changes():
         ({"promote": {"gelu": True}}, "promote = {'gelu': True}: expected a list of ops"),
     ],
 )
-def test_what_is_unknown_or_contradicts_itself_is_refused_in_one_line(changes, message):
+def test_unknown_or_contradictory_changes_are_rejected_in_one_line(changes, message):
     for use in (lambda: OpClasses(**changes), lambda: OpClasses().with_changes(**changes)):
         with pytest.raises(UserError) as caught:
             use()
@@ -75,7 +75,7 @@ def test_what_is_unknown_or_contradicts_itself_is_refused_in_one_line(changes, m
         assert "\n" not in str(caught.value)
 
 
-def test_what_a_caller_gives_is_classes_or_changes_of_the_default_or_nothing():
+def test_the_argument_may_be_op_classes_or_changes_or_none():
     quiet = OpClasses()
     assert OpClasses.given(quiet) is quiet
     assert OpClasses.given(None) == OpClasses.given({}) == OpClasses.default()
@@ -92,7 +92,7 @@ def test_what_a_caller_gives_is_classes_or_changes_of_the_default_or_nothing():
         ({"float32": "gelu"}, "expected a list of ops"),
     ],
 )
-def test_what_is_neither_is_refused_in_one_line(classes, message):
+def test_any_other_argument_is_rejected_in_one_line(classes, message):
     with pytest.raises(UserError) as caught:
         OpClasses.given(classes)
     assert message in str(caught.value)

@@ -20,7 +20,7 @@ def read(value):
     ("value", "is_enabled"),
     [(True, True), (False, False), ({}, True), ({"float32": ["gelu"]}, True), ({"enabled": False}, False)],
 )
-def test_a_switch_and_a_block_both_do(value, is_enabled):
+def test_autocast_may_be_a_boolean_or_a_block(value, is_enabled):
     assert read(value).enabled is is_enabled
 
 

@@ -156,7 +156,7 @@ def test_factors_climb_an_octave_a_step_to_the_target_and_stay():
     assert drive(scaling, [-30.0, -4.0, 5.0])[-1] == [16, 5, 0]  # max_factor
 
 
-def test_a_jump_is_answered_at_once_and_a_changed_loss_scale_too():
+def test_factors_follow_a_jump_or_a_changed_loss_scale_at_once():
     model = Model()
     scaling = LayerScaling(model, find_blocks(model))
     drive(scaling, [-10.0, -4.0, -4.0])
@@ -164,29 +164,29 @@ def test_a_jump_is_answered_at_once_and_a_changed_loss_scale_too():
     assert drive(scaling, [-7.0, -4.0, -4.0], loss_scale=4096.0, steps=1) == [[6, 3, 3]]
 
 
-def test_factors_change_every_so_many_steps():
+def test_factors_change_every_n_steps():
     model = Model()
     scaling = LayerScaling(model, find_blocks(model), LayerScalingSettings(every=4))
     assert [row[0] for row in drive(scaling, [-10.0, 0.0, 0.0], steps=9)] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
-def test_an_overflow_is_blamed_on_the_last_block_in_forward_order():
+def test_an_overflow_is_attributed_to_the_last_block_in_forward_order():
     model = Model()
     scaling = LayerScaling(model, find_blocks(model))
     drive(scaling, [-10.0, -4.0, -4.0])
     inf = math.inf
     assert scaling.update([inf, inf, inf, 3.0, 1.0], found_inf=True, loss_scale=1024.0)
     assert list(scaling.factors.values()) == [2.0**11, 2.0**4, 2.0**5]
-    # the head overflowed: S's fault; and one outside of everything that is watched: nobody's
+    # an overflow of the head is caused by S; one outside all watched modules, by no block
     assert not scaling.update([inf, inf, inf, inf, inf], found_inf=True, loss_scale=1024.0)
     assert not scaling.update([1.0] * 5, found_inf=True, loss_scale=1024.0)
     assert list(scaling.factors.values()) == [2.0**11, 2.0**4, 2.0**5]
-    # the octave stays lost for a while, or the next step would overflow again
+    # the octave stays lost for some steps; otherwise the next step would overflow again
     assert drive(scaling, [-10.0, -4.0, -4.0])[-1] == [11, 4, 5]
     assert drive(scaling, [-10.0, -4.0, -4.0], steps=RECOVERY_STEPS)[-1] == [11, 5, 5]
 
 
-def test_a_factor_of_1_is_not_to_blame():
+def test_a_block_with_factor_1_is_not_at_fault():
     model = Model()
     scaling = LayerScaling(model, find_blocks(model))
     assert not scaling.update([1.0, 1.0, 1.0, math.inf, 1.0], found_inf=True, loss_scale=1.0)
@@ -204,7 +204,7 @@ def test_the_groups_of_a_watch_find_the_block_that_overflows():
     assert list(scaling.factors.values()) == [1.0, 2.0**11, 1.0]
 
 
-def test_a_resumed_scaling_goes_on_exactly():
+def test_a_resumed_layer_scaling_continues_exactly():
     model = Model()
     one, other = (LayerScaling(model, find_blocks(model)) for _ in range(2))
     drive(one, [-10.0, -4.0, -3.3], steps=7)
@@ -240,7 +240,7 @@ def test_blocks_that_share_parameters_share_a_factor():
     assert torch.equal(gradients_of(tied, [3, 5]), gradients_of(same, [0, 0]))
 
 
-def test_a_block_that_shares_with_the_outside_has_no_factor_and_says_so(caplog):
+def test_a_block_sharing_parameters_with_the_outside_has_no_factor_and_is_logged(caplog):
     model = Model()
     model.norm.weight = model.blocks[1].inner.bias
     model.blocks[2].gate.weight = model.blocks[1].gate.weight
@@ -277,7 +277,7 @@ def test_a_detached_scaling_leaves_the_model_alone():
     assert torch.equal(gradients_of(model), gradients_of(Model()))
 
 
-def test_figures_of_another_number_of_groups_are_a_defect():
+def test_figures_for_another_number_of_groups_raise_a_value_error():
     with pytest.raises(ValueError, match="5 groups"):
         LayerScaling(Model(), find_blocks(Model())).update([1.0], found_inf=False, loss_scale=1.0)
 

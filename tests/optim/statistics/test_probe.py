@@ -42,7 +42,7 @@ def conv(rows, cols):
 
 
 class Plain(torch.nn.Module):
-    """No class that anyone knows, weight as (in, out)."""
+    """A layer of an unknown class, with its weight as (in, out)."""
 
     def __init__(self, rows, cols):
         super().__init__()
@@ -188,7 +188,7 @@ def test_a_layer_used_twice_and_an_input_written_over_are_left_out():
         assert (probe.take()[0] == 0) == is_written
 
 
-def test_evaluation_and_integers_are_no_forward_to_remember():
+def test_evaluation_and_integer_inputs_are_not_recorded():
     model = tower(linear)
     probe = GradientProbe(model)
     probe.is_armed = True

@@ -312,7 +312,7 @@ def test_flushing_subnormals_on_this_thread_changes_nothing(is_flushing):
         assert torch.equal(ours, theirs)
 
 
-def test_what_is_not_covered_is_said_beforehand():
+def test_unsupported_inputs_are_reported_before_the_call():
     nearest = Encoding(format=FORMATS["int8, tensor"])
     assert can_encode(
         kernels_cpu_8bit,

@@ -209,7 +209,7 @@ def test_all_bytes_of_scales_and_codes_decode_as_in_plain_torch():
         )
 
 
-def test_what_is_not_covered_is_said_beforehand():
+def test_unsupported_inputs_are_reported_before_the_call():
     nearest = ENCODINGS["nearest"]
     assert can_encode(
         kernels_cpu,

@@ -33,7 +33,7 @@ def test_these_formats_are_claimed_for_every_dtype_and_rounding(element, block, 
     assert launch_triton_8bit.covers(format, dtype)
 
 
-def test_what_is_not_covered_is_said_beforehand():
+def test_unsupported_inputs_are_reported_before_the_call():
     assert can_encode(
         launch_triton_8bit,
         EncodeRequest(

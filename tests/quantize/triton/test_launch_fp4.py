@@ -20,7 +20,7 @@ def test_devices_triton_does_not_know_have_no_triton_path():
     assert not launch_triton.is_available(torch.device("meta"))
 
 
-def test_only_what_the_kernels_know_is_claimed():
+def test_only_supported_formats_are_claimed():
     assert can_encode(
         launch_triton,
         EncodeRequest(

@@ -369,7 +369,7 @@ def test_an_unknown_quantizer_is_refused():
         predict_snr_db(("int9", of), ("int8", of))
 
 
-def test_a_look_at_72_products_takes_milliseconds():
+def test_a_check_of_72_products_takes_milliseconds():
     candidates = [
         ("int4", "int4:sr"),
         ("nvfp4e2m1bnosr", "nvfp4e2m1b"),

@@ -50,7 +50,7 @@ def test_products_stand_in_their_order_whatever_the_order_of_the_lines(tmp_path)
     assert gemms == [(B, "output"), (B, "grad_weight"), (A, "output"), (A, "grad_weight")]
 
 
-def test_verified_products_have_what_was_foretold_for_the_same_step(tmp_path):
+def test_verified_products_have_the_prediction_for_the_same_step(tmp_path):
     rows = [
         row(1, A, "output", "bf16", next_precision="int8"),
         row(11, A, "output", "int8", predicted_db=20.0, measured_db=18.5, is_hit=True),
@@ -91,7 +91,7 @@ def test_the_table_has_a_line_for_each_product_and_one_for_all(tmp_path):
         assert int(words[7]) == sum(one != two for one, two in itertools.pairwise(names))
 
 
-def test_a_run_that_is_going_on_may_have_a_torn_last_line(tmp_path):
+def test_a_running_run_may_have_an_incomplete_last_line(tmp_path):
     rows = list(made_up_rows([A], looks=4))
     folder = write_run(tmp_path, rows)
     whole = read_history(folder)
@@ -149,7 +149,7 @@ def test_a_damaged_line_is_named(tmp_path, record, message):
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_missing_is_told_in_one_line(tmp_path):
+def test_missing_files_raise_a_one_line_error(tmp_path):
     def message(folder):
         with pytest.raises(UserError) as caught:
             read_history(folder)

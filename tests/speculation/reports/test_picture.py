@@ -29,7 +29,7 @@ SIZES = {
 
 
 def gemm_rows(layer, precisions, steps, **more):
-    """Looks of one layer's products at the given precisions throughout."""
+    """Checks of one layer's products at the given precisions throughout."""
     return [
         row(step, layer, product, precision, **more)
         for step in steps
@@ -89,7 +89,7 @@ def test_the_map_has_the_precision_of_every_product_and_step(drawn):
     assert set(zip(crosses.get_xdata(), crosses.get_ydata(), strict=True)) == misses
 
 
-def test_predictions_stand_against_what_was_measured_in_the_colour_they_ran_at(drawn):
+def test_predictions_are_plotted_against_measurements_in_the_colour_of_their_precision(drawn):
     verified = {"predicted_db": 20.0, "measured_db": 19.5, "is_hit": True}
     rows = [
         row(1, "a", "output", "int8", **verified),
@@ -213,7 +213,7 @@ def python(code, path):
 
 
 @pytest.mark.slow
-def test_matplotlib_is_imported_when_something_is_drawn_and_its_absence_told_with_a_remedy(tmp_path):
+def test_matplotlib_is_imported_on_drawing_and_its_absence_is_an_error_with_a_remedy(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no such thing')")
     load = "import megalowbit.speculation.reports.picture as picture\n"
     assert python(load, tmp_path).returncode == 0

@@ -211,7 +211,7 @@ def test_other_processes_are_silent():
     assert file.getvalue() == ""
 
 
-def test_a_stopped_run_says_where():
+def test_a_stopped_run_prints_its_step():
     file = io.StringIO()
     console = Console(100, file=file, clock=Clock())
     console.write(7, facts(7))

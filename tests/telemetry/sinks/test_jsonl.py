@@ -99,7 +99,7 @@ def test_a_last_line_torn_inside_a_character_is_dropped(tmp_path):
     assert [record["step"] for record in records(path)] == [1, 2]
 
 
-def test_a_run_resumed_from_its_start_begins_anew(tmp_path):
+def test_a_run_resumed_from_its_start_begins_with_an_empty_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write_steps(path, [1, 2])
     write_steps(path, [1], resume_step=0)
@@ -170,7 +170,7 @@ def test_the_table_by_layer_has_one_object_per_layer_and_role(tmp_path):
     assert written[0]["nonfinite"] == {"snr_db": "inf"}
 
 
-def test_lines_that_were_lost_are_told_when_a_run_resumes(tmp_path, caplog):
+def test_lost_lines_are_logged_when_a_run_resumes(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 6, 9)))
     JsonlSink(path, resume_step=8).close()
@@ -181,7 +181,7 @@ def test_lines_that_were_lost_are_told_when_a_run_resumes(tmp_path, caplog):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 6]
 
 
-def test_nothing_is_told_of_records_that_are_whole(tmp_path, caplog):
+def test_complete_records_give_no_warning(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
     for resume_step in (2, 0):
@@ -190,7 +190,7 @@ def test_nothing_is_told_of_records_that_are_whole(tmp_path, caplog):
     assert not caplog.records
 
 
-def test_of_many_gaps_the_first_are_told():
+def test_only_the_first_of_many_gaps_are_logged():
     assert missing_steps(set(range(2, 40, 2)), 20) == "1, 3, 5, 7, 9, …"
     assert missing_steps({1, 2, 3}, 3) == ""
     assert missing_steps(set(), 10**5) == "1-100000"
