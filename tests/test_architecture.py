@@ -1,4 +1,4 @@
-"""The plan of the house, held by a test: which folder imports which, no circles, small folders and files.
+"""Checks of the architecture: which folder imports which, no cycles, small folders and files.
 
 Every import counts, also one inside a function or under TYPE_CHECKING. Changing the plan is allowed, on
 purpose: here, in docs/architecture.md and with the reason in docs/decisions/.

@@ -1,4 +1,4 @@
-"""Properties hold on a machine that is busy, too: no test has a time limit that it has not set itself."""
+"""Property tests pass on a busy machine too: they have no deadline unless a test sets one."""
 
 import time
 

@@ -58,14 +58,14 @@ def load(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(c_library, "EXTRA_FLAGS", QUICK_TO_BUILD)
 
-    def load_anew():
+    def load_again():
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             library, reason = kernels_cpu.LIBRARY.load()
         assert (library is None) == (reason is not None)
         return reason, [record.getMessage() for record in caplog.records]
 
-    return load_anew
+    return load_again
 
 
 def test_a_missing_broken_or_hanging_compiler_is_named(load, monkeypatch, tmp_path):
@@ -275,7 +275,7 @@ def test_the_file_that_was_checked_is_loaded_whatever_takes_its_place(
 
     monkeypatch.setattr(c_library.ctypes, "CDLL", swap_and_load)
     assert load() == (None, [])
-    assert len(swaps) == 1  # nothing had to be built anew
+    assert len(swaps) == 1  # nothing had to be built again
     assert library.read_text() == "planted"
 
 

@@ -1,4 +1,4 @@
-"""Every shipped configuration is one that starts: it is read, its model and its recipe exist."""
+"""Every shipped configuration is valid: it can be read, and its model and recipe exist."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a script says; that the shell and SLURM understand it so is in tests/launch and tests/slurm."""
+"""The text of a job script. tests/launch runs it under bash, tests/slurm under SLURM."""
 
 import re
 from pathlib import Path

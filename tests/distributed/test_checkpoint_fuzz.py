@@ -1,4 +1,4 @@
-"""Damaged checkpoints on two ranks: all of them load the same, or say the same; and a long run of it."""
+"""Damaged checkpoints on two ranks: both load the same one or raise the same error."""
 
 import pytest
 

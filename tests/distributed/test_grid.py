@@ -1,4 +1,4 @@
-"""A grid of 2 × 2 processes: where each stands, and a model cut over two of them by its own code."""
+"""A grid of 2 × 2 processes: the position of each, and a model that shards itself over two of them."""
 
 import math
 

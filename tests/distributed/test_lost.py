@@ -1,4 +1,4 @@
-"""A rank that is lost where no watchdog looks after the run is a line too, and nothing else becomes one."""
+"""Without a watchdog a lost rank is also reported on one line; other errors are not."""
 
 import re
 

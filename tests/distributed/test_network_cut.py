@@ -1,4 +1,4 @@
-"""The link between two machines goes down during training: both sides end in time and say what is true.
+"""The link between two machines goes down during training: both sides end in time with the right diagnosis.
 
 Each rank has a network namespace and a host name of its own; a pair of virtual interfaces joins them.
 """

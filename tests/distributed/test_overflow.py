@@ -1,4 +1,4 @@
-"""Two real ranks, some of whose gradients overflow: both skip, know where it was, and stay the same."""
+"""Two real ranks with overflowing gradients: both skip, name the tensor, and stay equal."""
 
 import math
 from itertools import pairwise

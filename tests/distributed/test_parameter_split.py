@@ -1,4 +1,4 @@
-"""Weights split into parameters stay alike on data-parallel ranks, whatever computes the factors."""
+"""Split weights stay equal on data-parallel ranks, whichever library computes the factors."""
 
 import pytest
 import torch

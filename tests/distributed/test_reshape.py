@@ -17,7 +17,7 @@ from megalowbit.checkpoints.contents import CheckpointContents
 from megalowbit.hf.checkpoint import export_checkpoint
 
 STAGES = range(4)
-# bitwise where nothing is cut anew; elsewhere fp32 sums in another order, and fp16 weights a bit apart
+# bitwise if nothing is resharded; elsewhere fp32 sums in another order, and fp16 weights a bit apart
 TOLERANCE = 1e-4
 # the same for the other cases: shards' partial sums are rounded to half precision before they are added
 CUT_TOLERANCES = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 1e-2}
@@ -109,7 +109,7 @@ def test_losses_scales_and_learning_rates_equal_those_of_an_uninterrupted_run(re
         for (loss, *rest), (expected, *expected_rest) in zip(case, whole, strict=True):
             assert rest == expected_rest, (before, after)
             assert loss == pytest.approx(expected, abs=TOLERANCE), (before, after)
-        if before == after and len(resumed) == 2:  # nothing is cut anew
+        if before == after and len(resumed) == 2:  # nothing is resharded
             assert case == whole
 
 

@@ -1,4 +1,4 @@
-"""A run stopped and resumed in new processes is bitwise the run that was not stopped."""
+"""A run stopped and resumed in new processes equals an uninterrupted run bitwise."""
 
 import pytest
 

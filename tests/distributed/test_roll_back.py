@@ -1,4 +1,4 @@
-"""NaN on one rank is NaN for all: both go back together, and a kill in between changes nothing."""
+"""A NaN loss on one rank rolls back both together, and a kill in between changes nothing."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Runs that are refused before their first step: by every rank, with the same line, and none waits."""
+"""Runs that every rank rejects before the first step, with the same line and without waiting."""
 
 from pathlib import Path
 

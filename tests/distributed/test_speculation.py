@@ -1,4 +1,4 @@
-"""Four ranks decide alike: by what they have seen together, whatever they hold of the model."""
+"""Four ranks make the same decisions from joint statistics, whichever part of the model they hold."""
 
 import pytest
 from quick_cases import marked

@@ -1,4 +1,4 @@
-"""Two real ranks gather statistics of gradients; both must see, and decide, the same."""
+"""Two real ranks gather statistics of gradients; both must get the same values and decide the same."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Models cut over two tensor-parallel ranks train as whole ones do, with all kinds of recipes and stages."""
+"""Models sharded over two tensor-parallel ranks train like full ones, with all recipes and stages."""
 
 import pytest
 from quick_cases import marked

@@ -1,4 +1,4 @@
-"""How a model generates survives training, checkpoints and exports; only the cache is off meanwhile."""
+"""Generation settings survive training, checkpoints and exports; only the cache is off during training."""
 
 import json
 

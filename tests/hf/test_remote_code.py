@@ -1,4 +1,4 @@
-"""Code that a folder brings along never runs, whatever waits on the standard input to allow it."""
+"""Code in a downloaded folder never runs, even if standard input would confirm it."""
 
 import ast
 import io

@@ -1,4 +1,4 @@
-"""Kill runs of two ranks at random moments, start them again, and compare with runs that nobody disturbed.
+"""Kill runs of two ranks at random moments, resume them, and compare them with uninterrupted runs.
 
     python tests/launch/kill_soak.py --kills 200 --seed 1
 

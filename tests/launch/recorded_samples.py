@@ -1,6 +1,6 @@
 """Makes a forked rank write down which samples its steps take: `install` is a hook of forks.py.
 
-Samples of `write_corpus` say their number themselves, so nothing of the loader's own reckoning is believed.
+Samples of `write_corpus` contain their own number, so the record does not depend on the loader's counting.
 """
 
 import json

@@ -97,7 +97,7 @@ class Job:
         [word] = [word for word in self.words("environment") if word.startswith("MASTER_PORT=")]
         return int(word.removeprefix("MASTER_PORT="))
 
-    def try_name(self, restarts):
+    def attempt_name(self, restarts):
         return f"{self.id}-{restarts}"
 
     @property

@@ -1,4 +1,4 @@
-"""The runs that a soak kills, with everything that has state between them; what must be alike in the end."""
+"""The runs that a soak test kills, which together cover all state, and the comparison of their results."""
 
 import json
 

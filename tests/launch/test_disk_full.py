@@ -1,4 +1,4 @@
-"""A disk that fills up under a run of two ranks: one line, exit code 2, nothing lost, and on it goes."""
+"""A disk that fills up during a run of two ranks: one line, exit code 2, no loss, and the run resumes."""
 
 import os
 import shutil

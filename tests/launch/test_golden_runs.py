@@ -1,4 +1,4 @@
-"""Golden runs find a change, and nothing where there is none; names of what a run writes stay."""
+"""Golden runs detect a change and nothing else; the names of a run's outputs are unchanged."""
 
 import json
 

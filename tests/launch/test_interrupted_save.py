@@ -1,4 +1,4 @@
-"""Ctrl-C while checkpoints are written: the one at work is finished first, and nothing is said of disks."""
+"""Ctrl-C during a save: the checkpoint is completed first, and no disk error is reported."""
 
 import re
 import signal

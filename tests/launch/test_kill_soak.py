@@ -1,4 +1,4 @@
-"""Runs killed at random moments and started again are bitwise the run that nobody disturbed.
+"""Runs killed at random moments and resumed are bitwise equal to an uninterrupted run.
 
 The short soak is of one run with nearly everything that has state, whose ranks are forked after all imports;
 speculation is killed in test_pretrain_speculation.py. The long one is of all, imports included.

@@ -68,7 +68,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(finished, tmp_pa
     assert "moved to step-00000024.damaged" in line
     assert "resumed after step 18" in done.output
     assert (copy / "checkpoints" / "step-00000024.damaged" / weights.name).read_bytes() == bytes(content)
-    assert weights.is_file()  # of the step as it was saved anew
+    assert weights.is_file()  # of the step as it was saved again
     losses = [[(row["step"], row["loss"]) for row in metrics(each)] for each in (copy, folder / "run")]
     assert losses[0] == losses[1]
 

@@ -1,4 +1,4 @@
-"""On two ranks: a run that has lost its checkpoints is refused in one line, and begins again if asked to."""
+"""On two ranks: a run that has lost its checkpoints is rejected with one line, and restarts on request."""
 
 import fcntl
 import shutil

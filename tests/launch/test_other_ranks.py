@@ -1,4 +1,4 @@
-"""A run goes on with fewer and with more ranks: the same samples in the same steps, and the same losses.
+"""A run resumes with fewer and with more ranks: the same samples in the same steps, and the same losses.
 
 Two ranks, then one, then three, with one batch size; the epochs end in the middle of steps. What a rank took
 it has written down itself.

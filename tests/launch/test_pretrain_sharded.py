@@ -91,7 +91,7 @@ def test_damage_is_told_and_moved_aside(killed, resumed):
         (line,) = [line for line in resumed.splitlines() if "damaged" in line]
         assert "step-00000008 is damaged: zero_pp_rank_1_mp_rank_00_optim_states.pt" in line
         assert line.endswith("moved to step-00000008.damaged")
-        assert names == {*whole, "step-00000008.damaged"}  # and that step was saved anew
+        assert names == {*whole, "step-00000008.damaged"}  # and that step was saved again
     else:
         assert "damaged" not in resumed
         assert names == whole

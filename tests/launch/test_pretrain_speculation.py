@@ -1,4 +1,4 @@
-"""The command line with a ladder of precisions: two processes, killed and resumed, two stages, a mistake."""
+"""The command line with precision speculation: two processes, killed and resumed, two stages, a mistake."""
 
 import json
 import shutil

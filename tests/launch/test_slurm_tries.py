@@ -115,7 +115,7 @@ def test_two_jobs_on_one_folder_count_attempts_separately(tmp_path):
     (tmp_path / "other").mkdir()
     job = Job(tmp_path, "max_failures=1")
     other = Job(tmp_path / "other", "max_failures=1", folder=job.run)
-    holds = f'echo "{job.try_name(0)}" >"$run/.lock"'
+    holds = f'echo "{job.attempt_name(0)}" >"$run/.lock"'
     assert job.start(f"{holds}\nexit 1")[0] == 0
     meanwhile = f"{CHECKPOINT}{DONE}\nexit 75"  # of the first job, while the other one is kept out
     code, output = other.start(meanwhile)

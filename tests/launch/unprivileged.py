@@ -1,4 +1,4 @@
-"""What is said to a user who is not root, whom permissions stop: found out in a forked process."""
+"""Error messages for a user without root permissions, collected in a forked process."""
 
 import os
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What one way to a run refuses, all refuse, in the same words."""
+"""All entry points reject the same values with the same messages."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The cluster that the other tests of this folder stand on: is it one, and is it gone afterwards?"""
+"""The test cluster itself: it works, and it leaves nothing behind."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What holds for every component, and for whichever comes next."""
+"""Properties of every registered component."""
 
 import pytest
 

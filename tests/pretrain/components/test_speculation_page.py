@@ -1,4 +1,4 @@
-"""What docs/speculation.md says of runs is so: its keys and defaults, its commands, its JSON, its code."""
+"""docs/speculation.md matches the code: keys and defaults, commands, JSON and code samples."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run whose checkpoints have gone is not trained again in silence; one that never had any begins again."""
+"""A run that has lost its checkpoints is not silently retrained; one that never had any restarts."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`--restart` moves a run aside, byte for byte and whatever comes between, and begins the same run again."""
+"""`--restart` moves a run aside unchanged, even if interrupted, and repeats it from step 0."""
 
 import os
 import shutil

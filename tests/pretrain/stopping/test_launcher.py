@@ -1,4 +1,4 @@
-"""Real parents that are killed: who notices, and who started this process at all."""
+"""Detection of the launcher and of its end, with real parent processes."""
 
 import signal
 import subprocess
