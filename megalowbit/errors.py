@@ -47,6 +47,11 @@ class UserError(ValueError):
     is_on_all_ranks: bool = False
     is_reported: bool = False
 
+    @property
+    def is_told(self) -> bool:
+        """The former name of `is_reported`."""
+        return self.is_reported
+
 
 class TransientError(UserError):
     """A fault that may be gone at the next attempt: a lost rank, a network failure. Exit code 75."""

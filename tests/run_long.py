@@ -31,7 +31,16 @@ def failures(cache):
 
 def main(arguments):
     with tempfile.TemporaryDirectory(prefix="pytest-cache-") as cache:
-        code = run_pytest(cache, "-n", str(WORKERS), "--dist", "loadfile", "--durations=25", *arguments)
+        code = run_pytest(
+            cache,
+            "-n",
+            str(WORKERS),
+            "--dist",
+            "loadfile",
+            "--no-loadscope-reorder",
+            "--durations=25",
+            *arguments,
+        )
         failed = failures(cache)
         if code != TESTS_FAILED or not failed or len(failed) > MOST_REPEATED:
             return code
@@ -39,7 +48,7 @@ def main(arguments):
         code = run_pytest(cache, "--last-failed", "--last-failed-no-failures=none", *arguments)
         flaky = sorted(set(failed) - set(failures(cache)))
         if flaky:
-            print(f"flaky (failed, then passed alone): {', '.join(flaky)}", flush=True)
+            print(f"flaky (failed, then did not fail alone): {', '.join(flaky)}", flush=True)
         return code
 
 

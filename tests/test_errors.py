@@ -157,3 +157,10 @@ def test_a_validation_error_names_every_key_once():
         "block.steps is missing",
         "block.recipe",
     ]
+
+
+def test_the_former_name_of_is_reported_is_readable():
+    error = UserError("x")
+    assert error.is_told is False
+    error.is_reported = True
+    assert error.is_told is True

@@ -110,12 +110,17 @@ def launch_once(launch_ranks):
 
 @pytest.fixture
 def part(request):
-    """The part of a program's cases that a test needs: `"rest"` if it is marked slow, else `"quick"`.
+    """The part of a program's cases that a test needs: `"quick"` or `"rest"`.
 
-    A program that takes this argument runs few representative cases in `make test`, and the others in
-    `make test-all`.
+    A program that takes this argument runs few representative cases for the quick tests, and the others for
+    the slow ones. A slow test marked `quick_part` looks at the representative cases, unless its own
+    parameter is marked slow.
     """
-    return "rest" if request.node.get_closest_marker("slow") else "quick"
+    parameters = getattr(request.node, "callspec", None)
+    if parameters is not None and any(mark.name == "slow" for mark in parameters.marks):
+        return "rest"
+    is_quick = request.node.get_closest_marker("quick_part") or not request.node.get_closest_marker("slow")
+    return "quick" if is_quick else "rest"
 
 
 @pytest.fixture(scope="session")

@@ -163,6 +163,7 @@ def test_other_families_too(ran, tensor_size, cell):
 ESTIMATED = [cell for cell in CELLS if cell[2] == 1]
 
 
+@pytest.mark.quick_part
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tensor_size", "cell"), [*cases(ESTIMATED, QUICK_CELLS), *cases(FAMILY_CELLS, QUICK_FAMILY_CELLS)]

@@ -220,6 +220,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(seen):
         assert {f"mp_rank_{stage:02d}_model_states.pt" for stage in range(2)} <= set(found["files"])
 
 
+@pytest.mark.quick_part
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "tolerance"),

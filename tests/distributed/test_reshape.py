@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from megalowbit.checkpoints.contents import CheckpointContents
 from megalowbit.hf.checkpoint import export_checkpoint
 
+pytestmark = [pytest.mark.slow, pytest.mark.quick_part]
+
 STAGES = range(4)
 # bitwise if nothing is resharded; elsewhere fp32 sums in another order, and fp16 weights a bit apart
 TOLERANCE = 1e-4
@@ -76,7 +78,7 @@ def on_three(launch_once, folder, part, saved):
 @pytest.fixture(
     params=[
         "on_one",
-        pytest.param("on_two", marks=pytest.mark.slow),
+        "on_two",
         pytest.param("on_one", marks=pytest.mark.slow, id="on_one, other pairs"),
         pytest.param("on_two", marks=pytest.mark.slow, id="on_two, other pairs"),
         pytest.param("on_three", marks=pytest.mark.slow),
@@ -90,8 +92,9 @@ def resumed(request):
     ]
 
 
-def test_masters_and_moments_come_back_bit_for_bit(resumed):
+def test_masters_and_moments_come_back_bit_for_bit(resumed, part):
     for rank in resumed:
+        assert len(rank) == {"quick": 4, "rest": 12}[part]  # pairs of stages: sixteen in all
         assert {before for before, _ in rank} == {after for _, after in rank} == set(STAGES)
         assert [pair for pair, case in rank.items() if case["differing"]] == []
 
@@ -180,7 +183,6 @@ def test_a_wrong_argument_on_one_rank_leaves_no_rank_waiting(saved):
         assert rank["methods"]["left"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
 def test_each_case_comes_back_bit_for_bit_on_one_rank_and_on_two(on_one, on_two, name):
     for rank in [*on_one, *on_two]:

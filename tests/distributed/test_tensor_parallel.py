@@ -237,6 +237,7 @@ def four(launch_once, part):
     return launch_once("ranks_tensor_parallel.py", 2, part, *TOGETHER[part], world_size=4)
 
 
+@pytest.mark.quick_part
 @pytest.mark.slow
 @pytest.mark.parametrize("name", marked([*TOGETHER["quick"], *TOGETHER["rest"]], TOGETHER["quick"]))
 def test_tensor_and_data_parallel_together(four, name):

@@ -6,7 +6,7 @@
 import pytest
 from quick_cases import marked
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.quick_part]
 
 NO_BACKWARD = "engine.step() before any backward: call engine.backward(loss) first"
 HALVES = [f"{stage}, {precision}" for stage in "0123" for precision in ("fp16", "bf16")]

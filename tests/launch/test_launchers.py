@@ -85,7 +85,8 @@ def test_a_mistake_on_two_ranks_is_one_line_and_exit_code_2(tmp_path):
     assert "Traceback" not in done.output
 
 
-@pytest.mark.parametrize("name", slow_except(["gpt2_tiny_fp4"], CONFIGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_shipped_configuration_passes_a_dry_run(name, tmp_path):
     config = ROOT / "configs" / f"{name}.json"
     done = run_ranks("--ds-config", config, "--dry-run", cwd=tmp_path)

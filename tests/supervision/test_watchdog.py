@@ -68,6 +68,7 @@ def test_a_loop_that_advances_is_not_interrupted():
         while time.monotonic() < end:
             time.sleep(0.1)
             watched.mark("step")
+    assert watched._diagnosis is None
 
 
 def test_a_slow_step_is_reported_with_the_median_of_earlier_steps():
