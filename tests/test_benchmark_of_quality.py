@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from forks import run_script
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 import megalowbit as mlb
 from launchers import write_config

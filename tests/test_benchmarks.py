@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forks import run_script
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 ROOT = Path(__file__).parent.parent
 

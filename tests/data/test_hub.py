@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 from megalowbit.data.hub import HubCorpus
 from megalowbit.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quick_cases import marked
+from quick_cases import slow_except
 from tiny_models import KINDS
 
 from megalowbit.layers.conversion.convert import convert
@@ -76,7 +76,7 @@ def check(found, expected, tolerance):
         assert step["norm"] == pytest.approx(norm, rel=tolerance)
 
 
-@pytest.mark.parametrize("kind", marked(KINDS, QUICK_KINDS))
+@pytest.mark.parametrize("kind", slow_except(QUICK_KINDS, KINDS))
 def test_two_stages_train_as_one_process(seen, program, kind):
     expected, weights = one_process(program, kind, is_padded=kind != "gpt2")
     for rank in seen:
@@ -88,7 +88,7 @@ def test_two_stages_train_as_one_process(seen, program, kind):
             )
 
 
-@pytest.mark.parametrize("kind", marked(KINDS, QUICK_KINDS))
+@pytest.mark.parametrize("kind", slow_except(QUICK_KINDS, KINDS))
 def test_each_parameter_is_on_one_stage_under_its_own_name(seen, program, kind):
     model = program.hf_model(kind)
     names = [rank[kind]["names"] for rank in seen]
@@ -100,7 +100,9 @@ def test_each_parameter_is_on_one_stage_under_its_own_name(seen, program, kind):
     assert different == ({"lm_head.weight": "transformer.wte.weight"} if kind == "gpt2" else {})
 
 
-@pytest.mark.parametrize("case", marked(["gpt2", "fp16", "lowbit", "dropout"], {"gpt2", "fp16", "lowbit"}))
+@pytest.mark.parametrize(
+    "case", slow_except({"gpt2", "fp16", "lowbit"}, ["gpt2", "fp16", "lowbit", "dropout"])
+)
 def test_copies_of_a_tied_weight_stay_bit_identical(seen, case):
     first, last = (rank[case]["weights"] for rank in seen)
     assert first["transformer.wte.weight"] == last["lm_head.weight"]
@@ -170,7 +172,7 @@ def test_one_micro_batch_is_enough(seen, program):
         check(rank["one_micro_batch"], expected, 2e-6)
 
 
-@pytest.mark.parametrize("precision", marked(["fp16", "bf16"], {"fp16"}))
+@pytest.mark.parametrize("precision", slow_except({"fp16"}, ["fp16", "bf16"]))
 def test_overflow_in_one_stage_skips_the_step_in_all(seen, precision):
     for rank in seen:
         steps = rank["overflow"][precision]["steps"]
@@ -253,7 +255,7 @@ def test_low_bit_stages_with_shared_optimizer_states(of_four):
         check(rank["zero_llama"], expected, 1e-5)
 
 
-@pytest.mark.parametrize("stage", marked(["0", "1"], {"1"}))
+@pytest.mark.parametrize("stage", slow_except({"1"}, ["0", "1"]))
 def test_an_overflow_in_a_stage_with_data_parallel_ranks_is_located(of_four, stage):
     for rank in of_four:
         steps = rank["overflow"][stage]["steps"]
@@ -328,7 +330,7 @@ def test_a_block_with_the_same_values_is_accepted(seen):
     assert [rank["refusals"]["same block"] for rank in seen] == [None, None]
 
 
-@pytest.mark.parametrize("kind", marked(KINDS, QUICK_KINDS))
+@pytest.mark.parametrize("kind", slow_except(QUICK_KINDS, KINDS))
 def test_packed_documents_are_kept_apart_in_all_stages(seen, program, kind):
     model, total = program.hf_model(kind), 0.0
     for each in range(program.MICRO_BATCHES):

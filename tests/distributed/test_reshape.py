@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quick_cases import marked
+from quick_cases import slow_except
 from transformers import AutoModelForCausalLM
 
 from megalowbit.checkpoints.contents import CheckpointContents
@@ -183,13 +183,13 @@ def test_a_wrong_argument_on_one_rank_leaves_no_rank_waiting(saved):
         assert rank["methods"]["left"] == []
 
 
-@pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
+@pytest.mark.parametrize("name", slow_except(CASES.QUICK, CASES.CASES))
 def test_each_case_comes_back_bit_for_bit_on_one_rank_and_on_two(on_one, on_two, name):
     for rank in [*on_one, *on_two]:
         assert rank["cases"][name]["differing"] == []
 
 
-@pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
+@pytest.mark.parametrize("name", slow_except(CASES.QUICK, CASES.CASES))
 def test_a_case_resumed_on_the_same_grid_equals_an_uninterrupted_run_bitwise(saved, on_two, name):
     for before, after in zip(saved, on_two, strict=True):
         assert after["cases"][name]["after"] == before["cases"][name]["after"]
@@ -206,7 +206,7 @@ def tolerance_of(name):
     return CUT_TOLERANCES[precision] if is_another_grid_exact(name) else LOW_BIT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
+@pytest.mark.parametrize("name", slow_except(CASES.QUICK, CASES.CASES))
 def test_a_case_resumes_with_the_same_losses_on_one_rank(saved, on_one, name):
     (found,), whole = on_one, saved[0]["cases"][name]
     for (loss, *rest), (expected, *expected_rest) in zip(
@@ -218,7 +218,7 @@ def test_a_case_resumes_with_the_same_losses_on_one_rank(saved, on_one, name):
     assert abs(whole["after"][-1][0] - whole["before"][0][0]) > 2 * tolerance_of(name)
 
 
-@pytest.mark.parametrize("name", marked(sorted(CASES.AGAIN), CASES.QUICK))
+@pytest.mark.parametrize("name", slow_except(CASES.QUICK, sorted(CASES.AGAIN)))
 def test_a_case_saved_by_one_rank_resumes_on_two(on_one, on_two, name):
     for rank in on_two:
         assert rank["cases"][name]["again"]["differing"] == []
@@ -235,13 +235,15 @@ def has_own(ranks, name, key=None):
     return [(case[key] if key else case)["has_own_state"] for case in found]
 
 
-@pytest.mark.parametrize("name", marked(["metis 1", "metis 2", "metis 3"], CASES.QUICK))
+@pytest.mark.parametrize("name", slow_except(CASES.QUICK, ["metis 1", "metis 2", "metis 3"]))
 def test_a_rank_restores_its_own_splits(on_one, on_two, name):
     assert has_own(on_one, name) == [True]
     assert has_own(on_two, name) == [True, True]
 
 
-@pytest.mark.parametrize("name", marked(["nvfp4 1", "nvfp4 2", "nvfp4 3"], CASES.QUICK))
+@pytest.mark.parametrize(
+    "name", [pytest.param(f"nvfp4 {stage}", marks=pytest.mark.slow) for stage in (1, 2, 3)]
+)
 def test_a_recipe_without_splits_has_no_rank_state(on_two, name):
     assert has_own(on_two, name) == [False, False]
 
@@ -254,7 +256,7 @@ def test_a_rank_restores_its_own_state_if_the_layout_is_unchanged(on_one, on_two
     assert has_own(on_two, "stages llama", "again") == [False, False]
 
 
-@pytest.mark.parametrize("name", marked(CASES.CASES, CASES.QUICK))
+@pytest.mark.parametrize("name", slow_except(CASES.QUICK, CASES.CASES))
 def test_the_reader_joins_what_ranks_hold(saved, folder, name):
     contents = CheckpointContents(folder / name / "step-00000002")
     live = torch.load(folder / name / "live2.pt")
@@ -271,7 +273,7 @@ def test_the_reader_joins_what_ranks_hold(saved, folder, name):
         torch.load(path, weights_only=True)  # executes nothing, or fails
 
 
-@pytest.mark.parametrize("name", marked(CUT, CASES.QUICK))
+@pytest.mark.parametrize("name", slow_except(CASES.QUICK, CUT))
 def test_the_export_is_the_live_model(saved, folder, name, tmp_path):
     export_checkpoint(folder / name, tmp_path / "hf", dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Four ranks make the same decisions from joint statistics, whichever part of the model they hold."""
 
 import pytest
-from quick_cases import marked
+from quick_cases import slow_except
 
 PRODUCTS = ["output", "grad_input", "grad_weight"]
 LAYERS = [
@@ -77,7 +77,7 @@ def test_a_difference_on_one_rank_is_reported_on_all(seen):
         assert not [text for text in found.values() if "\n" in text]
 
 
-@pytest.mark.parametrize("name", marked(ENGINES, QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, ENGINES))
 def test_all_ranks_of_an_engine_have_and_apply_the_same_decisions(seen, name):
     first = seen[0]["engines"][name]
     for rank in seen:
@@ -93,7 +93,7 @@ def test_all_ranks_of_an_engine_have_and_apply_the_same_decisions(seen, name):
     assert all(len(report["rows"]) == len(LAYERS) * 3 for report in first["reports"])
 
 
-@pytest.mark.parametrize("name", marked(ENGINES, QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, ENGINES))
 def test_engines_run_at_several_precisions_and_verify_them(seen, name):
     totals, reports = (seen[0]["engines"][name][key] for key in ("totals", "reports"))
     assert totals["shares"]["int8"] > 0.1
@@ -107,7 +107,7 @@ def test_engines_run_at_several_precisions_and_verify_them(seen, name):
     assert totals["misses"] == 0
 
 
-@pytest.mark.parametrize("name", marked(["pipeline", "pipeline, recomputed"], QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, ["pipeline", "pipeline, recomputed"]))
 def test_a_stage_holds_only_its_layers(seen, name):
     local = [list(rank["engines"][name]["local"]) for rank in seen]
     assert local == [LAYERS[:4]] * 2 + [LAYERS[4:]] * 2

@@ -1,7 +1,7 @@
 """Models sharded over two tensor-parallel ranks train like full ones, with all recipes and stages."""
 
 import pytest
-from quick_cases import marked
+from quick_cases import slow_except
 from tensor_parallel_cases import CASES, QUICK, SCALERS, STEPS, batch
 from tiny_models import FURTHER_KINDS
 
@@ -18,7 +18,7 @@ def seen(launch_once, part):
     return launch_once("ranks_tensor_parallel.py", WORLD, part)
 
 
-@pytest.mark.parametrize("name", marked(CASES, QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_losses_equal_those_of_the_full_model(seen, name):
     for rank in seen:
         expected, found = rank["whole"][name]["losses"], rank["cut"][name]["losses"]
@@ -26,19 +26,19 @@ def test_losses_equal_those_of_the_full_model(seen, name):
         assert found == pytest.approx(expected, rel=LOSS.get(name, 1e-5))
 
 
-@pytest.mark.parametrize("name", marked(CASES, QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_every_rank_gets_the_norm_of_the_full_model(seen, name):
     first, second = (rank["cut"][name]["norms"] for rank in seen)
     assert first == second
     assert first == pytest.approx(seen[0]["whole"][name]["norms"], rel=NORM.get(name, 1e-5))
 
 
-@pytest.mark.parametrize("name", marked(CASES, QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_copies_of_unsharded_parameters_stay_bit_equal(seen, name):
     assert all(rank["cut"][name]["do_copies_agree"] for rank in seen)
 
 
-@pytest.mark.parametrize("name", marked(CASES, QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_weights_are_exported_in_full_and_in_transformers_layout(seen, name):
     whole, cut = seen[0]["whole"][name], seen[0]["cut"][name]
     assert cut["exported"] == whole["exported"]
@@ -59,13 +59,15 @@ def test_deepspeed_returns_full_tensors_and_shards_have_their_layout(seen, name)
                 assert [row, column] == [wide[0], wide[1] // 2]
 
 
-@pytest.mark.parametrize("name", marked([name for name in CASES if CASES[name].get("regularizer")], QUICK))
+@pytest.mark.parametrize(
+    "name", slow_except(QUICK, [name for name in CASES if CASES[name].get("regularizer")])
+)
 def test_the_regularizer_uses_full_weights(seen, name):
     for rank in seen:
         assert rank["cut"][name]["regularizer"] == pytest.approx(rank["whole"][name]["regularizer"], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", marked(range(4), {0, 3}))
+@pytest.mark.parametrize("stage", slow_except({0, 3}, range(4)))
 def test_an_infinity_on_the_second_rank_skips_the_step_on_both(seen, stage):
     for rank in seen:
         found = rank[f"spoiled {stage}"]
@@ -99,7 +101,9 @@ def test_a_precision_switch_changes_the_run(seen):
         assert switched[2:] != plain[2:]
 
 
-@pytest.mark.parametrize("name", marked([name for name in CASES if CASES[name].get("has_chooser")], QUICK))
+@pytest.mark.parametrize(
+    "name", slow_except(QUICK, [name for name in CASES if CASES[name].get("has_chooser")])
+)
 def test_a_probe_is_shown_shards_and_this_ranks_own_products(seen, name):
     """The largest magnitude of a shard is not the operand's: losses show it where it is taken for that."""
     for rank in seen:
@@ -116,7 +120,7 @@ def test_a_probe_is_shown_shards_and_this_ranks_own_products(seen, name):
         assert max(whole["worst"], cut["worst"]) < 1e-6
 
 
-@pytest.mark.parametrize("name", marked(CASES, QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, CASES))
 def test_elements_of_full_weights_are_counted(seen, name):
     for rank in seen:
         assert rank["cut"][name]["numel"] == rank["whole"][name]["numel"]
@@ -124,7 +128,9 @@ def test_elements_of_full_weights_are_counted(seen, name):
 
 @pytest.mark.parametrize(
     "name",
-    marked(["cached", "non-reentrant", "reentrant", "cached, reentrant", "compiled"], {"cached, reentrant"}),
+    slow_except(
+        {"cached, reentrant"}, ["cached", "non-reentrant", "reentrant", "cached, reentrant", "compiled"]
+    ),
 )
 def test_another_way_of_running_has_the_same_losses(seen, name):
     """Stochastic rounding to other numbers anywhere would move them."""
@@ -218,7 +224,7 @@ def test_layer_scaling_uses_the_factors_of_the_full_model(seen):
         assert max(found["factors"].values()) > 1
 
 
-@pytest.mark.parametrize("name", marked(SCALERS, {"constant"}))
+@pytest.mark.parametrize("name", slow_except({"constant"}, SCALERS))
 def test_a_scale_strategy_sees_all_shards(seen, name):
     first, second = (rank["cut"][f"llama, scaler {name}"]["scales"] for rank in seen)
     assert first == second
@@ -239,7 +245,7 @@ def four(launch_once, part):
 
 @pytest.mark.quick_part
 @pytest.mark.slow
-@pytest.mark.parametrize("name", marked([*TOGETHER["quick"], *TOGETHER["rest"]], TOGETHER["quick"]))
+@pytest.mark.parametrize("name", slow_except(TOGETHER["quick"], [*TOGETHER["quick"], *TOGETHER["rest"]]))
 def test_tensor_and_data_parallel_together(four, name):
     """Stages 0 to 3."""
     assert len({tuple(rank["cut"][name]["norms"]) for rank in four}) == 1

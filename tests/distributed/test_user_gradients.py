@@ -4,7 +4,7 @@
 """
 
 import pytest
-from quick_cases import marked
+from quick_cases import slow_except
 
 pytestmark = [pytest.mark.slow, pytest.mark.quick_part]
 
@@ -27,7 +27,7 @@ def seen(launch_once, part):
     return launch_once("ranks_user_gradients.py", part)
 
 
-@pytest.mark.parametrize("cell", marked(CELLS, QUICK))
+@pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
 def test_cleared_gradients_have_no_effect(seen, cell):
     for rank in seen:
         for dirty, clean in (*rank[cell]["cleared"], rank[cell]["cleared_inside"]):
@@ -35,7 +35,7 @@ def test_cleared_gradients_have_no_effect(seen, cell):
         assert rank[cell]["cleared"] == seen[0][cell]["cleared"]  # no rank has kept anything of its own
 
 
-@pytest.mark.parametrize("cell", marked(CELLS, QUICK))
+@pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
 def test_gradients_set_by_hand_are_applied_as_at_stage_0(seen, cell):
     norm, masters, moments = seen[0]["0, fp32"]["set_by_hand"]
     scale = 64.0 if "fp16" in cell else 1.0
@@ -48,7 +48,7 @@ def test_gradients_set_by_hand_are_applied_as_at_stage_0(seen, cell):
             assert one == pytest.approx(two, rel=1e-2, abs=1e-5)
 
 
-@pytest.mark.parametrize("cell", marked(CELLS, QUICK))
+@pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
 def test_full_gradients_are_the_scaled_average(seen, cell):
     tolerance = 1e-5 if "fp32" in cell else 5e-2
     for rank in seen:
@@ -58,7 +58,7 @@ def test_full_gradients_are_the_scaled_average(seen, cell):
             assert one == pytest.approx(two, rel=tolerance, abs=tolerance * largest)
 
 
-@pytest.mark.parametrize("cell", marked(CELLS, QUICK))
+@pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
 def test_a_step_without_gradients_is_refused_on_all_ranks(seen, cell):
     for rank in seen:
         told, masters = rank[cell]["refused"]

@@ -9,7 +9,7 @@ import re
 from functools import cache
 
 import pytest
-from quick_cases import marked
+from quick_cases import slow_except
 
 TIMEOUT = 8.0
 LIMIT = 1.5 * TIMEOUT
@@ -232,7 +232,7 @@ def test_a_rank_that_leaves_early_is_named(runs):
     assert re.match(rf"rank 1 {HERE} failed in step \d+: SystemExit: 0 ", line), line
 
 
-@pytest.mark.parametrize("name", marked(["interrupted", "interrupted_stage"], QUICK))
+@pytest.mark.parametrize("name", slow_except(QUICK, ["interrupted", "interrupted_stage"]))
 def test_ctrl_c_on_one_rank_ends_all_without_output(runs, name):
     for code, seconds, output in runs(name)[0].values():
         assert code == 130, output

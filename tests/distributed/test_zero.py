@@ -5,7 +5,7 @@ plain loop in test_matrix.py; here it is closed forms, and stage 0, which test_s
 """
 
 import pytest
-from quick_cases import marked
+from quick_cases import slow_except
 
 STAGES = ["1", "2", "3", "1 offload", "2 offload", "3 offload"]
 PRECISIONS = ["fp16", "bf16", "fp32"]
@@ -26,7 +26,7 @@ def largest_difference(found, expected):
     return 0.0 if found is expected else abs(found - expected)
 
 
-@pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, ["0", *STAGES]))
 def test_sgd_of_gradient_one_moves_by_exactly_one_also_where_the_scale_grows(seen, stage):
     for rank in seen:
         masters, scales, used = zip(*rank[stage]["growth"], strict=True)
@@ -35,13 +35,13 @@ def test_sgd_of_gradient_one_moves_by_exactly_one_also_where_the_scale_grows(see
         assert list(used) == [256.0, 256.0, 512.0, 512.0, 1024.0]
 
 
-@pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, ["0", *STAGES]))
 def test_gradients_are_averaged_in_fp32(seen, stage):
     for rank in seen:
         assert rank[stage]["smallest"] == [-1.0] * 5
 
 
-@pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, ["0", *STAGES]))
 def test_masters_are_the_exact_fp32_weights_of_the_first_rank(seen, stage):
     for rank in seen:
         assert rank[stage]["masters"]["masters"] == rank[stage]["masters"]["expected"]
@@ -51,8 +51,8 @@ def test_masters_are_the_exact_fp32_weights_of_the_first_rank(seen, stage):
     assert seen[1][stage]["masters"]["weights"] == {}
 
 
-@pytest.mark.parametrize("precision", marked(PRECISIONS, {"fp16"}))
-@pytest.mark.parametrize("stage", marked(STAGES, QUICK))
+@pytest.mark.parametrize("precision", slow_except({"fp16"}, PRECISIONS))
+@pytest.mark.parametrize("stage", slow_except(QUICK, STAGES))
 def test_an_overflow_on_one_rank_skips_the_step_on_both_as_at_stage_0(seen, stage, precision):
     expected = seen[0]["0"]["overflow"][precision]
     for rank in seen:
@@ -72,20 +72,20 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both_as_at_stage_0(seen, stag
         assert largest_difference(weights[name], values) <= (1e-7 if precision == "fp32" else 0.0)
 
 
-@pytest.mark.parametrize("stage", marked(STAGES, QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, STAGES))
 def test_hysteresis_and_the_minimum_scale_follow_our_settings(seen, stage):
     scales = [step["scale"] for step in seen[0][stage]["overflow"]["fp16"]["steps"]]
     assert scales == [4096.0, 4096.0, 4096.0, 2048.0, 1024.0, 1024.0, 1024.0, 1024.0]
 
 
-@pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, ["0", *STAGES]))
 def test_an_unused_weight_is_not_updated_by_an_older_gradient(seen, stage):
     for rank in seen:
         assert rank[stage]["unused"] == [[0.0] * 3, [0.0] * 3, [-0.5] * 3]
 
 
 @pytest.mark.parametrize("name", ["norms", "max_value", "dropout", "lr_scale", "own optimizer"])
-@pytest.mark.parametrize("stage", marked(STAGES, QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, STAGES))
 def test_features_of_stage_0_are_the_same_at_other_stages(seen, stage, name):
     expected = seen[0]["0"]["features"][name]
     for rank in seen:
@@ -105,7 +105,7 @@ def test_the_features_under_test_were_active(seen):
     assert seen[0]["0"]["features"]["dropout"]["losses"] != seen[1]["0"]["features"]["dropout"]["losses"]
 
 
-@pytest.mark.parametrize("stage", marked(STAGES, QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, STAGES))
 def test_low_bit_layers_with_regularizer_and_probe_train_as_at_stage_0(seen, stage):
     expected = seen[0]["0"]["layers"]
     for rank in seen:
@@ -118,7 +118,7 @@ def test_low_bit_layers_with_regularizer_and_probe_train_as_at_stage_0(seen, sta
     assert expected["values"][0] != expected["values"][-1]
 
 
-@pytest.mark.parametrize("stage", marked(STAGES, QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, STAGES))
 def test_padding_is_neither_counted_nor_regularised(seen, stage):
     expected = seen[0]["0"]["uneven"]
     for rank in seen:
@@ -129,7 +129,7 @@ def test_padding_is_neither_counted_nor_regularised(seen, stage):
     assert seen[0][stage]["uneven"]["weights"] == expected["weights"]
 
 
-@pytest.mark.parametrize("stage", marked(STAGES, QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, STAGES))
 def test_recomputed_blocks_with_dropout_and_kept_weights_train_as_at_stage_0(seen, stage):
     for rank in seen:
         found, expected = rank[stage]["checkpointing"], rank["0"]["checkpointing"]
@@ -142,8 +142,8 @@ def test_recomputed_blocks_with_dropout_and_kept_weights_train_as_at_stage_0(see
         assert sum(differences) / len(differences) < 1e-4, name
 
 
-@pytest.mark.parametrize("precision", marked(PRECISIONS, {"fp16"}))
-@pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
+@pytest.mark.parametrize("precision", slow_except({"fp16"}, PRECISIONS))
+@pytest.mark.parametrize("stage", slow_except(QUICK, ["0", *STAGES]))
 def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(seen, stage, precision):
     for rank in seen:
         resumed = rank[stage]["resume"][precision]
@@ -152,7 +152,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(seen, stage, precisio
         assert resumed["is_scaler_live"]
 
 
-@pytest.mark.parametrize("stage", marked(["0", *STAGES], QUICK))
+@pytest.mark.parametrize("stage", slow_except(QUICK, ["0", *STAGES]))
 def test_a_retried_step_equals_a_step_at_the_lower_scale(seen, stage):
     for rank in seen:
         retried, lower = rank[stage]["retries"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from forks import run_script
-from slow_cases import slow_except
+from quick_cases import slow_except
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import megalowbit as mlb

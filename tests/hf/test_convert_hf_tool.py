@@ -5,7 +5,7 @@ import torch
 import transformers
 from forks import run_script
 from programs import call_main
-from slow_cases import slow_except
+from quick_cases import slow_except
 from tiny_models import KINDS, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -9,7 +9,7 @@ import re
 
 import pytest
 from forks import Forked
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 from launchers import ROOT, free_port
 

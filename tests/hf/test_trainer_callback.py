@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from slow_cases import slow_except
+from quick_cases import slow_except
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 

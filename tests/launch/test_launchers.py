@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 from forked_ranks import run_ranks
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 from launchers import ROOT, kill, metrics, run, start, wait_for_step, write_config
 

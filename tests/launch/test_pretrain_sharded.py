@@ -10,7 +10,7 @@ import pytest
 import torch
 from forked_ranks import Ranks, run_ranks
 from forks import run_script
-from slow_cases import slow_except
+from quick_cases import slow_except
 from transformers import AutoModelForCausalLM
 
 from launchers import ROOT, metrics, write_config

@@ -2,7 +2,7 @@
 
 import pytest
 from forked_ranks import run_ranks
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 from launchers import ROOT, metrics, run
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from quick_cases import slow_except
 from safetensors.torch import load_file
-from slow_cases import slow_except
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.hf.checkpoint import build_model

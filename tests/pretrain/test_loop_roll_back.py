@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from slow_cases import slow_except
+from quick_cases import slow_except
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalowbit.distributed.process_group import ProcessIdentity

@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from slow_cases import slow_except
+from quick_cases import slow_except
 from soak_runs import compare
 
 from megalowbit.distributed.process_group import ProcessIdentity

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from forks import run_script
+from quick_cases import slow_except
 from run_files import made_up_rows, write_run
-from slow_cases import slow_except
 
 from launchers import check_refusal
 from megalowbit.speculation.reports.history import read_history, table

@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from slow_cases import slow_except
+from quick_cases import slow_except
 from torch import nn
 
 from megalowbit.distributed.process_group import ProcessIdentity

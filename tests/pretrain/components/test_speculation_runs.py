@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError

@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from slow_cases import slow_except
+from quick_cases import slow_except
 from tiny_models import KINDS, tiny_config
 
 from launchers import write_config

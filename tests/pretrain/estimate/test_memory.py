@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from slow_cases import slow_except
+from quick_cases import slow_except
 from tiny_models import KINDS, tiny_config
 
 from megalowbit.hf.checkpoint import build_model

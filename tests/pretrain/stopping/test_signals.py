@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forks import Forked
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 from megalowbit.pretrain.stopping import signals as stop_signals
 from megalowbit.pretrain.stopping.signals import StartSignals, pending_stop_signal, uninterrupted

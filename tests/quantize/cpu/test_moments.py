@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_operands import HAS_COMPILER, gaussian, special, spoil
-from slow_cases import slow_except
+from quick_cases import slow_except
 
 from megalowbit import c_library
 from megalowbit.errors import UserError

@@ -8,7 +8,7 @@ from forks import run_script
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
-from quick_cases import marked
+from quick_cases import slow_except
 from run_files import made_up_rows, row, write_run
 
 from megalowbit.errors import UserError
@@ -157,7 +157,7 @@ def test_a_run_without_verification_says_so(drawn):
     assert shares.get_title(loc="left") == "67 % of products × steps at 8 bits or fewer"
 
 
-@pytest.mark.parametrize("size", marked(SIZES, {"one layer", "two blocks"}))
+@pytest.mark.parametrize("size", slow_except({"one layer", "two blocks"}, SIZES))
 def test_labels_are_there_and_do_not_touch_at_any_size(drawn, tmp_path, size):
     layers = SIZES[size]
     axes = drawn(list(made_up_rows(layers, looks=12)))[0]

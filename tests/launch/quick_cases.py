@@ -5,11 +5,21 @@ import itertools
 import pytest
 
 
-def marked(names, quick):
-    """Parameters of a test; those that are not among the quick ones are marked slow."""
-    return [
-        pytest.param(name, marks=() if name in quick else pytest.mark.slow, id=str(name)) for name in names
-    ]
+def slow_except(quick, cases):
+    """Cases for `pytest.mark.parametrize`, all but the `quick` ones marked slow.
+
+    Args:
+        quick: the cases that stay in `make test`; it may have others as well, of other tests.
+        cases: all of them; a tuple is the values of several arguments.
+    """
+    cases = list(cases)
+    assert any(each in quick for each in cases), f"none of {cases} is in {quick}"
+    return [case if case in quick else _slow(case) for case in cases]
+
+
+def _slow(case):
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def every_value(**axes):
