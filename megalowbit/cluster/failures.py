@@ -1,4 +1,6 @@
-"""Times of node failures: one sequence that does not depend on the run, so that settings can be compared.
+"""Times of node failures.
+
+The sequence depends on the seed, not on what the run does. Two settings of a run can therefore be compared.
 
 Nodes fail independently. The time from repair to failure has an exponential distribution, or a Weibull
 distribution with the same mean. With a shape below 1, nodes that have just been repaired are the most likely

@@ -46,7 +46,7 @@ class FactorMoments(NamedTuple):
 def weight_parts(weight: Tensor, rank: int) -> WeightParts:
     """Split a weight (out, in), fp32 or fp64, by k = rank, at most the smaller size.
 
-    Contiguous parts in the weight's dtype, in memory of their own.
+    Contiguous parts in the weight's dtype, in new memory.
     """
     u, s, v = torch.linalg.svd(weight, full_matrices=False)
     u, s, v = u[:, :rank].contiguous(), s[:rank].clone(), v[:rank].contiguous()

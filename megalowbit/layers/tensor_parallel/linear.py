@@ -41,7 +41,7 @@ class Sharding:
     parts: tuple[int, ...]
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """One rank's shard, in memory of its own: its share of every part, one after the other.
+        """One rank's shard: its share of every part, one after the other, copied to new memory.
 
         Raises:
             UserError: the tensor's size is not the sum of the parts, or a part is not divisible.

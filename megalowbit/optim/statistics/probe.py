@@ -53,7 +53,7 @@ class GradientProbe:
         found = _probed_layers(model)
         if not found:
             raise UserError(
-                "no linear layer with a trained weight of its own can be probed: choose a scale strategy "
+                "no linear layer with a trained, unshared weight can be probed: choose a scale strategy "
                 "that needs no norm ratio, such as max_value"
             )
         chosen = [found[position] for position in sampled_positions(len(found), sample)]
