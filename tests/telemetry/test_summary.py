@@ -20,7 +20,7 @@ def layer(name, role, saturated, underflow, squared_error):
     return LayerOverflow(layer=name, role=role, counts=counts)
 
 
-ROW = ("low bits", "71.25% of products", "verified", "12,000, 75.00% held")
+ROW = ("low bits", "71.25% of products", "verified", "12,000, 75.00% hits")
 
 
 def full_summary():
@@ -75,7 +75,7 @@ def test_what_parts_of_a_run_add_is_in_the_file_and_on_the_screen(tmp_path):
     assert {name: stored[name] for name in entries} == entries
     assert list(stored)[-3:] == ["worst_layers", *entries]
     (row,) = [line for line in summary.render().splitlines() if line.startswith("low bits")]
-    assert row == "low bits    71.25% of products          verified    12,000, 75.00% held"
+    assert row == "low bits    71.25% of products          verified    12,000, 75.00% hits"
     RunSummary(totals=RunTotals()).write(path)
     assert list(json.loads(path.read_text()))[-1] == "worst_layers"
     assert "low bits" not in RunSummary(totals=RunTotals()).render()

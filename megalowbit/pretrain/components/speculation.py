@@ -207,7 +207,7 @@ def summary_row(totals: SpeculationTotals) -> tuple[str, str, str, str]:
         "low bits",
         f"{columns.percent_text(totals.share_8bit)} of products",
         "verified",
-        f"{verified:,}, {columns.percent_text(totals.hit_rate)} held" if verified else "nothing",
+        f"{verified:,}, {columns.percent_text(totals.hit_rate)} hits" if verified else "nothing",
     )
 
 

@@ -134,7 +134,7 @@ def test_facts_of_a_check_and_the_summary_equal_report_and_totals():
         "changes": 7,
         "rollbacks": 3,
     }
-    row = ("low bits", "30.00% of products", "verified", "12, 75.00% held")
+    row = ("low bits", "30.00% of products", "verified", "12, 75.00% hits")
     assert summary_row(totals) == row
     unverified = SpeculationTotals(shares={"bf16": 1.0}, share_8bit=0.0)
     assert summary_row(unverified)[3] == "nothing"
