@@ -132,8 +132,8 @@ def test_predictions_are_at_most_a_few_decibels_too_high(by_default):
     assert sorted(found)[int(0.95 * len(found))] < 4
 
 
-# candidate → least share of predictions within 2 dB: output, grad_input, grad_weight. The trained model
-# depends on bits of bf16 products, which differ between machines: for INT8's grad_input 0.93 and 0.86 were measured.
+# candidate → least share of predictions within 2 dB: output, grad_input, grad_weight. The model depends on
+# bits of bf16 products, which differ between machines: for INT8 and grad_input 0.93 and 0.86 were measured.
 LEAST_NEAR = {
     "int8": (0.88, 0.84, 0.6),
     "mixed": (0.86, 0.75, 0.5),
