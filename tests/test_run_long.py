@@ -23,6 +23,35 @@ def test_flaky():
 def test_sound():
     pathlib.Path(__file__).with_name("sound").open("a").write("run\\n")
 """
+SKIPPED = """
+import pathlib
+import pytest
+
+pytestmark = pytest.mark.slow
+first = pathlib.Path(__file__).with_name("has-run")
+
+def test_skipped():
+    if first.exists():
+        pytest.skip("something is missing now")
+    first.touch()
+    assert False
+"""
+RENAMED = """
+import pathlib
+import pytest
+
+pytestmark = pytest.mark.slow
+first = pathlib.Path(__file__).with_name("has-run")
+
+@pytest.mark.parametrize("name", ["new" if first.exists() else "old"])
+def test_renamed(name):
+    assert False
+
+def test_flaky():
+    is_second = first.exists()
+    first.touch()
+    assert is_second
+"""
 BROKEN = """
 def test_broken():
     assert False
@@ -58,3 +87,10 @@ def test_many_failures_are_not_run_again(tmp_path):
     done = run_long(tmp_path, f"import pytest\npytestmark = pytest.mark.slow\n{many}\n")
     assert done.returncode == 1
     assert "run again" not in done.stdout
+
+
+@pytest.mark.parametrize("source", [SKIPPED, RENAMED], ids=["skipped", "renamed"])
+def test_a_failure_that_does_not_run_again_is_not_flaky(tmp_path, source):
+    done = run_long(tmp_path, source)
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.splitlines()[-1] == "not every failed test ran again: none of them counts as flaky"
