@@ -37,30 +37,22 @@ def num_skipped(report):
 
 def main(arguments):
     with tempfile.TemporaryDirectory(prefix="pytest-cache-") as cache:
-        code = run_pytest(
-            cache,
-            "-n",
-            str(WORKERS),
-            "--dist",
-            "loadfile",
-            "--no-loadscope-reorder",
-            "--durations=25",
-            *arguments,
-        )
+        shared_out = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
+        code = run_pytest(cache, *shared_out, "--durations=25", *arguments)
         failed = failures(cache)
         if code != TESTS_FAILED or not failed or len(failed) > MOST_REPEATED:
             return code
         print(f"run again, alone: {', '.join(failed)}", flush=True)
         report = Path(cache) / "again.xml"
         selection = ("--last-failed", "--last-failed-no-failures=none")
-        code = run_pytest(cache, *selection, f"--junitxml={report}", *arguments)
+        code = run_pytest(cache, *selection, *arguments, f"--junitxml={report}")
         left = failures(cache)  # includes tests that were not collected under this name again
         if code == 0 and (left or num_skipped(report)):
             print("not every failed test ran again: none of them counts as flaky", flush=True)
             return TESTS_FAILED
         flaky = sorted(set(failed) - set(left))
         if flaky:
-            print(f"flaky (failed, then did not fail alone): {', '.join(flaky)}", flush=True)
+            print(f"flaky (failed, then passed alone): {', '.join(flaky)}", flush=True)
         return code
 
 
