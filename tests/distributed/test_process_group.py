@@ -177,7 +177,9 @@ def test_an_exported_identity_starts_a_real_process_group():
         "assert is_initialized() and world_size() == 1 and rank() == 0\n"
         "dist.destroy_process_group()\n"
     )
-    environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    # other tests of this process may have set the address of a group that still listens
+    of_a_group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environ = {k: v for k, v in os.environ.items() if k not in of_a_group}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
