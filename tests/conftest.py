@@ -1,7 +1,9 @@
-"""Settings for all tests: time limits of hypothesis, and the order in which files run."""
+"""Settings for all tests: hypothesis's time limits, the order of files, and what a file leaves behind."""
 
+import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # On a machine that is busy with other things an example takes longer than hypothesis allows.
@@ -32,3 +34,11 @@ def pytest_collection_modifyitems(items):
         return places[0] if places else len(LONGEST_FIRST)
 
     items.sort(key=place)  # a stable sort: tests of a file stay together and in order
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_code():
+    """Remove compiled code after each file: it counts against torch's limit of recompilations in the next."""
+    yield
+    if hasattr(sys.modules.get("torch._dynamo"), "reset"):
+        sys.modules["torch._dynamo"].reset()

@@ -253,11 +253,11 @@ def test_a_run_of_one_rank_that_hangs_ends_too(runs):
 
 def test_sigterm_ends_a_hung_step(runs):
     line = check_end(runs("terminated")[0], [0, 1], codes=(143,))
-    assert re.fullmatch(
-        r"ended by SIGTERM without a checkpoint: no step has ended for 3 s; "
-        rf"all ranks have hung since step \d+ \(\d+ s\), in {NAME}:\d+ terminate",
-        line,
-    ), line
+    # on a busy machine the store may not answer in time: then a rank reports what it sees of itself
+    everybody = rf"all ranks have hung since step \d+ \(\d+ s\), in {NAME}:\d+ terminate"
+    itself = rf"rank \d {HERE} was \d+ s in {NAME}:\d+ terminate since step \d+"
+    start = "ended by SIGTERM without a checkpoint: no step has ended for 3 s; "
+    assert re.fullmatch(f"{start}({everybody}|{itself})", line), line
 
 
 @pytest.mark.slow
