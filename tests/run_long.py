@@ -21,7 +21,11 @@ TESTS_FAILED = 1  # pytest's exit code
 
 def run_pytest(cache, *arguments):
     command = [sys.executable, "-m", "pytest", "-m", "slow", "-o", f"cache_dir={cache}", *arguments]
-    return subprocess.run(command, cwd=ROOT).returncode
+    process = subprocess.Popen(command, cwd=ROOT)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        return process.wait()  # pytest is interrupted too; it ends by itself, with a summary
 
 
 def failures(cache):
