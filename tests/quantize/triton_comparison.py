@@ -26,10 +26,8 @@ ENCODINGS = {
         Encoding(format=MXFP4, is_stochastic=True, scale_rounding="up"),
         Encoding(format=NVFP4, is_stochastic=True, is_unbiased=True, scale_rounding="up"),
     ],
-    "tiled": [
-        Encoding(format=NVFP4_TILED),
-        Encoding(format=NVFP4_TILED, is_stochastic=True, scale_rounding="up"),
-    ],
+    "tiled": [Encoding(format=NVFP4_TILED)],
+    "tiled_stochastic": [Encoding(format=NVFP4_TILED, is_stochastic=True, scale_rounding="up")],
     "mxfp4": [
         Encoding(format=MXFP4, scale_rounding="down"),
         Encoding(format=MXFP4, scale_rounding="up", q_scalar=1.25),

@@ -4,7 +4,7 @@ from triton_comparison import compare_in_a_process
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-GROUPS = ["nearest", "stochastic", "tiled", "mxfp4", "four_over_six"]
+GROUPS = ["nearest", "stochastic", "tiled", "tiled_stochastic", "mxfp4", "four_over_six"]
 
 
 @pytest.mark.parametrize(
