@@ -1,5 +1,6 @@
 """Settings for all tests: hypothesis's time limits, the order of files, and what a file leaves behind."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def forget_compiled_code():
     yield
     if hasattr(sys.modules.get("torch._dynamo"), "reset"):
         sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def restore_environment():
+    """Restore the environment after each file: a rank's identity or thread count would change the next file's tests."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
