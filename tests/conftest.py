@@ -47,7 +47,7 @@ def forget_compiled_code():
 
 @pytest.fixture(autouse=True, scope="module")
 def restore_environment():
-    """Restore the environment after each file: a rank's identity or thread count would change the next file's tests."""
+    """Restore the environment after each file: a rank's identity would change the next file's tests."""
     before = dict(os.environ)
     yield
     os.environ.clear()

@@ -122,9 +122,9 @@ def test_mistakes_are_reported_before_anything_is_queued(
     words = [str(tmp_path / places[word]) if word in places else word for word in arguments]
     monkeypatch.setenv("PATH", str(only_bash(tmp_path)))
     assert submit.main([*files, *words]) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert (told.err.count("\n"), told.out) == (1, "")
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert (printed.err.count("\n"), printed.out) == (1, "")
     assert not (tmp_path / "run").exists()
 
 
@@ -203,8 +203,8 @@ def test_a_job_that_is_not_queued_changes_no_files(submit, files, capsys, tmp_pa
     script.write_text("of an earlier job")
     capsys.readouterr()
     assert submit.main([*files, "--resume", "auto"]) == 2
-    told = capsys.readouterr()
-    assert (told.err.count("\n"), told.out) == (1, "")
+    printed = capsys.readouterr()
+    assert (printed.err.count("\n"), printed.out) == (1, "")
     assert script.read_text() == "of an earlier job"
     assert [*script.parent.iterdir()] == [script]
 
