@@ -1,4 +1,4 @@
-"""Settings for all tests: hypothesis's time limits, the order of files, and what a file leaves behind."""
+"""Settings for all tests: time limits, the order of files, and what a file leaves behind."""
 
 import os
 import sys
@@ -26,6 +26,9 @@ LONGEST_FIRST = (
     "engine",
 )
 TESTS = Path(__file__).parent
+SLOW_LIMIT = (
+    1800  # seconds; on a busy machine a quality bar takes half of it. pyproject.toml limits quick tests
+)
 
 
 def pytest_collection_modifyitems(items):
@@ -35,6 +38,9 @@ def pytest_collection_modifyitems(items):
         return places[0] if places else len(LONGEST_FIRST)
 
     items.sort(key=place)  # a stable sort: tests of a file stay together and in order
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
 
 
 @pytest.fixture(autouse=True, scope="module")
