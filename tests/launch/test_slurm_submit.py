@@ -144,6 +144,26 @@ sys.exit(submit.main(sys.argv[1:]))
 """
 
 
+# Help and most mistakes are printed in 0.3 s; the imports for the full checks (5 s, 400 MB) come last.
+LIGHT = """
+import runpy, sys
+sys.argv[0] = sys.argv.pop(1)
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    heavy = {"torch", "deepspeed", "transformers", "numpy"} & set(sys.modules)
+    print("imported:", *sorted(heavy), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--set", "megalowbit.run.stps=3"], 2)])
+def test_help_and_mistakes_do_not_import_torch(files, arguments, code):
+    command = [sys.executable, "-c", LIGHT, str(SUBMIT), *files, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1] == "imported:"
+
+
 @pytest.mark.slow
 def test_without_torch_on_the_host_mistakes_are_reported_and_model_sizes_are_not_checked(files):
     image = ["--slurm", 'container={"kind": "apptainer", "image": "/i.sif"}', "--dry-run"]
