@@ -27,12 +27,18 @@ pretrain: install
 # Byte code may be written: otherwise each of some hundred interpreters would compile the same files again.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python
 
-test: install lint types
-	$(PYTEST) -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+QUICK = $(PYTEST) -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Every test: the quick ones above, then the long ones.
-test-all: test
-	$(PYTEST) tests/run_long.py $(ARGS)
+test: install lint types
+	$(QUICK)
+
+# Every test: the quick ones above, then the long ones. pytest's exit code 5 says that ARGS selects no test; only
+# one of the two suites may end with it.
+test-all: install lint types
+	@quick=0; $(QUICK) || quick=$$?; \
+	case $$quick in 0|5) ;; *) exit $$quick;; esac; \
+	long=0; $(PYTEST) tests/run_long.py $(ARGS) || long=$$?; \
+	if [ $$long -eq 5 ]; then exit $$quick; fi; exit $$long
 
 lint: install
 	$(BIN)/ruff check .

@@ -34,8 +34,9 @@ setup(
         # Triton's interpreter tests the GPU kernels on machines without a GPU. Neither this file nor
         # constraints.txt pins its version, because torch's CUDA builds depend on a specific one.
         "test": [
-            "pytest>=8",
+            "pytest>=9",
             "accelerate>=1.1",  # transformers' Trainer, which tests train with, needs it
+            "pytest-timeout>=2.4",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "ruff>=0.9",

@@ -1,5 +1,6 @@
-"""Settings for all tests: hypothesis's time limits, the order of files, and what a file leaves behind."""
+"""Settings for all tests: time limits, the order of files, and what a file leaves behind."""
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -26,15 +27,22 @@ LONGEST_FIRST = (
     "engine",
 )
 TESTS = Path(__file__).parent
+SLOW_LIMIT = (
+    1800  # seconds; on a busy machine a quality bar takes half of it. pyproject.toml limits quick tests
+)
 
 
 def pytest_collection_modifyitems(items):
-    def place(item):
-        path = item.path.relative_to(TESTS).as_posix()
-        places = [place for place, start in enumerate(LONGEST_FIRST) if path.startswith(start)]
+    @functools.cache
+    def place(path):
+        name = path.relative_to(TESTS).as_posix()
+        places = [place for place, start in enumerate(LONGEST_FIRST) if name.startswith(start)]
         return places[0] if places else len(LONGEST_FIRST)
 
-    items.sort(key=place)  # a stable sort: tests of a file stay together and in order
+    items.sort(key=lambda item: place(item.path))  # a stable sort: tests of a file stay together and in order
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
 
 
 @pytest.fixture(autouse=True, scope="module")

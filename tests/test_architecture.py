@@ -5,6 +5,7 @@ purpose: here, in docs/architecture.md and with the reason in docs/decisions/.
 """
 
 import ast
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -76,10 +77,19 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-IMPORTS = {name: imports_of(path) for name, path in MODULES.items()}
-INSIDE = {
-    name: {each for each in found if each in MODULES} for name, found in IMPORTS.items() if name != FRONT_DOOR
-}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    """What each module imports; read when a test asks, because every worker collects this file."""
+    return {name: imports_of(path) for name, path in MODULES.items()}
+
+
+def inner_imports() -> dict[str, set[str]]:
+    """What each module imports from this package; all modules but the front door."""
+    return {
+        name: {each for each in found if each in MODULES}
+        for name, found in all_imports().items()
+        if name != FRONT_DOOR
+    }
 
 
 def room(module: str) -> str:
@@ -103,7 +113,7 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
 
 def test_folders_import_only_what_the_plan_allows():
     wrong = []
-    for module, targets in INSIDE.items():
+    for module, targets in inner_imports().items():
         if room(module) in GROUND:
             wrong += [f"{module} imports {each}" for each in targets if room(each) not in GROUND]
             continue
@@ -113,7 +123,7 @@ def test_folders_import_only_what_the_plan_allows():
         ]
     wrong += [
         f"{module} imports deepspeed"
-        for module, names in IMPORTS.items()
+        for module, names in all_imports().items()
         if module != FRONT_DOOR
         and room(module) != "engine"
         and any(n.split(".")[0] == "deepspeed" for n in names)
@@ -122,16 +132,16 @@ def test_folders_import_only_what_the_plan_allows():
 
 
 def test_there_are_no_circular_imports():
-    assert not circles(INSIDE)
+    assert not circles(inner_imports())
     folders = defaultdict(set)
-    for module, targets in INSIDE.items():
+    for module, targets in inner_imports().items():
         folders[corner(module)] |= {corner(each) for each in targets}
     assert not circles(folders)
 
 
 def test_folders_and_files_stay_small():
     importers = defaultdict(set)
-    for module, targets in INSIDE.items():
+    for module, targets in inner_imports().items():
         for each in targets:
             importers[each].add(module)
     wrong = []

@@ -1,4 +1,4 @@
-"""The runner of long tests repeats a failure once, names what passes then, and fails if it fails again."""
+"""The long tests and `make test-all`: what is run again, what counts as flaky, what fails."""
 
 import subprocess
 import sys
@@ -56,11 +56,30 @@ BROKEN = """
 def test_broken():
     assert False
 """
+SUITES = """
+import pathlib
+import pytest
+
+def note(name):
+    with pathlib.Path(__file__).with_name("ran").open("a") as file:
+        file.write(name + "\\n")
+
+def test_quick():
+    note("quick")
+
+def test_quick_broken():
+    assert False
+
+@pytest.mark.slow
+def test_exhaustive():
+    note("exhaustive")
+"""
 
 
-def run_long(folder, source):
+def run_long(folder, source, workers=0):
     (folder / "test_long.py").write_text(source)
     command = [sys.executable, str(RUNNER), "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
+    command += ["-n", str(workers)]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -74,7 +93,7 @@ def test_a_test_that_passes_the_second_time_is_named_as_flaky(tmp_path):
 
 @pytest.mark.slow
 def test_a_test_that_fails_twice_fails_the_run(tmp_path):
-    done = run_long(tmp_path, TESTS + BROKEN)
+    done = run_long(tmp_path, TESTS + BROKEN, workers=3)
     assert done.returncode == 1
     assert "2 failed" in done.stdout
     assert "test_broken" not in done.stdout.splitlines()[-1]
@@ -94,3 +113,32 @@ def test_a_failure_that_does_not_run_again_is_not_flaky(tmp_path, source):
     done = run_long(tmp_path, source)
     assert done.returncode == 1, done.stdout
     assert done.stdout.splitlines()[-1] == "not every failed test ran again: none of them counts as flaky"
+
+
+def make_test_all(folder, source, *arguments):
+    """Run `make test-all` without its checks, in one process, on one file of tests."""
+    (folder / "test_file.py").write_text(source)
+    files = ["-c", "/dev/null", "--rootdir", str(folder), "-p", "no:cacheprovider", str(folder)]
+    selection = " ".join(["-n", "0", *files, *arguments])
+    variables = [f"BIN={Path(sys.executable).parent}", f"ARGS={selection}"]
+    done = ["-o", "install", "-o", "lint", "-o", "types"]
+    command = ["make", "--silent", "test-all", *done, *variables]
+    return subprocess.run(command, cwd=RUNNER.parent.parent, capture_output=True, text=True)
+
+
+def test_a_selection_of_long_tests_alone_runs_them(tmp_path):
+    done = make_test_all(tmp_path, SUITES, "-k", "exhaustive")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "ran").read_text() == "exhaustive\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("selection", "ran", "is_success"),
+    [("quick and not broken", "quick\n", True), ("nothing", "", False), ("quick", "quick\n", False)],
+)
+def test_only_a_failure_or_two_empty_suites_fail(tmp_path, selection, ran, is_success):
+    (tmp_path / "ran").touch()
+    done = make_test_all(tmp_path, SUITES, "-k", f"'{selection}'")
+    assert (done.returncode == 0) is is_success, done.stdout + done.stderr
+    assert (tmp_path / "ran").read_text() == ran

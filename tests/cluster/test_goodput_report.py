@@ -24,12 +24,12 @@ def ask(**changes):
 
 def test_table_and_data_say_the_same():
     found = ask()
-    told, lines = found.to_dict(), table(found).splitlines()
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert told["mtbf"] == 600 * HOUR / 64
-    assert told["asked"]["time_limit"] is None
-    assert list(told["intervals"]) == [BEST, "Young 1974", "Daly 2006, first order", "Daly 2006", OWN]
-    for name, row in told["intervals"].items():
+    answer, lines = found.to_dict(), table(found).splitlines()
+    assert json.loads(json.dumps(answer, allow_nan=False)) == answer
+    assert answer["mtbf"] == 600 * HOUR / 64
+    assert answer["asked"]["time_limit"] is None
+    assert list(answer["intervals"]) == [BEST, "Young 1974", "Daly 2006, first order", "Daly 2006", OWN]
+    for name, row in answer["intervals"].items():
         (line,) = [line for line in lines if line.startswith(f"{name}  ")]
         assert line.split()[-9:] == [
             *duration(row["interval"]).split(),
@@ -38,16 +38,16 @@ def test_table_and_data_say_the_same():
             *f"{100 * row['expected_goodput']:.2f} %".split(),
         ]
         assert row["goodput"] == pytest.approx(row["expected_goodput"], abs=0.03)
-    assert lines[-1] == f"megalowbit.checkpoint.every = {told['best']['steps']}"
+    assert lines[-1] == f"megalowbit.checkpoint.every = {answer['best']['steps']}"
 
 
 def test_intervals_are_whole_steps_next_to_the_formulas():
-    told = ask().to_dict()["intervals"]
+    answer = ask().to_dict()["intervals"]
     mtbf = FAILURES.mtbf
-    assert told["Young 1974"]["steps"] == round(young_interval(50, mtbf) / 4)
-    assert told["Daly 2006"]["steps"] == round(daly_interval(50, mtbf) / 4)
-    assert told[OWN]["steps"] == 100
-    assert all(row["interval"] == 4 * row["steps"] for row in told.values())
+    assert answer["Young 1974"]["steps"] == round(young_interval(50, mtbf) / 4)
+    assert answer["Daly 2006"]["steps"] == round(daly_interval(50, mtbf) / 4)
+    assert answer[OWN]["steps"] == 100
+    assert all(row["interval"] == 4 * row["steps"] for row in answer.values())
 
 
 def test_no_steps_are_reported_if_none_are_known():

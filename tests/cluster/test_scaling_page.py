@@ -25,16 +25,16 @@ def all_gather(ranks):
 @pytest.mark.parametrize(("name", "formula"), [("all-reduce", all_reduce), ("all-gather", all_gather)])
 def test_times_of_small_messages_are_those_of_the_formulas(name, formula):
     row = re.search(rf"^\| {name} \| (.*) \|$", PAGE, re.MULTILINE)[1]
-    told = [float(cell.replace(",", "")) for cell in row.split(" | ")]
-    assert told == [pytest.approx(formula(ranks), abs=0.5) for ranks in RANKS]
+    stated = [float(cell.replace(",", "")) for cell in row.split(" | ")]
+    assert stated == [pytest.approx(formula(ranks), abs=0.5) for ranks in RANKS]
 
 
 def test_each_row_over_all_ranks_has_these_times():
     rows = re.findall(r"^\| .*\| all[ ;(|].*$", PAGE, re.MULTILINE)
     for row in (row for row in rows if "| all-reduce," in row or "2 all-reduces" in row):
         calls = 2 if "2 all-reduces" in row else 1
-        told = [int(cell) for cell in re.findall(r"(\d+) µs", row)]
-        assert told == [pytest.approx(calls * all_reduce(ranks), abs=calls) for ranks in RANKS], row
+        stated = [int(cell) for cell in re.findall(r"(\d+) µs", row)]
+        assert stated == [pytest.approx(calls * all_reduce(ranks), abs=calls) for ranks in RANKS], row
     assert len(rows) >= 5
 
 

@@ -262,18 +262,18 @@ def spoil(engine, number):
 
 @contextmanager
 def limited():
-    """End what hangs with an error."""
+    """End what hangs with an error; the timer of pytest-timeout continues afterwards."""
 
     def fail(*_):
         raise AssertionError(f"hangs: more than {SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(SECONDS)
+    handler = signal.signal(signal.SIGALRM, fail)
+    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 def ranks():

@@ -113,7 +113,7 @@ def part(request):
     """The part of a program's cases that a test needs: `"quick"` or `"rest"`.
 
     A program that takes this argument runs few representative cases for the quick tests, and the others for
-    the slow ones. A slow test marked `quick_part` looks at the representative cases, unless its own
+    the slow ones. A slow test marked `quick_part` runs the representative cases, unless its own
     parameter is marked slow.
     """
     parameters = getattr(request.node, "callspec", None)

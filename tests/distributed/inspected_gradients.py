@@ -4,7 +4,7 @@ from megalowbit.optim.gradients.norm import measure_gradients
 
 
 def inspected(gradients, **options):
-    """What a step comes to know: a flag is looked into before it is believed."""
+    """The facts of a step, whose flag is read on the host."""
     for is_exact in (False, True):
         facts, _ = measure_gradients(gradients, is_exact=is_exact, **options).read()
         if not facts.found_inf:

@@ -172,8 +172,8 @@ def expert_step(rank):
     }  # fmt: skip
 
 
-def lonely_expert(rank):
-    """Rank 1 has no expert, and takes part in what is told about rank 0's."""
+def rank_without_expert(rank):
+    """Rank 1 has no expert, and takes part in the collectives about rank 0's."""
     model = Model(seed=rank, has_experts=True).half()
     if rank == 1:
         model.body = torch.nn.Identity()
@@ -204,14 +204,14 @@ class Blocks(torch.nn.Module):
         return (self.head(hidden).float().flatten() - x.sum(1)).square().mean()
 
 
-def layer_scaled(rank, *, has_factors, group, is_told=True):
+def layer_scaled(rank, *, has_factors, group, is_given=True):
     """With a `group` of one rank, no LocalDDP: what all ranks see comes as micro-batches."""
     model, scaler = Blocks().half(), ConstantGradScaler(2.0**8)
     settings = LayerScalingSettings(enabled=has_factors)
     instruments = Instruments.attach(model, scaler, layer_scaling=settings)
     wrapped = model
     if group is None:
-        wrapped = LocalDDP(model, instruments=instruments if is_told else None)
+        wrapped = LocalDDP(model, instruments=instruments if is_given else None)
     optimizer = half_optimizer(model, scaler, instruments, training_group=group)
     norms, factors = [], []
     for step in range(STEPS):
@@ -245,11 +245,11 @@ def main():
         "max_value": strategy(rank, MaxValueGradScaler(16.0, ema_decay=0.0)),
         "controller": strategy(rank, ControllerGradScaler(16.0)),
         "expert_step": expert_step(rank),
-        "lonely_expert": lonely_expert(rank),
+        "rank_without_expert": rank_without_expert(rank),
         "factors": layer_scaled(rank, has_factors=True, group=None),
         "no factors": layer_scaled(rank, has_factors=False, group=None),
         "factors alone": layer_scaled(rank, has_factors=True, group=own_group),
-        "untold": layer_scaled(rank, has_factors=True, group=None, is_told=False),
+        "untold": layer_scaled(rank, has_factors=True, group=None, is_given=False),
     }
     (Path(os.environ["RESULTS"]) / f"rank{rank}.json").write_text(json.dumps(seen))
     dist.barrier()

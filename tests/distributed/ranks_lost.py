@@ -1,4 +1,4 @@
-"""Rank 1 does not come to a collective outside the watchdog's care; rank 0 says what becomes of it."""
+"""Rank 1 does not come to a collective outside the watchdog's care; rank 0 prints the outcome."""
 
 import json
 import os

@@ -313,7 +313,7 @@ def stages(has_tensor_groups):
     return found_of(optimizer)["tuple"]
 
 
-def lonely(bad=False):
+def rank_without_parameters(bad=False):
     """Rank 1 holds no parameter, and takes part in each collective."""
     values = [[3.0, 4.0]] if rank == 0 else []
     parameters, optimizer = fp32_of(values, clip_grad=2.5)
@@ -323,8 +323,8 @@ def lonely(bad=False):
     return {**found_of(optimizer), "weights": numbers(parameters)}
 
 
-def lonely_strategy():
-    """As `lonely`; the scale follows gradients that rank 1 has none of."""
+def strategy_without_parameters():
+    """As `rank_without_parameters`; the scale follows gradients that rank 1 has none of."""
     parameters = [torch.nn.Parameter(torch.zeros(2).half())] if rank == 0 else []
     optimizer = Float16OptimizerWithFloat16Params(
         torch.optim.SGD([{"params": parameters}], lr=1.0), grad_scaler=MaxValueGradScaler(4.0),
@@ -369,8 +369,8 @@ report(
         "after_averaging": [overflow_after_averaging(ranks) for ranks in ((0, 1), (1,))],
         "stages": [stages(True), stages(False)],
         "sharded": [sharded(), sharded(bad=0), sharded(bad=2)],
-        "lonely": [lonely(), lonely(bad=True)],
-        "lonely_strategy": lonely_strategy(),
+        "rank_without_parameters": [rank_without_parameters(), rank_without_parameters(bad=True)],
+        "strategy_without_parameters": strategy_without_parameters(),
         "by_hand": averaged_by_hand(),
         "strategies": strategies(),
         "engine": engine_overflows(),

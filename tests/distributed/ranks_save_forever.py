@@ -1,4 +1,4 @@
-"""Save as fast as possible until killed, or look. Arguments: checkpoint folder, `save` or `look`, stage."""
+"""Save as fast as possible until killed, or check. Arguments: checkpoint folder, `save` or `check`, stage."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Four ranks whose controllers pool what they see and decide alike; see test_speculation.py.
+"""Four ranks whose controllers pool their statistics and make the same decisions; see test_speculation.py.
 
 Argument: `quick` for representative engines and all that needs none, `rest` for the other engines.
 """
@@ -41,13 +41,13 @@ def rows_of(step, rank):
 
 
 def spoiled(x, step, kind, is_last):
-    """One rank's data from the third look on: an element a hundred times as large, or a NaN."""
+    """One rank's data from the third check on: an element a hundred times as large, or a NaN."""
     if step >= 4 and is_last:
         x[3, 5] = {"jump": 100.0, "nan": torch.nan, "none": x[3, 5].item()}[kind]
     return x
 
 
-def looked(controller, model, steps, data):
+def reports_of(controller, model, steps, data):
     """Reports of steps without an optimizer, so that weights stay the same on all ranks."""
     seen = []
     for step in steps:
@@ -64,7 +64,7 @@ def pooled(kind, rank, size):
     model = mlp()
     controller = PrecisionController(model, POOLED)
     own = lambda step: spoiled(rows_of(step, rank), step, kind, rank == size - 1)  # noqa: E731
-    return looked(controller, model, range(STEPS), own)
+    return reports_of(controller, model, range(STEPS), own)
 
 
 def one_process(kind, size):
@@ -74,7 +74,7 @@ def one_process(kind, size):
     controller = PrecisionController(model, POOLED, group=alone)
     own = lambda step, rank: spoiled(rows_of(step, rank), step, kind, rank == size - 1)  # noqa: E731
     whole = lambda step: torch.cat([own(step, rank) for rank in range(size)])  # noqa: E731
-    return looked(controller, model, range(STEPS), whole)
+    return reports_of(controller, model, range(STEPS), whole)
 
 
 def refusals(rank):
@@ -103,7 +103,7 @@ def refusals(rank):
         state["layers"]["0"]["output"]["precision"] = "fp8"
     controller.load_state_dict(state)
     try:
-        looked(controller, model, range(1), lambda step: rows_of(step, rank))
+        reports_of(controller, model, range(1), lambda step: rows_of(step, rank))
     except RuntimeError as error:
         found["decisions"] = str(error)
     return found

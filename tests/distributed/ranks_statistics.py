@@ -1,4 +1,4 @@
-"""Two ranks: maxima, probes, factors by layer and retries, decided alike; see test_statistics.py."""
+"""Two ranks: maxima, probes, factors by layer and retries, the same on both; see test_statistics.py."""
 
 import math
 
@@ -100,8 +100,8 @@ def retried(rank, group):
             was_applied = optimizer.step()[0]
             return type("Report", (), {"is_applied": was_applied})()
 
-        report_, tries = retry_step(run, StepSnapshot(model), scaler, 4)
-        retries.append([report_.is_applied, tries, scaler.scale])
+        report_, attempts = retry_step(run, StepSnapshot(model), scaler, 4)
+        retries.append([report_.is_applied, attempts, scaler.scale])
     numbers = torch.rand(()).item() if rank == 0 else None
     return {"retries": retries, "weights": [p.double().tolist() for p in model.parameters()], "next": numbers}
 

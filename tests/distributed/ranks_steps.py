@@ -82,8 +82,8 @@ def sharded_norm():
     group = torch.distributed.group.WORLD
     shard, replica = torch.tensor([[3.0], [4.0]][rank]), torch.tensor([12.0])
     facts = [inspected([shard, replica], is_counted=[True, rank == 0], group=group)]
-    lonely = [torch.tensor([5.0, 0.0])] if rank == 1 else []
-    facts.append(inspected(lonely, group=group, count_zeros=True))
+    tensors = [torch.tensor([5.0, 0.0])] if rank == 1 else []
+    facts.append(inspected(tensors, group=group, count_zeros=True))
     for value in (torch.nan, torch.inf, 3e30):
         gradients = [torch.tensor([value if rank == 1 else 4e30])]
         facts.append(inspected(gradients, group=group))

@@ -33,7 +33,7 @@ size, part = int(sys.argv[1]), sys.argv[2]
 names = sys.argv[3:] or [name for name in CASES if (name in QUICK) == (part == "quick") or name == "gpt2"]
 
 
-class Choosing:
+class RecordingChooser:
     """Gives layers recipes in turn, and answers each operand with the largest magnitude on this rank."""
 
     def __init__(self, base, names):
@@ -76,7 +76,7 @@ def train(case, tensor_size, *, spoiled_step=None):
         engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     data_rank = engine.process_grid.data_rank if tensor_size > 1 else rank // size
     if case.get("has_chooser"):
-        chooser = Choosing(case["recipe"], bit_layers(engine.module))
+        chooser = RecordingChooser(case["recipe"], bit_layers(engine.module))
         set_chooser(engine.module, chooser)
     for step in range(STEPS):
         if step == case.get("switch_before"):

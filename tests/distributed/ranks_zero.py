@@ -200,7 +200,7 @@ def features(stage):
     return found
 
 
-class Sometimes(torch.nn.Module):
+class PartlyUsed(torch.nn.Module):
     """Two weights, of which the second is used where asked for only."""
 
     def __init__(self):
@@ -218,7 +218,7 @@ def unused(stage):
     settings = config(
         "fp16", steps=2, optimizer={"type": "SGD", "params": {"lr": 1.0}}, scaler={"initial_scale": 8.0}
     )
-    engine, *_ = make(Sometimes(), staged(settings, stage))
+    engine, *_ = make(PartlyUsed(), staged(settings, stage))
     seen = []
     for uses in ((True, True), (False, False), (False, True)):
         for uses_both in uses:
@@ -256,7 +256,7 @@ def resume(stage, precision):
 
 
 def retries(stage):
-    """A run whose first tries overflow at S = 2^24, and one that began at the scale where it ended."""
+    """A run whose first attempts overflow at S = 2^24, and one that began at the scale where it ended."""
     ends = []
     for initial_scale in (2.0**24, None):
         scale = initial_scale or ends[0]["scale"]

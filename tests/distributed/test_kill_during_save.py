@@ -41,7 +41,7 @@ def kill_and_check(launch_ranks, folder, rounds, seed):
         verify_folder(store.path_of(known), remedy="")
         interrupted += any(path.name > store.path_of(known).name for path in folder.glob("step-*"))
     stage = STAGES[rounds % len(STAGES)]
-    found = launch_ranks("ranks_save_forever.py", folder, "look", stage, launcher="slurm").wait(timeout=60)
+    found = launch_ranks("ranks_save_forever.py", folder, "check", stage, launcher="slurm").wait(timeout=60)
     assert found == [{"step": known}] * 2
     assert not list(folder.glob("*.damaged*"))
     return interrupted

@@ -126,7 +126,7 @@ def test_an_infinite_gradient_in_one_ranks_expert_skips_dense_and_experts_of_bot
 
 
 def test_a_rank_without_experts_does_not_wait(seen):
-    one, other = (rank["lonely_expert"] for rank in seen)
+    one, other = (rank["rank_without_expert"] for rank in seen)
     assert one == other
     assert [text.split()[0] for text in one["reports"]] == ["applied,", "skipped", "applied,"]
     assert one["reports"][1].endswith("overflow in body.weight on rank 0")

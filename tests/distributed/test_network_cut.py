@@ -89,17 +89,17 @@ def test_both_sides_of_a_network_cut_end_in_time_with_the_right_diagnosis(two_ma
         for process in processes:
             process.kill()
             process.wait()
-    told = [log.read_text() for log in logs]
-    assert codes == [75, 75], told
-    here, there = ([line for line in text.splitlines() if line.startswith("error")] for text in told)
-    assert len(here) == len(there) == 1, told
+    outputs = [log.read_text() for log in logs]
+    assert codes == [75, 75], outputs
+    here, there = ([line for line in text.splitlines() if line.startswith("error")] for text in outputs)
+    assert len(here) == len(there) == 1, outputs
     assert "rank 1 (host machine1) does not answer: silent since step " in here[0]
     assert "rank 0 (host machine0) waited " in here[0]
     assert " s in all_reduce (deepspeed/runtime/" in here[0]
     assert "the main process (rank 0, at 10.77.0.1:29500) cannot be reached" in there[0]
     assert "this machine (host machine1) or that one is down or cut off the network" in there[0]
     assert "rank 1 (host machine1) waited " in there[0]
-    assert not any("Traceback" in text or "gloo" in text for text in told), told
+    assert not any("Traceback" in text or "gloo" in text for text in outputs), outputs
 
 
 def wait_for_training(processes, folder):

@@ -164,12 +164,12 @@ def test_pipeline_stages_all_count_if_their_copies_are_elsewhere(seen):
 
 def test_a_rank_without_any_parameter_takes_part(seen):
     for rank in seen:
-        clean, bad = rank["lonely"]
+        clean, bad = rank["rank_without_parameters"]
         assert clean["tuple"] == [True, 5.0, None]
         assert bad["text"] == "skipped at loss scale 1: overflow in p0 on rank 0"
-    assert seen[0]["lonely"][0]["weights"][0] == pytest.approx([-1.5, -2.0], rel=1e-5)
-    assert seen[0]["lonely"][1]["weights"] == [[0.0, 0.0]]
-    assert [rank["lonely_strategy"] for rank in seen] == [[8.0, 16.0, 32.0, 64.0]] * 2
+    assert seen[0]["rank_without_parameters"][0]["weights"][0] == pytest.approx([-1.5, -2.0], rel=1e-5)
+    assert seen[0]["rank_without_parameters"][1]["weights"] == [[0.0, 0.0]]
+    assert [rank["strategy_without_parameters"] for rank in seen] == [[8.0, 16.0, 32.0, 64.0]] * 2
 
 
 def test_a_loop_that_averages_gradients_itself_is_measured_after_averaging(seen):

@@ -99,7 +99,7 @@ def test_engines_run_at_several_precisions_and_verify_them(seen, name):
     assert totals["shares"]["int8"] > 0.1
     assert totals["shares"]["fp8"] > 0.1
     measured = [{row["layer"] for row in report["rows"] if row["is_hit"]} for report in reports]
-    # the fourth look: layers alone of which a product went to another precision after the third
+    # the fourth check: layers alone of which a product went to another precision after the third
     entered = {each["layer"] for each in reports[2]["changes"] if each["after"] != "bf16"}
     assert measured == [set(), set(LAYERS), set(LAYERS), entered]
     assert len(entered) < len(LAYERS)

@@ -12,15 +12,15 @@ def seen(launch_ranks):
 
 
 def test_maxima_are_those_of_both_ranks_and_nothing_hides_an_overflow(seen):
-    clean, infinite, not_a_number, lonely = zip(*(rank["watched"] for rank in seen), strict=True)
+    clean, infinite, not_a_number, empty = zip(*(rank["watched"] for rank in seen), strict=True)
     expected = [max(values) for values in zip(*(rank["own"] for rank in clean), strict=True)]
     assert clean[0]["all"] == clean[1]["all"] == expected
     for bad in (infinite, not_a_number):
         assert bad[0]["all"] == bad[1]["all"]
         assert bad[0]["all"][1] == math.inf
         assert bad[0]["all"][0] == max(rank["own"][0] for rank in bad)
-    assert lonely[0]["all"] == lonely[1]["all"]  # rank 0 has seen nothing and takes part
-    assert lonely[0]["all"][0] > 0
+    assert empty[0]["all"] == empty[1]["all"]  # rank 0 has seen nothing and takes part
+    assert empty[0]["all"][0] > 0
 
 
 def test_a_rank_that_trains_nothing_takes_part(seen):
@@ -44,6 +44,6 @@ def test_factors_are_the_same_on_both_ranks(seen):
 
 def test_an_overflow_on_one_rank_is_retried_on_both(seen):
     assert seen[0]["retried"]["retries"] == seen[1]["retried"]["retries"]
-    assert [tries[:2] for tries in seen[0]["retried"]["retries"]] == [[True, 2], [True, 0], [True, 0]]
+    assert [attempts[:2] for attempts in seen[0]["retried"]["retries"]] == [[True, 2], [True, 0], [True, 0]]
     assert seen[0]["retried"]["retries"][-1][2] == 64.0
     assert seen[0]["retried"]["weights"] == seen[1]["retried"]["weights"]

@@ -125,10 +125,10 @@ def test_a_sum_of_norms_counts_shards_together_and_replicas_once(seen):
 
 
 def test_a_decision_of_rank_0_reaches_all_and_so_do_its_errors(seen):
-    told = [["UserError", "mend it"], ["TransientError", "try again"]]
-    assert seen[0]["agreement"] == ["of rank 0", *told, ["OSError", "disk"]]
+    errors = [["UserError", "mend it"], ["TransientError", "try again"]]
+    assert seen[0]["agreement"] == ["of rank 0", *errors, ["OSError", "disk"]]
     assert seen[1]["agreement"] == [
         "of rank 0",
-        *told,
+        *errors,
         ["RuntimeError", "rank 0 failed: OSError: disk"],
     ]

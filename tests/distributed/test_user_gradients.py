@@ -61,8 +61,8 @@ def test_full_gradients_are_the_scaled_average(seen, cell):
 @pytest.mark.parametrize("cell", slow_except(QUICK, CELLS))
 def test_a_step_without_gradients_is_refused_on_all_ranks(seen, cell):
     for rank in seen:
-        told, masters = rank[cell]["refused"]
-        assert told == [NO_BACKWARD, "applied", NO_BACKWARD, NO_BACKWARD, "applied"]
+        outcomes, masters = rank[cell]["refused"]
+        assert outcomes == [NO_BACKWARD, "applied", NO_BACKWARD, NO_BACKWARD, "applied"]
         assert masters == seen[0][cell]["refused"][1]
 
 

@@ -113,9 +113,9 @@ def check_end(found, survivors, codes=(TRANSIENT,)):
         assert seconds <= LIMIT, f"rank {rank} took {seconds:.1f} s"
         assert "Traceback" not in output
         assert "gloo" not in output
-    told = errors(found, survivors)
-    assert len(told) == 1, told
-    return re.sub(r"^error( on rank \d+)?: ", "", told[0])
+    lines = errors(found, survivors)
+    assert len(lines) == 1, lines
+    return re.sub(r"^error( on rank \d+)?: ", "", lines[0])
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def train(initial_scale, max_retries, steps=4):
                 found.append(loss.item())
             return found
 
-        loss, tries = retry_engine_step(engine, run, max_retries=max_retries)
+        loss, attempts = retry_engine_step(engine, run, max_retries=max_retries)
         losses.append(loss)
-        retries.append(tries)
+        retries.append(attempts)
     facts = {name: getattr(engine, name) for name in COUNTERS} | {"lr": engine.get_lr()}
     weights = [parameter.tolist() for parameter in engine.module.parameters()]
     numbers = (random.random(), np.random.rand(), torch.rand(()).item(), engine.module.seen.item())

@@ -138,8 +138,8 @@ def test_a_trainer_with_an_engine_resumes_with_the_same_weights(tmp_path, stage)
 def test_a_stock_engine_in_half_precision_is_reported_once(tmp_path):
     text = "import logging; logging.basicConfig()\n" + BLOCKS[NAMES.index("deepspeed")]
     _, logs = run_program(tmp_path, text, 2)
-    told = [log.count("low-bit layers train in an engine of stock DeepSpeed") for log in logs]
-    assert told == [1, 0]
+    counts = [log.count("low-bit layers train in an engine of stock DeepSpeed") for log in logs]
+    assert counts == [1, 0]
 
 
 @pytest.mark.slow

@@ -274,12 +274,12 @@ def test_a_path_that_is_not_a_file_is_rejected_before_reading(tmp_path, name, ki
             load_weights(GPT2, tmp_path / "hf", dtype="auto")
 
 
-class Surprise:
+class Harmful:
     def __reduce__(self):
         return os.mkdir, ("executed",)
 
 
-@pytest.mark.parametrize("content", [b"garbage", Surprise(), {"x": Surprise()}])
+@pytest.mark.parametrize("content", [b"garbage", Harmful(), {"x": Harmful()}])
 def test_a_pickle_that_holds_more_than_tensors_is_refused_without_torchs_advice(
     tmp_path, monkeypatch, content
 ):

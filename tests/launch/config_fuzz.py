@@ -178,8 +178,8 @@ def try_one(kind, path, world_size):
     Raises:
         Exception: anything but an acceptance that means what it says, or a `UserError`.
     """
-    signal.signal(signal.SIGALRM, _hang)
-    signal.alarm(SECONDS_FOR_ONE)
+    handler = signal.signal(signal.SIGALRM, _hang)
+    timer = signal.setitimer(signal.ITIMER_REAL, SECONDS_FOR_ONE)  # returns that of pytest-timeout
     try:
         resolved = read(kind, path, world_size)
         if kind == "run":
@@ -192,7 +192,8 @@ def try_one(kind, path, world_size):
         check_refusal(error)
         return False
     finally:
-        signal.alarm(0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
     return True
 
 

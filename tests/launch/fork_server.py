@@ -59,7 +59,7 @@ def start(answers, script, arguments, env, cwd, output, errors=None, file_size=N
         send_output_to(output, errors or output)
         os.environ.clear()
         os.environ.update(env)
-        seed_anew()
+        reseed()
         if hook is not None:
             module, _, name = hook.rpartition(".")
             getattr(importlib.import_module(module), name)()
@@ -87,8 +87,8 @@ def search_modules_as_if_started(script, env):
     sys.path[:] = [str(Path(script).parent), *given, *(path for path in sys.path if path not in own)]
 
 
-def seed_anew():
-    """Or what forgets to seed itself would look reproducible."""
+def reseed():
+    """Otherwise a program that forgets to seed itself would look reproducible."""
     import numpy as np
     import torch
 
@@ -99,7 +99,7 @@ def seed_anew():
 
 
 def poll(pid):
-    """The exit code of a program, negative for a signal; None while it runs. It is told once."""
+    """The exit code of a program, negative for a signal; None while it runs. It can be read once."""
     found, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if found else None
 

@@ -1,4 +1,4 @@
-"""Ranks of launch/pretrain.py without a launcher: started, watched, hurt and ended one by one.
+"""Ranks of launch/pretrain.py without a launcher: started, watched, signalled and ended one by one.
 
 They are forked with their imports done (forks.py), or else started as users' are, from the first import on.
 Either kind runs the real command line in a process of its own.
@@ -15,7 +15,7 @@ from forks import Forked
 
 from launchers import ROOT, SCRIPT, Done, built_libraries, copy_libraries, environment, free_port, metrics
 
-PATIENCE = 240  # seconds, on a machine with much else to do
+TIMEOUT = 240  # seconds, on a machine with much else to do
 
 
 class Ranks:
@@ -75,7 +75,7 @@ class Ranks:
         for rank in victims:
             self.ranks[rank].send_signal(number)
 
-    def wait(self, seconds=PATIENCE):
+    def wait(self, seconds=TIMEOUT):
         """Whether all have ended within this time."""
         end = time.monotonic() + seconds
         while not self.is_over and time.monotonic() < end:
@@ -84,14 +84,14 @@ class Ranks:
 
     def wait_until(self, is_so):
         """Until something is so, or all have ended."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while not (is_so() or self.is_over):
             assert time.monotonic() < end, f"hangs\n{self.output()}"
             time.sleep(0.005)
 
     def reach(self, run_dir, step):
         """Until this step is recorded."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while not (rows := metrics(run_dir)) or rows[-1]["step"] < step:
             assert not any(self.codes), self.output()
             assert time.monotonic() < end, f"hangs\n{self.output()}"

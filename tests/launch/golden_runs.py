@@ -80,7 +80,7 @@ class Masks:
     """
 
     def __init__(self, folders):
-        self.folders = tuple(folders)
+        self.folders = sorted(folders, key=lambda each: -len(each[0]))  # one path may begin with another
 
     def __call__(self, text):
         for path, name in self.folders:

@@ -83,7 +83,7 @@ class Watched:
 
     @property
     def is_held(self):
-        """Whether a main process has the run's folder; a look that disturbs nobody."""
+        """Whether a main process has the run's folder; reading it disturbs no process."""
         try:
             number = (self.path / ".lock").stat().st_ino
         except FileNotFoundError:
@@ -183,7 +183,7 @@ class Soak:
         if not watched.is_held:
             return "import"
         if not re.search(r"^batch ", ranks.logs[0].read_text(errors="replace"), re.MULTILINE):
-            return "start"  # the opening is not told yet
+            return "start"  # the opening is not logged yet
         if watched.is_saving:
             return "save"
         return "end" if watched.step >= watched.steps else "step"

@@ -93,7 +93,7 @@ class Job:
 
     @property
     def port(self):
-        """Of the main process, as the ranks are told."""
+        """The main process's, as passed to the ranks."""
         [word] = [word for word in self.words("environment") if word.startswith("MASTER_PORT=")]
         return int(word.removeprefix("MASTER_PORT="))
 

@@ -75,10 +75,10 @@ def test_json_output_and_checkpoint_sizes():
         *FEW, "--checkpoint-gib", 900, "--bandwidth-gib", 20, "--json", *limit, "--interval-minutes", 30
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    answer = json.loads(done.stdout)
     asked = {"save": 45, "time_limit": 28800, "notice": 90, "spares": 2, "repair": 43200, "shape": 0.8}
-    assert {key: told["asked"][key] for key in asked} == asked
-    assert told["intervals"]["yours"]["interval"] == 1800
+    assert {key: answer["asked"][key] for key in asked} == asked
+    assert answer["intervals"]["yours"]["interval"] == 1800
 
 
 @pytest.mark.parametrize(

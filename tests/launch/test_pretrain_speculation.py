@@ -22,7 +22,7 @@ BLOCK = {
 NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)  # its masks differ by stage
 
 
-def looks(folder):
+def check_rows(folder):
     return [json.loads(line) for line in (folder / "speculation.jsonl").read_text().splitlines()]
 
 
@@ -48,7 +48,7 @@ def killed(tmp_path_factory):
     for saved in (folder / "run" / "checkpoints").glob("step-*"):  # as where saves come seldom
         if saved.name != f"step-{EVERY:08d}":
             shutil.rmtree(saved)
-    return folder / "run", rows(folder / "run"), looks(folder / "run"), output, arguments
+    return folder / "run", rows(folder / "run"), check_rows(folder / "run"), output, arguments
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +62,12 @@ def resumed(killed):
 
 def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
     folder, _, _, output, _ = killed
-    found = looks(folder)
+    found = check_rows(folder)
     gemms = [(row["step"], row["layer"], row["product"]) for row in found]
     assert len(gemms) == len(set(gemms)) == 24 * (STEPS // 2)
     assert sorted({step for step, *_ in gemms}) == list(range(1, STEPS, 2))
     verified = [row for row in found if row["is_hit"] is not None]
-    # the first look, at bf16, has nothing to verify; others than these are of layers with a new precision
+    # the first check, at bf16, has nothing to verify; others than these are of layers with a new precision
     assert {row["step"] for row in verified} >= {3, 5, 9, 13}
     assert all((row["measured_db"] >= 20) == row["is_hit"] for row in verified)
     last = [row for row in metrics(folder) if "speculation/misses" in row][-1]
@@ -79,12 +79,12 @@ def test_two_processes_decide_together_and_one_of_them_writes(killed, resumed):
 
 
 def test_a_killed_run_resumes_with_bitwise_equal_losses_and_decisions(killed, resumed):
-    folder, rows_before, looks_before, *_ = killed
+    folder, rows_before, rows_before, *_ = killed
     assert f"resumed after step {EVERY}" in resumed
     assert rows_before[-1]["step"] >= 2 * EVERY + 2
     assert rows(folder)[: len(rows_before)] == rows_before
-    assert looks(folder)[: len(looks_before)] == looks_before
-    assert {row["precision"] for row in looks_before} >= {"int8", "bf16"}
+    assert check_rows(folder)[: len(rows_before)] == rows_before
+    assert {row["precision"] for row in rows_before} >= {"int8", "bf16"}
     assert rows(folder)[-1]["step"] == STEPS
 
 
@@ -105,7 +105,7 @@ def test_two_stages_decide_for_all_layers_and_one_process_resumes_their_decision
     steps = ("--set", f"megalowbit.run.steps={EVERY}")
     done = run_ranks(*arguments, *steps, cwd=tmp_path, processes=2)
     assert done.code == 0, done.output
-    found = looks(tmp_path / "run")
+    found = check_rows(tmp_path / "run")
     layers = {
         f"transformer.h.{block}.{name}"
         for block in range(2)
@@ -117,7 +117,7 @@ def test_two_stages_decide_for_all_layers_and_one_process_resumes_their_decision
     more = ("--resume", "auto", "--set", f"megalowbit.run.steps={EVERY + 1}")
     one = run_ranks(*arguments, *more, "--set", "pipeline.stages=1", cwd=tmp_path)
     assert one.code == 0, one.output
-    ran = {(row["layer"], row["product"]): row["precision"] for row in looks(tmp_path / "run")[-24:]}
+    ran = {(row["layer"], row["product"]): row["precision"] for row in check_rows(tmp_path / "run")[-24:]}
     assert ran == chosen
     assert set(ran.values()) != {"bf16"}
 

@@ -1,5 +1,6 @@
-"""What the job scripts of launch/slurm/ start and how: words, variables, quoting. How their tries end is in
-test_slurm_tries.py; what a real SLURM does with them in tests/slurm."""
+"""What the job scripts of launch/slurm/ start and how: words, variables, quoting.
+
+How their attempts end is in test_slurm_attempts.py; what a real SLURM does with them in tests/slurm."""
 
 import json
 from pathlib import Path

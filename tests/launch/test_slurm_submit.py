@@ -122,9 +122,9 @@ def test_mistakes_are_reported_before_anything_is_queued(
     words = [str(tmp_path / places[word]) if word in places else word for word in arguments]
     monkeypatch.setenv("PATH", str(only_bash(tmp_path)))
     assert submit.main([*files, *words]) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert (told.err.count("\n"), told.out) == (1, "")
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert (printed.err.count("\n"), printed.out) == (1, "")
     assert not (tmp_path / "run").exists()
 
 
@@ -142,6 +142,26 @@ submit = sys.modules["submit"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(submit)
 sys.exit(submit.main(sys.argv[1:]))
 """
+
+
+# Help and most mistakes are printed in 0.3 s; the imports for the full checks (5 s, 400 MB) come last.
+LIGHT = """
+import runpy, sys
+sys.argv[0] = sys.argv.pop(1)
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    heavy = {"torch", "deepspeed", "transformers", "numpy"} & set(sys.modules)
+    print("imported:", *sorted(heavy), file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--set", "megalowbit.run.stps=3"], 2)])
+def test_help_and_mistakes_do_not_import_torch(files, arguments, code):
+    command = [sys.executable, "-c", LIGHT, str(SUBMIT), *files, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.splitlines()[-1] == "imported:"
 
 
 @pytest.mark.slow
@@ -203,8 +223,8 @@ def test_a_job_that_is_not_queued_changes_no_files(submit, files, capsys, tmp_pa
     script.write_text("of an earlier job")
     capsys.readouterr()
     assert submit.main([*files, "--resume", "auto"]) == 2
-    told = capsys.readouterr()
-    assert (told.err.count("\n"), told.out) == (1, "")
+    printed = capsys.readouterr()
+    assert (printed.err.count("\n"), printed.out) == (1, "")
     assert script.read_text() == "of an earlier job"
     assert [*script.parent.iterdir()] == [script]
 

@@ -37,7 +37,7 @@ RECIPES = {
 }
 
 
-class Heard:
+class RecordingObserver:
     def __init__(self):
         self.roles = set()
 
@@ -213,15 +213,15 @@ def test_the_switch_clears_cached_forward_weights_and_keeps_those_of_backward():
 
 
 def test_observers_receive_the_counts_of_operands_that_stay_quantised():
-    model, heard = model_of("nvfp4"), Heard()
-    set_observer(model, heard)
+    model, observer = model_of("nvfp4"), RecordingObserver()
+    set_observer(model, observer)
     switch_precision(model, "forward")
     train(model, *tensors())
-    assert heard.roles == {"grad_output"}
-    heard.roles.clear()
+    assert observer.roles == {"grad_output"}
+    observer.roles.clear()
     switch_precision(model, "all")
     train(model, *tensors())
-    assert not heard.roles
+    assert not observer.roles
 
 
 def test_a_model_compiled_before_the_switch_is_switched_too():

@@ -47,14 +47,14 @@ def build(scaler, *, layers=False, **options):
 
 def record(scaler):
     """Record the statistics that the scaler receives."""
-    told, update = [], scaler.update
+    recorded, update = [], scaler.update
 
     def noted(found_inf, statistics=None):
-        told.append(statistics)
+        recorded.append(statistics)
         return update(found_inf, statistics)
 
     scaler.update = noted
-    return told
+    return recorded
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_layer_scaling_exists_only_if_enabled_and_defines_the_groups():
 @pytest.mark.parametrize("layers", [False, True])
 def test_a_strategy_receives_the_largest_gradient_without_scale_and_factors(layers):
     scaler = MaxValueGradScaler(2.0**8)
-    told = record(scaler)
+    recorded = record(scaler)
     model, optimizer = build(scaler, layers=layers)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3)).half()
     exact = Blocks().half().double()
@@ -181,8 +181,8 @@ def test_a_strategy_receives_the_largest_gradient_without_scale_and_factors(laye
     for _ in range(5):
         optimizer.scale_loss(model(x)).backward()
         optimizer.step()
-    assert [statistics.loss_scale for statistics in told] == [2.0 ** (8 + step) for step in range(5)]
-    for statistics in told:
+    assert [statistics.loss_scale for statistics in recorded] == [2.0 ** (8 + step) for step in range(5)]
+    for statistics in recorded:
         assert statistics.amax == pytest.approx(largest, rel=1e-2)
         assert (statistics.norm_ratio, statistics.flushed_fraction) == (None, None)
     if layers:
@@ -191,7 +191,7 @@ def test_a_strategy_receives_the_largest_gradient_without_scale_and_factors(laye
 
 def test_the_largest_gradient_is_of_each_micro_batch_and_not_of_their_sum():
     scaler = MaxValueGradScaler(2.0**8)
-    told = record(scaler)
+    recorded = record(scaler)
     weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
     optimizer = Float16OptimizerWithFloat16Params(
         torch.optim.SGD([weight], lr=0.0), grad_scaler=scaler, clip_grad=0.0
@@ -199,14 +199,14 @@ def test_the_largest_gradient_is_of_each_micro_batch_and_not_of_their_sum():
     for value in (3.0, -5.0, 4.0):
         optimizer.scale_loss((weight * value).sum()).backward()
     optimizer.step()
-    assert told[0].amax == 5.0
+    assert recorded[0].amax == 5.0
 
 
 @pytest.mark.parametrize("octaves", [8, 4])
 def test_a_strategy_receives_the_underflow_of_half_precision(octaves):
     """Compared with fp32 gradients of the same half-precision operands, computed by hand for one layer."""
     scaler = NormRatioGradScaler(2.0**octaves, probe_every=2)
-    told = record(scaler)
+    recorded = record(scaler)
     layer = torch.nn.Linear(3, 2, bias=False).half()
     x = torch.tensor([[2.0**-12, 2.0**-24, 1.0]]).half()
     up = torch.tensor([[2.0**-13, 2.0**-10]]).half()  # gradient of the output, unscaled
@@ -219,7 +219,7 @@ def test_a_strategy_receives_the_underflow_of_half_precision(octaves):
         optimizer.step()
     exact = (up.double() * 2.0**octaves).T @ x.double()
     half = exact.half().double()
-    probed, skipped = told
+    probed, skipped = recorded
     assert probed.norm_ratio == pytest.approx(float(exact.norm() / half.norm()), rel=1e-6)
     assert probed.flushed_fraction == pytest.approx(float(((half == 0) & (exact != 0)).double().mean()))
     assert probed.flushed_fraction > 0

@@ -328,6 +328,6 @@ def test_consecutive_spikes_trigger_a_rollback(build_job, capsys):
     spoil(job, {36, 40, 41}, 5.0)
     run(job)
     printed = capsys.readouterr().out
-    assert "step 36: loss " in printed  # one alone is told, and a checkpoint left out
+    assert "step 36: loss " in printed  # a single one is logged, and a checkpoint left out
     assert "step 36: no checkpoint" in printed
     assert [(each["after_step"], each["to_step"]) for each in job.loss_guard.rollbacks] == [(41, 30)]

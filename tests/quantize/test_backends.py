@@ -238,16 +238,16 @@ def test_tensors_without_memory_of_their_own_are_not_plain(tensor):
 def test_nothing_is_plain_where_operations_are_recorded():
     x, seen = torch.ones(2, 16), []
 
-    def look(y):
+    def record_is_plain(y):
         seen.append(backends.is_plain(y) or backends.is_plain(x))
         return y
 
     with Recording():
-        look(x)
-    make_fx(look)(x)
-    torch.func.functionalize(look)(x)
-    torch.func.vmap(look)(x)
-    torch.jit.trace(look, x, check_trace=False)
+        record_is_plain(x)
+    make_fx(record_is_plain)(x)
+    torch.func.functionalize(record_is_plain)(x)
+    torch.func.vmap(record_is_plain)(x)
+    torch.jit.trace(record_is_plain, x, check_trace=False)
     assert len(seen) == 5
     assert not any(seen)
 

@@ -17,7 +17,12 @@ NAMES = (
     *("nvfp4e2m1b:unbiased", "nvfp4e2m1b:unbiased:tile16", "mxfp4e2m1b:unbiased", "fp4e2m1b:unbiased"),
     *("int8b:unbiased", "int8:unbiased", "fp8e4m3:unbiased", "fp8e5m2b:unbiased", "int8e5m2b:unbiased"),
 )
-EVERY_FRACTION = (2 * torch.arange(2**23, dtype=torch.float64) + 1).mul(2**-24).float()  # that r may be
+
+
+@pytest.fixture(scope="module")
+def every_fraction():
+    """All values that the random number r may have."""
+    return (2 * torch.arange(2**23, dtype=torch.float64) + 1).mul(2**-24).float()
 
 
 def lognormal(sigma, *, seed=0):
@@ -54,9 +59,9 @@ DATA = {
         pytest.param(INT8, (1e-5, 0.3, -126.9), id="int8", marks=pytest.mark.slow),
     ],
 )
-def test_the_expected_value_over_every_random_number_is_the_number(element, numbers):
+def test_the_expected_value_over_every_random_number_is_the_number(every_fraction, element, numbers):
     for number in torch.tensor(numbers).tolist():  # as fp32
-        codes = stochastic_codes(torch.full_like(EVERY_FRACTION, number), EVERY_FRACTION, element)
+        codes = stochastic_codes(torch.full_like(every_fraction, number), every_fraction, element)
         counts = torch.bincount(codes.int(), minlength=256).tolist()
         drawn = [(element.code_values()[code], count) for code, count in enumerate(counts) if count]
         assert len(drawn) == 2
@@ -67,11 +72,11 @@ def test_the_expected_value_over_every_random_number_is_the_number(element, numb
         assert abs(mean - Fraction(number)) <= gap * (Fraction(1, 2**24) + lost)
 
 
-def test_a_byte_cannot_tell_small_numbers_from_zero_and_a_word_can():
+def test_a_byte_cannot_tell_small_numbers_from_zero_and_a_word_can(every_fraction):
     small = torch.full((256,), 2.0**-11)  # 1/1024 of E2M1's first gap
     random_bytes = torch.arange(256, dtype=torch.uint8)
     assert not stochastic_codes(small, random_bytes, E2M1).any()
-    codes = stochastic_codes(torch.full_like(EVERY_FRACTION, 2.0**-11), EVERY_FRACTION, E2M1)
+    codes = stochastic_codes(torch.full_like(every_fraction, 2.0**-11), every_fraction, E2M1)
     assert codes.sum() == 2**13
 
 

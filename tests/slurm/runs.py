@@ -15,7 +15,7 @@ SUBMIT = ROOT / "launch" / "slurm" / "submit.py"
 STEPS = 80
 SAVE_EVERY = 6
 SECONDS = 300
-TRY = r"job [\d_]+: restart \d+, on \S+, from step (\d+)"
+ATTEMPT = r"job [\d_]+: restart \d+, on \S+, from step (\d+)"
 # the process of a rank, not that of a launcher that has the script among its arguments
 RANK = r"^\S*python\S* (-u )?\S*launch/pretrain\.py"
 
@@ -37,22 +37,22 @@ class Run:
         return "".join(path.read_text() for path in sorted((self.folder / "slurm").glob("job-*.log")))
 
     @property
-    def tries(self) -> list[str]:
+    def attempts(self) -> list[str]:
         """What was printed in each start of the script."""
         log = self.log
-        bounds = [*(match.start() for match in re.finditer(TRY, log)), len(log)]
+        bounds = [*(match.start() for match in re.finditer(ATTEMPT, log)), len(log)]
         return [log[start:end] for start, end in itertools.pairwise(bounds)]
 
     @property
     def step(self) -> int:
-        """The newest step that the latest try has printed; 0 if none."""
-        steps = re.findall(r"(?m)^ *(\d+)/\d+ ", self.tries[-1]) if self.tries else []
+        """The newest step that the latest attempt has printed; 0 if none."""
+        steps = re.findall(r"(?m)^ *(\d+)/\d+ ", self.attempts[-1]) if self.attempts else []
         return int(steps[-1]) if steps else 0
 
     @property
     def starts(self) -> list[int]:
-        """Where each try began."""
-        return [int(step) for step in re.findall(TRY, self.log)]
+        """The first step of each attempt."""
+        return [int(step) for step in re.findall(ATTEMPT, self.log)]
 
     def losses(self) -> list[tuple[int, float]]:
         """Step and loss of each line in the run's records, in their order."""
@@ -67,17 +67,19 @@ class Run:
         manifest = self.folder / "checkpoints" / f"step-{step:08d}" / "manifest.json"
         return [file["name"] for file in json.loads(manifest.read_text())["files"]]
 
-    def reach(self, *, tries: int = 1, step: int, seconds: float = SECONDS) -> None:
-        """Wait until the script's start number `tries` has come to `step`."""
+    def reach(self, *, attempts: int = 1, step: int, seconds: float = SECONDS) -> None:
+        """Wait until the script's start number `attempts` has come to `step`."""
         begin = asked = time.monotonic()
-        while len(self.tries) < tries or self.step < step:
+        while len(self.attempts) < attempts or self.step < step:
             now = time.monotonic()
-            assert len(self.tries) <= tries, f"tried more often than expected\n{self.log}"
+            assert len(self.attempts) <= attempts, f"more attempts than expected\n{self.log}"
             assert not (self.folder / "DONE").exists(), f"finished before step {step} was seen\n{self.log}"
-            assert now < begin + seconds, f"not at step {step} of try {tries} in time\n{self.log}"
+            assert now < begin + seconds, f"not at step {step} of attempt {attempts} in time\n{self.log}"
             if now > asked + 3:
                 asked = now
-                assert self.job.state not in OVER, f"ended before step {step} of try {tries}\n{self.log}"
+                assert self.job.state not in OVER, (
+                    f"ended before step {step} of attempt {attempts}\n{self.log}"
+                )
             time.sleep(0.1)
 
     def end(self, seconds: float = SECONDS) -> str:
@@ -137,5 +139,5 @@ class Workspace:
         command += [word for value in slurm for word in ("--slurm", value)]
         command += [word for value in sets for word in ("--set", value)]
         command += ["--run-dir", run_dir, *options]
-        told = self.cluster.run(*command, cwd=self.folder, PYTHONPATH=str(ROOT))
-        return Run(Job(self.cluster, re.search(r"job (\d+)", told)[1]), run_dir)
+        output = self.cluster.run(*command, cwd=self.folder, PYTHONPATH=str(ROOT))
+        return Run(Job(self.cluster, re.search(r"job (\d+)", output)[1]), run_dir)

@@ -34,11 +34,11 @@ def test_signal_then_killed_rank_under_every_launcher(workspace, undisturbed, la
     run = workspace.submit(f"signal-{launcher}", f"launcher={launcher}")
     run.reach(step=4)
     run.job.signal_script("USR1")
-    run.reach(tries=2, step=2 * SAVE_EVERY)
+    run.reach(attempts=2, step=2 * SAVE_EVERY)
     run.kill_rank(run.nodes()[0])  # of the main process
     assert run.end() == "COMPLETED", run.log
     assert run.job.restarts == 2
-    assert f"stopped after step {run.starts[1]} on request" in run.tries[0]
+    assert f"stopped after step {run.starts[1]} on request" in run.attempts[0]
     assert run.losses() == undisturbed[launcher]
 
 
@@ -70,6 +70,6 @@ def test_a_network_cut_ends_the_attempt_in_time_names_the_node_and_the_run_resum
         cluster.hosts.mend(lost)
         assert run.end() == "COMPLETED", run.log
     line = rf"error: rank 1 \(host {lost}\) does not answer.* rank 0 \(host {first}\) waited \d+ s in \w+"
-    assert re.search(line, run.tries[0]), run.tries[0]
+    assert re.search(line, run.attempts[0]), run.attempts[0]
     assert run.starts[1] >= SAVE_EVERY
     assert run.losses() == undisturbed["srun"]

@@ -14,7 +14,7 @@ def test_a_run_survives_any_number_of_time_limits(workspace):
     run = workspace.submit("limit", "time=1", "signal_seconds=20", sets=long)
     assert run.end(600) == "COMPLETED", run.log
     assert run.job.restarts >= 1
-    assert all("asked to stop" in each for each in run.tries[:-1])
+    assert all("asked to stop" in each for each in run.attempts[:-1])
     assert run.starts == sorted(set(run.starts))
     assert [step for step, _ in run.losses()] == list(range(1, 301))
 
@@ -28,12 +28,12 @@ def test_orphans_of_killed_deepspeed_launchers_end_before_the_next_attempt(works
         workspace.cluster.run("pkill", "-KILL", "-f", "deepspeed.launcher.launch", on=node)
     orphans = [processes(workspace.cluster, node) for node in nodes]
     assert [len(each) for each in orphans] == [1, 1]
-    run.reach(tries=2, step=1)
-    assert "(code 0)" in run.tries[0]
+    run.reach(attempts=2, step=1)
+    assert "(code 0)" in run.attempts[0]
     for node, [orphan] in zip(nodes, orphans, strict=True):
-        assert f"killing left-over process {orphan} on {node}" in run.tries[0]
+        assert f"killing left-over process {orphan} on {node}" in run.attempts[0]
         assert orphan not in processes(workspace.cluster, node)
-    run.reach(tries=2, step=run.starts[1] + 2)
+    run.reach(attempts=2, step=run.starts[1] + 2)
     run.job.cancel()
     assert run.end() == "CANCELLED"
     assert [step for step, _ in run.losses()] == list(range(1, len(run.losses()) + 1))
@@ -73,6 +73,6 @@ def test_a_lost_node_without_a_spare_is_dropped_if_the_job_allows_it(tmp_path):
         cluster.power_off("n2")
         assert run.end() == "COMPLETED", run.log
         assert run.nodes() == ["n1"]
-    assert "2 processes" in run.tries[0]
-    assert "1 process" in run.tries[1]
+    assert "2 processes" in run.attempts[0]
+    assert "1 process" in run.attempts[1]
     assert [step for step, _ in run.losses()] == list(range(1, STEPS + 1))

@@ -1,10 +1,9 @@
-"""Runs on a real SLURM, and what happens to them there.
+"""Runs on a real SLURM: requeued, resumed, refused, given up.
 
-Every end but that of a finished or hopeless run leads back to the queue, and what went on from a checkpoint
-has the losses of a run that nothing happened to. Each story is one job, what is done to it, and its end.
-All of them go on beside each other, since much of their time is waiting: for SLURM to notice a lost node,
-and to let a requeued job start again. One job gets all the trouble: each start of two ranks costs seconds
-of imports.
+A job is requeued unless its run is finished or fails again and again. A run resumed from a checkpoint has the
+losses of an undisturbed one. Each story is one job and the faults in it. They run at the same time, because
+they mostly wait: for SLURM to notice a lost node, and to start a requeued job. One job has all the faults,
+because each start of two ranks costs seconds of imports.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +23,14 @@ def undisturbed(workspace):
     return run
 
 
-def troubled(workspace):
-    """In each try something else: a signal, a requeue, a killed rank, a power cut, nothing."""
-    run = workspace.submit("troubled", "launcher=srun", "exclude=n1")
+def faulty(workspace):
+    """A different fault in each attempt: a signal, a requeue, a killed rank, a power cut, nothing."""
+    run = workspace.submit("faulty", "launcher=srun", "exclude=n1")
     run.reach(step=4)
     run.job.signal_script("USR1")  # as SLURM does before the time limit
     for number, trouble in enumerate((requeue, kill_a_rank, power_off_a_node), start=2):
-        run.reach(tries=number, step=1)
-        run.reach(tries=number, step=run.starts[-1] + SAVE_EVERY + 1)
+        run.reach(attempts=number, step=1)
+        run.reach(attempts=number, step=run.starts[-1] + SAVE_EVERY + 1)
         trouble(run)
     run.end()
     return run
@@ -58,14 +57,14 @@ def refused(workspace):
     return run
 
 
-def hopeless(workspace):
-    """No try gets further than its imports: there is not memory enough for them."""
-    run = workspace.submit("hopeless", SPARED, "max_failures=1", 'setup=["ulimit -v 300000"]')
+def out_of_memory(workspace):
+    """No attempt gets further than its imports: there is not memory enough for them."""
+    run = workspace.submit("out_of_memory", SPARED, "max_failures=1", 'setup=["ulimit -v 300000"]')
     run.end()
     return run
 
 
-STORIES = (troubled, undisturbed, refused, hopeless)
+STORIES = (faulty, undisturbed, refused, out_of_memory)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +74,8 @@ def stories(tmp_path_factory):
         pytest.skip(reason)
     with Cluster(nodes=4, silence=7) as cluster, ThreadPoolExecutor(len(STORIES)) as pool:
         workspace = Workspace(cluster, tmp_path_factory.mktemp("runs"))
-        told = {story: pool.submit(story, workspace) for story in STORIES}
-        yield lambda story: told[story].result()
+        runs = {story: pool.submit(story, workspace) for story in STORIES}
+        yield lambda story: runs[story].result()
         for job in cluster.run("squeue", "--noheader", "--format=%i").split():
             cluster.run("scancel", job)  # of a story that failed: its thread waits for it
 
@@ -92,32 +91,32 @@ def test_two_nodes_train_together_to_the_end(stories):
 
 
 def test_signal_before_the_time_limit_saves_on_all_ranks_and_requeues(stories):
-    run = stories(troubled)
+    run = stories(faulty)
     stopped = run.starts[1]
     assert 4 <= stopped < STEPS
-    assert run.tries[0].count(f"stopped after step {stopped} on request") == 1
-    assert f"ended at step {stopped} (code 0, asked to stop)" in run.tries[0]
+    assert run.attempts[0].count(f"stopped after step {stopped} on request") == 1
+    assert f"ended at step {stopped} (code 0, asked to stop)" in run.attempts[0]
     shards = run.files_of_checkpoint(stopped)
     assert len([name for name in shards if "pp_rank_0_" in name]) == 1
     assert len([name for name in shards if "pp_rank_1_" in name]) == 1
 
 
 def test_a_requeued_job_resumes_from_a_checkpoint(stories):
-    run = stories(troubled)
-    assert "is finished" not in run.tries[1]
+    run = stories(faulty)
+    assert "is finished" not in run.attempts[1]
     assert run.starts[2] > run.starts[1]
 
 
 def test_a_killed_rank_ends_the_attempt_and_the_script_requeues_itself(stories):
-    run = stories(troubled)
-    assert "ended at step" in run.tries[2]
-    assert "code 0" not in run.tries[2]
-    assert "asked to stop" not in run.tries[2]
+    run = stories(faulty)
+    assert "ended at step" in run.attempts[2]
+    assert "code 0" not in run.attempts[2]
+    assert "asked to stop" not in run.attempts[2]
     assert run.starts[3] > run.starts[2]
 
 
 def test_a_powered_off_node_is_replaced_by_a_spare(stories):
-    run = stories(troubled)
+    run = stories(faulty)
     [lost] = [node for node, state in run.job.cluster.node_states().items() if state.startswith("down")]
     assert lost in {"n3", "n4"}
     assert lost not in run.nodes()
@@ -125,7 +124,7 @@ def test_a_powered_off_node_is_replaced_by_a_spare(stories):
 
 
 def test_all_that_trouble_does_not_show_in_the_losses(stories):
-    run = stories(troubled)
+    run = stories(faulty)
     assert run.job.state == "COMPLETED"
     assert run.job.restarts == 4
     assert run.losses() == stories(undisturbed).losses()
@@ -139,6 +138,6 @@ def test_a_rejected_job_is_reported_and_not_retried(stories):
 
 
 def test_attempts_without_a_new_checkpoint_end_the_job(stories):
-    run = stories(hopeless)
+    run = stories(out_of_memory)
     assert (run.job.state, run.job.restarts) == ("FAILED", 1)
     assert "giving up after 2 attempts" in run.log.splitlines()[-1]

@@ -91,9 +91,9 @@ def test_checks_are_verified_at_the_interval():
     settings = {**PLAIN, "threshold_db": 0, "every": 2, "verify_every": 3}
     controller = mlb.PrecisionController(model, settings)
     reports, _, _ = train(model, controller, range(20))
-    looks = [report for report in reports if report is not None]
-    assert not any(report.changes for report in looks[1:])
-    verified = [bool(measured_layers(report)) for report in looks]
+    checks = [report for report in reports if report is not None]
+    assert not any(report.changes for report in checks[1:])
+    verified = [bool(measured_layers(report)) for report in checks]
     # the first three, of which the very first is at bf16, then every third
     assert verified == [False, True, True, True, False, False, True, False, False, True]
 
@@ -121,14 +121,14 @@ def spiked(step):
     return x
 
 
-@pytest.mark.parametrize(("looks", "verify_every"), [(0, 4), (1001, 1000), (0, 0)])
-def test_a_layer_whose_precision_changed_is_measured_at_the_next_check(looks, verify_every):
+@pytest.mark.parametrize(("checks", "verify_every"), [(0, 4), (1001, 1000), (0, 0)])
+def test_a_layer_whose_precision_changed_is_measured_at_the_next_check(checks, verify_every):
     """Only this layer, in addition to the checks that measure all layers."""
     model = Pair()
     mlb.convert(model, "fp8")
     settings = {**PLAIN, "every": 1, "lookahead": 0, "patience": 3, "verify_every": verify_every}
     controller = mlb.PrecisionController(model, settings)
-    controller.load_state_dict({**controller.state_dict(), "looks": looks})
+    controller.load_state_dict({**controller.state_dict(), "looks": checks})
     reports, used, _ = train(model, controller, range(12), data=spiked, lr=0.0)
     assert [step["a", "output"] for step in used] == ["bf16", *["int8"] * 5, *["bf16"] * 3, *["int8"] * 3]
     assert {step["b", "output"] for step in used[1:]} == {"int8"}
@@ -223,12 +223,12 @@ def test_totals_count_each_product_of_each_step():
     ran = [key for key in used[0] if key != ("up", "grad_input")]
     counts = Counter(step[key] for step in used for key in ran)
     totals = controller.totals()
-    looks = [report for report in reports if report is not None]
+    checks = [report for report in reports if report is not None]
     assert totals.shares == {name: counts[name] / (43 * len(ran)) for name in ("int8", "bf16")}
     assert totals.share_8bit == totals.shares["int8"]
-    assert totals.changes == sum(len(report.changes) for report in looks) > len(ran)
-    assert totals.hits == sum(report.hits for report in looks) > 0
-    assert totals.misses == sum(report.misses for report in looks)
+    assert totals.changes == sum(len(report.changes) for report in checks) > len(ran)
+    assert totals.hits == sum(report.hits for report in checks) > 0
+    assert totals.misses == sum(report.misses for report in checks)
 
 
 def test_only_the_first_micro_batch_and_the_first_use_are_sampled():

@@ -85,7 +85,7 @@ def test_after_a_sudden_jump_the_next_check_changes_the_precision():
 
 
 def cancelling(model, steps):
-    """Batches that look as ever, and in some steps lie where the first layer's weight has next to nothing."""
+    """Ordinary batches, except in `steps`: there the first layer's weight maps them to almost nothing."""
     weight = model.up.weight.detach().clone()
     space = torch.linalg.qr(weight.t())[0]  # (inputs, outputs), fewer outputs than inputs
 

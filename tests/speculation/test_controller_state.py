@@ -1,4 +1,4 @@
-"""Looking changes no bit of a training run, and a resumed run is the uninterrupted one."""
+"""A precision check changes no bit of a training run, and a resumed run is the uninterrupted one."""
 
 import dataclasses
 import json
@@ -32,8 +32,8 @@ def with_dropout(recipe_of=None):
     return model
 
 
-class Nobody:
-    """A controller that is none."""
+class NoController:
+    """The interface of a controller, without any effect."""
 
     layers = ()
 
@@ -51,7 +51,7 @@ def state_of(model):
 @pytest.mark.parametrize("estimator", ["quantile", "mad", "negative"])
 def test_with_bf16_as_the_only_candidate_training_equals_no_controller_bit_for_bit(estimator):
     plain = with_dropout(["bf16"] * 3)
-    _, _, expected = train(plain, Nobody(), range(8))
+    _, _, expected = train(plain, NoController(), range(8))
     numbers = torch.get_rng_state()
     model = with_dropout()
     settings = {"candidates": ["bf16"], "every": 1, "lookahead": 0, "verify_every": 1}
@@ -67,11 +67,11 @@ def test_with_bf16_as_the_only_candidate_training_equals_no_controller_bit_for_b
 def test_checks_change_no_bit_at_any_candidate(candidate):
     """Layers get the largest magnitude from the probe there, and search for it themselves otherwise."""
     plain = with_dropout(["bf16"] * 3)
-    _, _, expected = train(plain, Nobody(), range(1))
+    _, _, expected = train(plain, NoController(), range(1))
     for layer in bit_layers(plain).values():
         chosen = [candidate] * 3 if layer.layer_name != "up" else [candidate, "bf16", candidate]
         layer.recipe = recipe_with(mlb.recipe("fp8"), chosen)
-    _, _, more = train(plain, Nobody(), range(1, 6))
+    _, _, more = train(plain, NoController(), range(1, 6))
     model = with_dropout()
     settings = {
         "candidates": [candidate, "bf16"],

@@ -85,7 +85,7 @@ def step(model, controller):
     controller.end_step()
 
 
-class Nobody:
+class NoController:
     def begin_step(self):
         pass
 
@@ -121,6 +121,6 @@ def test_a_check_costs_one_host_read_and_other_steps_none(candidate, signal, est
     controller.detach()
     for layer, recipe in zip(mlb.bit_layers(model).values(), chosen, strict=True):
         layer.recipe = recipe
-    alone = reads(lambda: step(model, Nobody()))
+    alone = reads(lambda: step(model, NoController()))
     assert between == alone
     assert looked_at == alone + Counter(tolist=1)

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from deciding import INF, NAN, THRESHOLD, candidates, policy, run
+from policy_runs import INF, NAN, THRESHOLD, candidates, policy, run
 
 
 def test_nothing_is_quantised_before_the_first_check():

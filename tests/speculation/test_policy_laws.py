@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 import pytest
-from deciding import INF, NAN, THRESHOLD, candidates, changes, policy, run
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_runs import INF, NAN, THRESHOLD, candidates, changes, policy, run
 
 from megalowbit.errors import UserError
 from megalowbit.speculation.policy import GemmState, line_at
@@ -46,11 +46,11 @@ def test_a_falling_prediction_is_left_before_it_crosses(every, looks_ahead, wind
         for phase in np.linspace(0, 1, 9):
             falling = policy(every=every, lookahead=looks_ahead * every, trend_window=window)
             start = THRESHOLD + slope * (1.02 + phase) + 2 * phase
-            looks = int((start - THRESHOLD) / slope) + 3
-            line = [start - slope * look for look in range(looks)]
+            checks = int((start - THRESHOLD) / slope) + 3
+            line = [start - slope * check for check in range(checks)]
             precisions = candidates(falling, line)
             left = precisions.index("bf16")
-            assert precisions == ["int8"] * left + ["bf16"] * (looks - left)
+            assert precisions == ["int8"] * left + ["bf16"] * (checks - left)
             if left > 1:
                 # safe up to the check at which it was left, and not left before the line crossed
                 assert line[left] >= THRESHOLD - 1e-9
@@ -62,7 +62,7 @@ def test_a_falling_prediction_is_left_before_it_crosses(every, looks_ahead, wind
 
 def test_without_a_trend_a_falling_prediction_crosses_first():
     """That the law above can fail."""
-    line = [20.3 - look for look in range(8)]
+    line = [20.3 - check for check in range(8)]
     precisions = candidates(policy(lookahead=0), line)
     assert line[precisions.index("bf16")] < THRESHOLD
 
@@ -71,11 +71,11 @@ def test_without_a_trend_a_falling_prediction_crosses_first():
 @pytest.mark.parametrize("patience", [1, 2, 4])
 def test_a_rising_prediction_is_followed_once(slope, patience):
     rising = policy(lookahead=20, hysteresis_db=1.0, patience=patience)
-    line = [THRESHOLD - 2 + slope * look for look in range(int(4 / slope) + 10)]
+    line = [THRESHOLD - 2 + slope * check for check in range(int(4 / slope) + 10)]
     precisions = candidates(rising, line)
     entered = precisions.index("int8")
     assert precisions == ["bf16"] * entered + ["int8"] * (len(line) - entered)
-    reached = next(look for look, db in enumerate(line) if db >= THRESHOLD + 1.0)
+    reached = next(check for check, db in enumerate(line) if db >= THRESHOLD + 1.0)
     assert entered == reached + patience - 1
 
 
@@ -83,8 +83,8 @@ def test_a_rising_prediction_is_followed_once(slope, patience):
 def test_a_steady_prediction_with_noise_far_above_the_threshold_never_leaves(seed):
     """Two checks with noise of 0.5 dB, extended by two checks, stray by 1.8 dB and cannot reach 9 dB."""
     noise = np.random.default_rng(seed).normal(scale=0.5, size=2000)
-    looked = policy(lookahead=20, trend_window=4, hysteresis_db=1.0, patience=2)
-    assert set(candidates(looked, [float(each) for each in THRESHOLD + 9 + noise])) == {"int8"}
+    averaging = policy(lookahead=20, trend_window=4, hysteresis_db=1.0, patience=2)
+    assert set(candidates(averaging, [float(each) for each in THRESHOLD + 9 + noise])) == {"int8"}
 
 
 @given(
@@ -106,15 +106,15 @@ numbers = st.floats(-80, 80) | st.sampled_from([NAN, INF, -INF])
 
 
 @given(
-    looks=st.lists(st.tuples(numbers, numbers, numbers, numbers, numbers), max_size=8),
+    checks=st.lists(st.tuples(numbers, numbers, numbers, numbers, numbers), max_size=8),
     rest=st.lists(st.tuples(numbers, numbers), min_size=1, max_size=4),
 )
-def test_a_policy_restored_from_json_continues_unchanged(looks, rest):
+def test_a_policy_restored_from_json_continues_unchanged(checks, rest):
     three = policy(
         candidates=["int8", "fp8", "bf16"], lookahead=20, hysteresis_db=1.0, patience=2, cooldown=25
     )
     state, step = three.start(), 0
-    for left, right, measured, alignment, residual in looks:
+    for left, right, measured, alignment, residual in checks:
         state, _ = three.verify(state, step, measured)
         state = three.correct(state, "fp8", residual)
         state = three.decide(three.align(state, alignment), step, [left, right, INF])

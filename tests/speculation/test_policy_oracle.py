@@ -9,23 +9,23 @@ import json
 import math
 from fractions import Fraction
 
-from deciding import INF, NAN
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from policy_runs import INF, NAN
 
 from megalowbit.speculation.policy import Policy
 from megalowbit.speculation.settings import SpeculationSettings
 
 
 class Oracle:
-    """The same rules, told from the whole past: nothing is counted along the way, all in exact fractions."""
+    """The same rules, computed from the whole past in exact fractions, without running counts."""
 
     def __init__(self, settings):
         self.settings = settings
         self.last = len(settings.candidates) - 1
         self.bars = [Fraction(settings.threshold(candidate)) for candidate in settings.candidates[:-1]]
-        self.looks = []  # (step, predictions, candidates that could have been entered)
+        self.checks = []  # (step, predictions, candidates that could have been entered)
         self.measured = []  # alignments
         self.residuals = [[] for _ in self.bars]  # for each candidate; None: it faded
         self.misses = []  # (step, checks before it)
@@ -53,12 +53,12 @@ class Oracle:
 
     def worst(self, candidate):
         """The lower of now and later, or None where there is no number now."""
-        step, predictions = self.looks[-1][:2]
+        step, predictions = self.checks[-1][:2]
         if not math.isfinite(predictions[candidate]):
             return None
         seen = [
             (Fraction(at), Fraction(each[candidate]))
-            for at, each, _ in self.looks[-self.settings.trend_window :]
+            for at, each, _ in self.checks[-self.settings.trend_window :]
             if math.isfinite(each[candidate])
         ]
         now = Fraction(predictions[candidate])
@@ -82,16 +82,16 @@ class Oracle:
         return worst is not None and worst >= self.bars[candidate] + Fraction(margin)
 
     def decide(self, step, predictions):
-        is_first = not self.looks
-        self.looks.append((step, predictions, None))
+        is_first = not self.checks
+        self.checks.append((step, predictions, None))
         enterable = {
             candidate
             for candidate in range(self.last)
             if self.is_safe(candidate, self.settings.hysteresis_db)
         }
-        self.looks[-1] = (step, predictions, enterable)
+        self.checks[-1] = (step, predictions, enterable)
         since = self.misses[-1][1] if self.misses else 0
-        recent = [each for _, _, each in self.looks[since:]]
+        recent = [each for _, _, each in self.checks[since:]]
         patience = 1 if is_first else self.settings.patience
         if self.misses and step < self.misses[-1][0] + self.settings.cooldown:
             self.candidate = self.last
@@ -111,7 +111,7 @@ class Oracle:
         if measured >= self.bars[self.candidate]:
             self.hits += 1
             return True
-        self.misses.append((step, len(self.looks)))
+        self.misses.append((step, len(self.checks)))
         self.candidate = self.last
         return False
 
@@ -150,18 +150,18 @@ class PolicyMachine(RuleBasedStateMachine):
         self.has_decided = False
 
     @rule(predicted=predictions, gap=st.sampled_from([0, 1, 10, 10, 10, 30]))
-    def look(self, predicted, gap):
+    def check(self, predicted, gap):
         self.step += gap
         self.state = self.policy.decide(self.state, self.step, [*predicted, INF])
         self.oracle.decide(self.step, predicted)
         self.has_decided = True
 
-    @precondition(lambda self: self.oracle.looks and all(map(math.isfinite, self.oracle.looks[-1][1])))
+    @precondition(lambda self: self.oracle.checks and all(map(math.isfinite, self.oracle.checks[-1][1])))
     @rule(change=st.sampled_from([-1.0, -0.25, 0.0, 0.25, 1.0]), times=st.integers(1, 4))
     def drift(self, change, times):
         """More of the same: what trends are made of."""
         for _ in range(times):
-            self.look([db + change for db in self.oracle.looks[-1][1]], 10)
+            self.check([db + change for db in self.oracle.checks[-1][1]], 10)
 
     @rule(measured=quarters | st.sampled_from([NAN, INF, -INF]))
     def verify(self, measured):

@@ -18,7 +18,7 @@ ALL = EstimatorSettings(sample=1 << 20)  # every element once
 KEY = RandomKey(5, 7)
 
 
-def look(*, size=1 << 20, signal="all", step=3, estimator=ALL):
+def precision_check(*, size=1 << 20, signal="all", step=3, estimator=ALL):
     return PrecisionCheck(
         step=step, estimator=estimator, signal=signal, verify_size=size, findings=RankFindings()
     )
@@ -78,15 +78,15 @@ def db(found):
 
 @pytest.mark.parametrize("shape", ["matrix", "batch"])
 def test_statistics_of_each_operand_are_those_of_its_elements(shape):
-    x, asked = operands(), look(size=0)
+    x, check = operands(), precision_check(size=0)
     given = {role: each.view(4, -1, each.shape[1]) if shape == "batch" else each for role, each in x.items()}
-    probe = ProductProbe(asked, "h.0")
+    probe = ProductProbe(check, "h.0")
     assert isinstance(probe, Probe)
     for role, each in given.items():
         probe.observe_operand(role, each)
-    assert set(asked.findings.statistics) == {("h.0", role) for role in x}
+    assert set(check.findings.statistics) == {("h.0", role) for role in x}
     for role, each in x.items():
-        found = dict(zip(COLUMNS, asked.findings.statistics["h.0", role].tolist(), strict=True))
+        found = dict(zip(COLUMNS, check.findings.statistics["h.0", role].tolist(), strict=True))
         values = each.double().numpy()
         assert found["count"] == values.size
         assert found["absmax"] == np.abs(values).max()
@@ -99,9 +99,9 @@ def test_statistics_of_each_operand_are_those_of_its_elements(shape):
 @pytest.mark.parametrize("name", ["int8", "fp8e4m3", "nvfp4e2m1bnosr", "fp32"])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_energies_of_whole_products(name, has_bias):
-    x, asked = operands(), look()
+    x, check = operands(), precision_check()
     bias = torch.linspace(-3, 3, OUTPUTS) if has_bias else None
-    _, results = run(ProductProbe(asked, "a"), x, name, bias=bias)
+    _, results = run(ProductProbe(check, "a"), x, name, bias=bias)
     for product in PRODUCTS:
         left, right = matrices(product, {role: each.double() for role, each in x.items()})
         exact = left @ right.t()
@@ -112,7 +112,7 @@ def test_energies_of_whole_products(name, has_bias):
             (made - exact).square().sum(),
             exact.numel() * left.shape[1] * power,
         ]
-        found = asked.findings.energies["a", product]
+        found = check.findings.energies["a", product]
         assert found.dtype == torch.float64
         assert len(found) == len(ENERGIES)
         torch.testing.assert_close(found, torch.stack(expected), rtol=1e-9, atol=0)
@@ -121,8 +121,8 @@ def test_energies_of_whole_products(name, has_bias):
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("name", ["int8", "fp8e5m2", "nvfp4e2m1bnosr", "fp32"])
 def test_energies_of_the_bulk_leave_outliers_out_of_both_sides(name, is_packed):
-    x, asked = operands(dtype=torch.float32), look(signal="bulk")
-    quantized, _ = run(ProductProbe(asked, "a"), x, name, is_packed=is_packed)
+    x, check = operands(dtype=torch.float32), precision_check(signal="bulk")
+    quantized, _ = run(ProductProbe(check, "a"), x, name, is_packed=is_packed)
     is_bulk = {role: each.double().abs() <= 6 for role, each in x.items()}  # outliers are far beyond
     assert all((~each).sum() >= 2 for each in is_bulk.values())
     exact_of = {role: each.double() * is_bulk[role] for role, each in x.items()}
@@ -132,7 +132,7 @@ def test_energies_of_the_bulk_leave_outliers_out_of_both_sides(name, is_packed):
         made_left, made_right = matrices(product, made_of)
         exact, made = left @ right.t(), made_left @ made_right.t()
         power = left.square().mean() * right.square().mean()
-        found = asked.findings.energies["a", product]
+        found = check.findings.energies["a", product]
         signal, noise = exact.square().sum(), (made - exact).square().sum()
         torch.testing.assert_close(found[:2], torch.stack([signal, noise]), rtol=1e-6, atol=1e-20)
         assert found[2] == pytest.approx(exact.numel() * left.shape[1] * power.item(), rel=1e-9)
@@ -140,11 +140,15 @@ def test_energies_of_the_bulk_leave_outliers_out_of_both_sides(name, is_packed):
 
 @pytest.mark.parametrize("signal", ["all", "bulk"])
 def test_a_sample_estimates_the_statistics_of_the_full_operands(signal):
-    x, whole, part = operands(outliers=0), look(signal=signal), look(signal=signal, size=24)
-    for asked in (whole, part):
-        run(ProductProbe(asked, "a"), x, "int8")
+    x, whole, part = (
+        operands(outliers=0),
+        precision_check(signal=signal),
+        precision_check(signal=signal, size=24),
+    )
+    for check in (whole, part):
+        run(ProductProbe(check, "a"), x, "int8")
     for product in PRODUCTS:
-        found, expected = (asked.findings.energies["a", product] for asked in (part, whole))
+        found, expected = (check.findings.energies["a", product] for check in (part, whole))
         assert found[0] < 0.2 * expected[0]
         assert db(found) == pytest.approx(db(expected), abs=0.6)
         # of independent operands the signal is the expected one
@@ -152,15 +156,15 @@ def test_a_sample_estimates_the_statistics_of_the_full_operands(signal):
 
 
 def test_without_verification_products_are_predicted_and_not_compared():
-    asked = look(size=0)
-    run(ProductProbe(asked, "a"), operands(), "int8")
-    assert asked.findings.energies == {("a", product): None for product in PRODUCTS}
-    assert len(asked.findings.statistics) == 3
+    check = precision_check(size=0)
+    run(ProductProbe(check, "a"), operands(), "int8")
+    assert check.findings.energies == {("a", product): None for product in PRODUCTS}
+    assert len(check.findings.statistics) == 3
 
 
 def test_only_samples_are_kept_until_backward():
-    x, asked = operands(), look(size=8)
-    probe = ProductProbe(asked, "a")
+    x, check = operands(), precision_check(size=8)
+    probe = ProductProbe(check, "a")
     factors = {}
     for role in ("input", "weight"):
         probe.observe_operand(role, x[role])
@@ -176,32 +180,32 @@ def test_only_samples_are_kept_until_backward():
 
 
 def test_a_product_whose_operand_was_not_shown_is_not_compared():
-    x, asked = operands(), look()
-    probe = ProductProbe(asked, "a")
+    x, check = operands(), precision_check()
+    probe = ProductProbe(check, "a")
     probe.observe_operand("grad_output", x["grad_output"])
     factor = MatmulOperand(quantizer("int8").quantize(x["grad_output"]))
     probe.observe_product("grad_weight", factor, factor, x["grad_output"], None)
-    assert asked.findings.energies == {("a", "grad_weight"): None}
+    assert check.findings.energies == {("a", "grad_weight"): None}
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_ends_as_numbers_that_are_not(bad):
-    x, asked = operands(), look(signal="bulk")
+    x, check = operands(), precision_check(signal="bulk")
     x["input"][3, 5] = bad
-    probe = ProductProbe(asked, "a")
+    probe = ProductProbe(check, "a")
     for role in ("input", "weight"):
         probe.observe_operand(role, x[role])
     factors = [MatmulOperand(quantizer("int8").quantize(x[role])) for role in ("input", "weight")]
     probe.observe_product("output", *factors, torch.zeros(TOKENS, OUTPUTS), None)
-    assert not asked.findings.statistics["a", "input"][1:].isfinite().any()
-    assert asked.findings.statistics["a", "weight"].isfinite().all()
-    assert not asked.findings.energies["a", "output"].isfinite().all()
+    assert not check.findings.statistics["a", "input"][1:].isfinite().any()
+    assert check.findings.statistics["a", "weight"].isfinite().all()
+    assert not check.findings.energies["a", "output"].isfinite().all()
 
 
 def test_empty_operands_are_no_error():
-    x, asked = operands(), look()
+    x, check = operands(), precision_check()
     x["input"], x["grad_output"] = x["input"][:0], x["grad_output"][:0]
-    probe = ProductProbe(asked, "a")
+    probe = ProductProbe(check, "a")
     for role in x:
         probe.observe_operand(role, x[role])
     factors = {role: MatmulOperand(quantizer("int8").quantize(each)) for role, each in x.items()}
@@ -209,18 +213,18 @@ def test_empty_operands_are_no_error():
     probe.observe_product(
         "grad_weight", factors["grad_output"], factors["input"], torch.zeros(OUTPUTS, INPUTS), None
     )
-    assert asked.findings.statistics["a", "input"].tolist() == [0.0] * len(COLUMNS)
+    assert check.findings.statistics["a", "input"].tolist() == [0.0] * len(COLUMNS)
     for product in ("output", "grad_weight"):
-        assert asked.findings.energies["a", product].tolist() == [0.0] * len(ENERGIES)
+        assert check.findings.energies["a", product].tolist() == [0.0] * len(ENERGIES)
 
 
 def test_torchs_generator_is_left_alone_and_the_same_step_draws_the_same():
     x = operands()
     state, found = torch.get_rng_state(), []
     for step, layer in ((3, "a"), (3, "a"), (4, "a"), (3, "b")):
-        asked = look(size=16, step=step, estimator=EstimatorSettings(sample=64))
-        run(ProductProbe(asked, layer), x, "int8")
-        found.append([each.tolist() for each in asked.findings.energies.values()])
+        check = precision_check(size=16, step=step, estimator=EstimatorSettings(sample=64))
+        run(ProductProbe(check, layer), x, "int8")
+        found.append([each.tolist() for each in check.findings.energies.values()])
     assert torch.equal(torch.get_rng_state(), state)
     assert found[0] == found[1]
     assert found[0] != found[2]

@@ -26,7 +26,7 @@ def report(*arguments, path=ROOT):
 
 
 def test_it_prints_the_table_and_draws_the_picture(tmp_path):
-    run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc", "h.1.fc"], looks=12)))
+    run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc", "h.1.fc"], checks=12)))
     done = report(run, "--picture", tmp_path / "some.png")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{table(read_history(run))}\npicture: {tmp_path / 'some.png'}\n"
@@ -52,7 +52,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
 
 
 def test_a_picture_makes_no_folders(tmp_path):
-    run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], looks=3)))
+    run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], checks=3)))
     check_refusal(
         report(run, "--picture", tmp_path / "a" / "b.png"), f"folder {tmp_path / 'a'} does not exist"
     )
@@ -62,7 +62,7 @@ def test_a_picture_makes_no_folders(tmp_path):
 @pytest.mark.slow
 def test_without_matplotlib_the_table_and_the_remedy_are_printed(tmp_path):
     (tmp_path / "matplotlib.py").write_text("raise ImportError('no such thing')")
-    run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], looks=3)))
+    run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], checks=3)))
     done = report(run, "--picture", tmp_path / "some.png", path=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 2
     assert done.stdout.strip() == table(read_history(run))

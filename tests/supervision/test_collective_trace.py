@@ -139,7 +139,7 @@ def chained(message):
         (RuntimeError("NCCL communicator was aborted on rank 0"), True),
         (dist.DistNetworkError("Broken pipe"), True),
         (dist.DistStoreError("wait timeout after 1000ms"), True),
-        (UserError("rank 1: RuntimeError: " + CLOSED), False),  # already told in our words
+        (UserError("rank 1: RuntimeError: " + CLOSED), False),  # already one of our messages
         (RuntimeError(f"rank 0 failed: RuntimeError: {CLOSED}"), True),
         (RuntimeError("ProcessGroupGloo::broadcast: invalid root rank: 3"), False),
         (RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"), False),

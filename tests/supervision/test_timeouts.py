@@ -48,8 +48,8 @@ def test_nccl_ends_a_process_soon_after_the_watchdog_times_out(timeout):
 
     assert of("nccl", is_watched=False) == of("gloo", is_watched=False) == timeout
     assert of("gloo", is_watched=True) == timeout  # its errors are raised, and become the diagnosis
-    looking = INTERVALS_BETWEEN_READINGS * WatchdogSettings(timeout=timeout).interval
-    assert TIMEOUTS_WITHOUT_PROGRESS * timeout + looking < of("nccl", is_watched=True) < 1.5 * timeout
+    reading_time = INTERVALS_BETWEEN_READINGS * WatchdogSettings(timeout=timeout).interval
+    assert TIMEOUTS_WITHOUT_PROGRESS * timeout + reading_time < of("nccl", is_watched=True) < 1.5 * timeout
 
 
 def test_other_backends_are_ignored():

@@ -17,7 +17,7 @@ def test_deepspeed_is_the_pinned_version():
 
 
 def test_the_size_of_the_job_comes_from_the_mpu_alone(engine):
-    class Asked:
+    class RecordingArguments:
         def __init__(self):
             self.names = []
 
@@ -25,7 +25,7 @@ def test_the_size_of_the_job_comes_from_the_mpu_alone(engine):
             self.names.append(name)
             return lambda: 3
 
-    asked = Asked()
+    asked = RecordingArguments()
     settings = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
     assert DeepSpeedConfig(settings, asked).world_size == 3
     assert set(asked.names) == {"get_data_parallel_world_size"}, (

@@ -68,7 +68,7 @@ def test_the_server_behind_a_store_is_found():
     store = distributed_c10d._get_default_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    assert isinstance(store, dist.TCPStore), "a main process that is lost would not be told from its machine"
+    assert isinstance(store, dist.TCPStore), "a lost main process would look like a lost machine"
     assert store.host
     assert store.port
 
@@ -84,7 +84,7 @@ def test_torchrun_exports_that_it_serves_the_store_and_the_number_of_the_attempt
 
 def test_collectives_run_through_functions_of_torch_distributed():
     file = inspect.getsourcefile(distributed_c10d.all_reduce).replace("\\", "/")
-    assert "/torch/distributed/" in file, "the place where ranks wait would not be told"
+    assert "/torch/distributed/" in file, "the place where ranks wait would be unknown"
     with pytest.raises(RuntimeError) as seen:
         dist.broadcast(torch.ones(1), src=3)
     names = []

@@ -153,7 +153,7 @@ def test_optimizers_have_the_internals_that_we_use(stage, offload):
     engine = start(stage, zero_optimization={"stage": stage, **(offload or {})})
     weight, seen = engine.module.weight, set()
 
-    def look(_):
+    def check_objects(_):
         objects = {"optimizer": engine.optimizer, "parameter": weight}
         if offload is not None:
             objects["offloaded"] = engine.optimizer
@@ -163,10 +163,10 @@ def test_optimizers_have_the_internals_that_we_use(stage, offload):
         for owner, subject in objects.items():
             seen.update((owner, name) for name in INTERNALS[owner] if hasattr(subject, name))
 
-    handle = weight.register_hook(look)
+    handle = weight.register_hook(check_objects)
     step(engine)
     handle.remove()
-    look(None)
+    check_objects(None)
     for owner in ("optimizer", "parameter", "address", "bucket", *(["offloaded"] if offload else [])):
         for name, (stages, breaks) in INTERNALS[owner].items():
             assert stage not in stages or (owner, name) in seen, (

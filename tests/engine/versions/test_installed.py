@@ -119,9 +119,9 @@ def test_only_the_exact_version_is_accepted_as_permission(sound):
 
 @pytest.mark.slow
 def test_an_allowed_version_that_meets_the_contracts_starts_with_one_warning(sound):
-    (first, told), (second, silent) = start(sound, sound, MEGALOWBIT_ALLOW_DEEPSPEED="0.19.9")
+    (first, warned), (second, silent) = start(sound, sound, MEGALOWBIT_ALLOW_DEEPSPEED="0.19.9")
     assert (first, second) == ("started\n", "started\n")
-    assert told.count("deepspeed 0.19.9 instead of 0.19.8") == 1
+    assert warned.count("deepspeed 0.19.9 instead of 0.19.8") == 1
     assert "instead of" not in silent
 
 

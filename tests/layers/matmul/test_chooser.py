@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
-from choosing import (
+from recording_chooser import (
     MIXED,
     ONE_USE,
     Checkpointed,
-    Choosing,
-    Looking,
+    RecordingChooser,
+    RecordingProbe,
     all_equal,
     layer_with,
     results,
@@ -26,14 +26,14 @@ from megalowbit.quantize.names import quantizer
 
 
 def test_the_protocols_are_met_by_what_has_their_methods():
-    assert isinstance(Choosing(), Chooser)
-    assert isinstance(Looking(), Probe)
-    assert not isinstance(Looking(), Chooser)
-    assert not isinstance(Choosing(), Probe)
+    assert isinstance(RecordingChooser(), Chooser)
+    assert isinstance(RecordingProbe(), Probe)
+    assert not isinstance(RecordingProbe(), Chooser)
+    assert not isinstance(RecordingChooser(), Probe)
 
 
 def test_operands_are_shown_raw_before_products_and_products_as_multiplied():
-    chooser = Choosing(recipe("nvfp4"))
+    chooser = RecordingChooser(recipe("nvfp4"))
     model, (x, g) = layer_with(chooser), tensors()
     x_grad = results(model, x, g)[1]
     ((name, seen),) = chooser.probes
@@ -69,7 +69,7 @@ def test_operands_are_shown_raw_before_products_and_products_as_multiplied():
 )
 @pytest.mark.parametrize("chosen", [recipe("nvfp4"), MIXED])
 def test_only_what_is_asked_for_is_computed_and_shown(asked, expected, chosen):
-    chooser = Choosing(chosen)
+    chooser = RecordingChooser(chosen)
     model, (x, g) = layer_with(chooser), tensors()
     for name, parameter in model[0].named_parameters():
         parameter.requires_grad_(name in asked)
@@ -80,7 +80,7 @@ def test_only_what_is_asked_for_is_computed_and_shown(asked, expected, chosen):
 
 
 def test_evaluation_runs_with_the_choice_and_is_not_looked_at():
-    chooser, (x, _) = Choosing(uniform("int4")), tensors()
+    chooser, (x, _) = RecordingChooser(uniform("int4")), tensors()
     model = layer_with(chooser, "fp8").eval()
     with torch.no_grad():
         output = model(x)
@@ -91,7 +91,7 @@ def test_evaluation_runs_with_the_choice_and_is_not_looked_at():
 
 
 def test_a_training_forward_without_a_graph_is_looked_at_as_far_as_it_goes():
-    chooser, (x, _) = Choosing(), tensors()
+    chooser, (x, _) = RecordingChooser(), tensors()
     model = layer_with(chooser)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -112,7 +112,7 @@ def test_with_checkpointing_a_use_is_looked_at_once_and_backward_by_the_same_pro
         convert(model, chosen, seed=3)
         for number, layer in zip("02", bit_layers(model).values(), strict=True):
             layer.layer_name = number  # names are part of the random numbers' address
-        chooser = Choosing(answer=lambda largest: largest)
+        chooser = RecordingChooser(answer=lambda largest: largest)
         set_chooser(model, chooser)
         for _ in range(2):
             found.append(results(model, x, g))
@@ -130,8 +130,8 @@ def test_with_checkpointing_a_use_is_looked_at_once_and_backward_by_the_same_pro
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_a_layer_used_twice_has_a_probe_for_each_use(use_reentrant):
-    """Which of its uses reentrant checkpointing repeats cannot be told: backward is not shown then."""
-    chooser = Choosing()
+    """Which of its uses reentrant checkpointing repeats is unknown: the probe does not get backward then."""
+    chooser = RecordingChooser()
     model = Checkpointed(nn.Linear(32, 32), use_reentrant, times=2)
     convert(model)
     set_chooser(model, chooser)
@@ -139,7 +139,7 @@ def test_a_layer_used_twice_has_a_probe_for_each_use(use_reentrant):
     for _ in range(2):
         model(x).sum().backward()
     assert chooser.events == [ONE_USE[:3] if use_reentrant else ONE_USE] * 4
-    plain = Choosing()
+    plain = RecordingChooser()
     model = nn.Sequential(*[nn.Linear(32, 32)] * 2)
     convert(model)
     set_chooser(model, plain)
@@ -149,7 +149,7 @@ def test_a_layer_used_twice_has_a_probe_for_each_use(use_reentrant):
 
 def test_a_forward_of_another_micro_batch_does_not_take_a_repeated_ones_probe():
     """As in a pipeline: several forwards, then their backwards, each at its own place of the stream."""
-    chooser = Choosing(is_looking=lambda layer, use: use.step == 1)
+    chooser = RecordingChooser(has_probe=lambda layer, use: use.step == 1)
     model = layer_with(chooser)
     wrapped = Checkpointed(model, True)
     (x, g), stream = tensors(), model[0].random_stream
@@ -161,7 +161,7 @@ def test_a_forward_of_another_micro_batch_does_not_take_a_repeated_ones_probe():
 
 
 def test_autocast_is_off_while_a_probe_works_and_on_for_the_layer():
-    chooser = Choosing(answer=lambda largest: largest)
+    chooser = RecordingChooser(answer=lambda largest: largest)
     (x, g), expected = tensors(), None
     for chosen in (None, chooser):
         model = layer_with(chosen, uniform("int8"))
@@ -183,7 +183,7 @@ def test_autocast_is_off_while_a_probe_works_and_on_for_the_layer():
 )
 @pytest.mark.parametrize("shape", [(0, 48), (3, 0, 48), (48,), (2, 3, 48)])
 def test_any_batch_is_looked_at_also_an_empty_one(chosen, shape):
-    chooser = Choosing(chosen, answer=lambda largest: largest)
+    chooser = RecordingChooser(chosen, answer=lambda largest: largest)
     model = layer_with(chooser)
     x = torch.randn(shape, requires_grad=True)
     output = model(x)
@@ -195,7 +195,7 @@ def test_any_batch_is_looked_at_also_an_empty_one(chosen, shape):
 
 
 def test_in_float64_products_are_exact_but_for_the_operands():
-    chooser = Choosing(uniform("int8"), answer=lambda largest: largest)
+    chooser = RecordingChooser(uniform("int8"), answer=lambda largest: largest)
     model, (x, g) = layer_with(chooser, dtype=torch.float64), tensors(dtype=torch.float64)
     output, grad_input, *_ = results(model, x, g)
     shown = chooser.probes[0][1].shown
@@ -206,7 +206,7 @@ def test_in_float64_products_are_exact_but_for_the_operands():
 
 
 def test_a_weight_out_of_the_cache_is_looked_at_too():
-    chooser = Choosing(uniform("int8"), answer=lambda largest: largest)
+    chooser = RecordingChooser(uniform("int8"), answer=lambda largest: largest)
     model, (x, g) = layer_with(chooser), tensors()
     cache = cache_weights(model)
     first, second = results(model, x, g), results(model, x, g)
@@ -217,9 +217,9 @@ def test_a_weight_out_of_the_cache_is_looked_at_too():
 
 
 def test_a_probe_is_let_go_when_its_graph_is():
-    class Weak(Choosing):
+    class Weak(RecordingChooser):
         def probe(self, layer, use):
-            probe = Looking()
+            probe = RecordingProbe()
             self.probes.append(weakref.ref(probe))
             return probe
 
@@ -235,7 +235,7 @@ def test_a_probe_is_let_go_when_its_graph_is():
 
 
 def test_gradients_asked_for_twice_are_shown_twice():
-    chooser, (x, g) = Choosing(), tensors()
+    chooser, (x, g) = RecordingChooser(), tensors()
     output = layer_with(chooser)(x)
     output.backward(g, retain_graph=True)
     output.backward(g)

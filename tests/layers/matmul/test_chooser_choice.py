@@ -6,12 +6,12 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from choosing import (
+from recording_chooser import (
     MIXED,
     ONE_USE,
     Checkpointed,
-    Choosing,
-    Heard,
+    RecordingChooser,
+    RecordingObserver,
     all_equal,
     layer_with,
     results,
@@ -45,7 +45,7 @@ def rounded(x, scale_to):
 
 def test_products_of_one_layer_run_with_what_each_was_given():
     """grad_input in int8, grad_weight unquantised, against quantising each in float64."""
-    model, (x, g) = layer_with(Choosing(MIXED)), tensors()
+    model, (x, g) = layer_with(RecordingChooser(MIXED)), tensors()
     _, grad_input, grad_weight, grad_bias = results(model, x, g)
     expected = rounded(g, 127) @ rounded(model[0].weight, 127)
     assert np.abs(grad_input.double().numpy() - expected).max() < 2e-6 * np.abs(expected).max()
@@ -61,7 +61,7 @@ def test_a_gradient_both_products_want_alike_is_rounded_once(own):
     chosen = recipe(
         {"base": "fp8", "q_backward_outputgrad": "int8:sr", "q_backward_outputgrad_for_weight": own}
     )
-    chooser = Choosing(chosen)
+    chooser = RecordingChooser(chosen)
     results(layer_with(chooser), *tensors())
     seen = chooser.probes[0][1].shown
     assert torch.equal(seen["grad_input"][0], seen["grad_weight"][0])
@@ -71,7 +71,7 @@ def test_gradients_rounded_apart_draw_apart():
     chosen = recipe(
         {"base": "fp8", "q_backward_outputgrad": "int4:sr", "q_backward_outputgrad_for_weight": "int4b:sr"}
     )
-    chooser = Choosing(chosen)
+    chooser = RecordingChooser(chosen)
     results(layer_with(chooser), *tensors(tokens=64))
     seen = chooser.probes[0][1].shown
     rows = seen["grad_weight"][0].abs().unflatten(1, (-1, 16)).amax(2)
@@ -103,12 +103,12 @@ def test_an_output_gradient_is_reported_once_whatever_its_quantizers(changes, is
         "q_backward_outputgrad_for_weight": "fp8e5m2",
         **changes,
     }
-    model, (x, g) = layer_with(Choosing(recipe(block)), "fp8"), tensors()
-    heard = Heard()
-    set_observer(model, heard)
+    model, (x, g) = layer_with(RecordingChooser(recipe(block)), "fp8"), tensors()
+    observer = RecordingObserver()
+    set_observer(model, observer)
     model(x.detach().requires_grad_(not is_input_frozen)).backward(g)
-    assert [role for role, _, _ in heard.seen] == expected
-    assert all(counts[0] == g.numel() for _, counts, _ in heard.seen)
+    assert [role for role, _, _ in observer.seen] == expected
+    assert all(counts[0] == g.numel() for _, counts, _ in observer.seen)
 
 
 def test_a_split_gradient_has_both_quantizers_on_its_residual():
@@ -131,7 +131,7 @@ def test_a_split_gradient_has_both_quantizers_on_its_residual():
 
 
 def test_codes_kept_for_one_choice_are_not_taken_for_another():
-    chooser, (x, g) = Choosing(), tensors()
+    chooser, (x, g) = RecordingChooser(), tensors()
     model = layer_with(chooser)
     cache_weights(model)
     for chosen in (uniform("int8"), uniform("int4"), MIXED, uniform("int8")):
@@ -140,7 +140,7 @@ def test_codes_kept_for_one_choice_are_not_taken_for_another():
 
 
 def test_products_follow_the_choice_from_step_to_step():
-    chooser, (x, g) = Choosing(), tensors()
+    chooser, (x, g) = RecordingChooser(), tensors()
     model = layer_with(chooser, "fp8")
     for chosen in (uniform("int8"), MIXED, uniform("int4"), uniform("nvfp4e2m1bnosr"), MIXED):
         chooser.chosen = chosen
@@ -151,7 +151,7 @@ def test_products_follow_the_choice_from_step_to_step():
 
 
 def test_the_choice_is_made_from_the_layers_own_recipe_also_after_a_late_switch():
-    class Renaming(Choosing):
+    class Renaming(RecordingChooser):
         def recipe(self, layer, base):
             self.asked.append(base.name)
             return base
@@ -170,7 +170,7 @@ def test_the_choice_is_made_from_the_layers_own_recipe_also_after_a_late_switch(
 
 def test_a_choice_that_does_not_fit_the_layer_is_refused():
     chosen = recipe({"base": "nvfp4", "parameter_split": {"rank": 4}})
-    model, (x, _) = layer_with(Choosing(chosen)), tensors()
+    model, (x, _) = layer_with(RecordingChooser(chosen)), tensors()
     with pytest.raises(UserError, match="parameter_split"):
         model(x)
 
@@ -178,11 +178,11 @@ def test_a_choice_that_does_not_fit_the_layer_is_refused():
 def test_a_chooser_is_set_on_every_layer_and_taken_off_again():
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16))
     with pytest.raises(UserError, match=r"Sequential has no BitLinear layer .* convert it first") as caught:
-        set_chooser(model, Choosing())
+        set_chooser(model, RecordingChooser())
     assert "\n" not in str(caught.value)
     set_chooser(model, None)  # nothing to take off
     convert(model)
-    chooser = Choosing()
+    chooser = RecordingChooser()
     set_chooser(model, chooser)
     assert all(layer.chooser is chooser for layer in bit_layers(model).values())
     set_chooser(model, None)
@@ -198,7 +198,7 @@ def test_a_chooser_is_set_on_every_layer_and_taken_off_again():
 def test_copies_have_no_chooser(duplicate):
     """Its decisions are about the original's layers; and it may hold what cannot be copied."""
 
-    class Fixed(Choosing):
+    class Fixed(RecordingChooser):
         def __reduce_ex__(self, protocol):
             raise TypeError("not to be copied")
 
@@ -234,7 +234,9 @@ def test_a_compiled_model_with_a_chooser_runs_as_without_compiling(checkpointing
     choosers = []
     for chosen in (None, uniform("int8:sr"), MIXED, None):
         for each in (eager, model):
-            choosers.append(None if chosen is None else Choosing(chosen, answer=lambda largest: largest))
+            choosers.append(
+                None if chosen is None else RecordingChooser(chosen, answer=lambda largest: largest)
+            )
             set_chooser(each, choosers[-1])
         assert all_equal(results(eager, x, g), results_of(compiled, model, x, g))
         if chosen is not None:
@@ -254,7 +256,7 @@ def test_a_chooser_set_between_a_compiled_forward_and_its_backward_comes_after_i
     model, eager = layer_with(None), layer_with(None)
     torch._dynamo.reset()
     output = torch.compile(model, backend="aot_eager")(x)
-    chooser = Choosing(uniform("int4"))
+    chooser = RecordingChooser(uniform("int4"))
     set_chooser(model, chooser)
     output.backward(g)
     expected = results(eager, x, g)

@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from choosing import ONE_USE, Choosing, Heard, all_equal, layer_with, results, tensors, uniform
+from recording_chooser import (
+    ONE_USE,
+    RecordingChooser,
+    RecordingObserver,
+    all_equal,
+    layer_with,
+    results,
+    tensors,
+    uniform,
+)
 from torch import nn
 
 from megalowbit.layers.conversion.convert import convert, set_chooser, set_observer
@@ -28,14 +37,14 @@ RECIPES = {
 def test_a_chooser_of_the_layers_own_recipe_changes_no_bit_of_a_training_run(chosen, dtype):
     """Nor do probes that find the largest magnitudes."""
     chosen = {"base": chosen, "keep_last": 0} if isinstance(chosen, str) else chosen
-    runs, heard = [], []
-    for chooser in (None, Choosing(answer=lambda largest: largest)):
+    runs, observers = [], []
+    for chooser in (None, RecordingChooser(answer=lambda largest: largest)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(48, 64), nn.GELU(), nn.Linear(64, 32))
         convert(model, chosen, seed=3)
         model.to(dtype)
-        heard.append(Heard())
-        set_observer(model, heard[-1])
+        observers.append(RecordingObserver())
+        set_observer(model, observers[-1])
         if chooser is not None:
             set_chooser(model, chooser)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,8 +57,8 @@ def test_a_chooser_of_the_layers_own_recipe_changes_no_bit_of_a_training_run(cho
     assert len(chooser.probes) == 6
     assert all(events == ONE_USE for events in chooser.events)
     assert all_equal(*runs)
-    assert [role for role, _, _ in heard[0].seen] == [role for role, _, _ in heard[1].seen]
-    for one, other in zip(heard[0].seen, heard[1].seen, strict=True):
+    assert [role for role, _, _ in observers[0].seen] == [role for role, _, _ in observers[1].seen]
+    for one, other in zip(observers[0].seen, observers[1].seen, strict=True):
         assert torch.equal(one[1], other[1])
         assert torch.equal(one[2], other[2])
 
@@ -66,7 +75,7 @@ def test_the_maximum_a_probe_hands_on_changes_no_bit(name, dtype, spoiled):
             x[3, 5] = g[4, 6] = spoiled
     found = [
         results(layer_with(chooser, uniform(name), dtype=dtype), x, g)
-        for chooser in (Choosing(), Choosing(answer=lambda largest: largest))
+        for chooser in (RecordingChooser(), RecordingChooser(answer=lambda largest: largest))
     ]
     for one, other in zip(*found, strict=True):
         assert torch.equal(one.nan_to_num(nan=7e7), other.nan_to_num(nan=7e7))
@@ -98,7 +107,7 @@ def test_a_search_is_left_out_where_the_scale_follows_from_the_answer_alone(chos
 def moved_by_a_wrong_answer(chosen):
     x, g = tensors(tokens=32)
     right, wrong = (
-        results(layer_with(Choosing(answer=answer), chosen), x, g)
+        results(layer_with(RecordingChooser(answer=answer), chosen), x, g)
         for answer in (lambda largest: None, lambda largest: 4.3 * largest)
     )
     return [not torch.equal(one, other) for one, other in zip(right, wrong, strict=True)]

@@ -190,5 +190,5 @@ def test_an_observer_hears_of_the_residuals_error_beside_the_whole_weight():
     model.train()(torch.randn(16, 128))
     counts, error = heard["weight"]
     assert counts[0] == layer.weight.numel()
-    told = (error[0] / error[1]).sqrt().item()
-    assert told == pytest.approx(relative_error(effective_weight(layer), whole), rel=0.02)
+    reported = (error[0] / error[1]).sqrt().item()
+    assert reported == pytest.approx(relative_error(effective_weight(layer), whole), rel=0.02)

@@ -1,4 +1,4 @@
-"""One process tells of itself; several ranks are in tests/distributed/test_overflow.py."""
+"""One process locates its own overflow; several ranks are in tests/distributed/test_overflow.py."""
 
 import json
 import math
@@ -98,7 +98,7 @@ def test_a_group_of_one_names_its_rank(located):
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("has_main_grad", [True, False])
-def test_an_optimizer_tells_of_bad_gradients_in_the_order_of_backward(bad, has_main_grad):
+def test_an_optimizer_reports_bad_gradients_in_the_order_of_backward(bad, has_main_grad):
     from megalowbit.optim.optimizers.mixed_precision import FP32Optimizer
 
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))

@@ -16,19 +16,19 @@ steady = settings(deadline=None, derandomize=True)
 class ScriptedScaler(StrategyGradScaler):
     """Wants exactly the octave passed as `amax`, to test the rules of the base class alone."""
 
-    NAME = "told"
-    STATE = {"told": None}  # noqa: RUF012
+    NAME = "scripted"
+    STATE = {"scripted": None}  # noqa: RUF012
 
     def _gather(self, statistics):
-        self._told = statistics.amax
+        self._octave = statistics.amax
 
     def _wanted(self):
-        return self._told
+        return self._octave
 
 
 class ScalerWithLevel(ScriptedScaler):
     def _level(self):
-        return self._told
+        return self._octave
 
 
 def step(scaler, octave=None, found_inf=False):
@@ -142,7 +142,7 @@ def test_a_loaded_scale_outside_the_bounds_is_clamped_with_a_warning(caplog):
 def test_a_state_that_lacks_something_is_refused_by_name():
     state = ScriptedScaler().state_dict()
     del state["ceiling"]
-    with pytest.raises(UserError, match="told grad scaler state lacks ceiling"):
+    with pytest.raises(UserError, match="scripted grad scaler state lacks ceiling"):
         ScriptedScaler().load_state_dict(state)
     with pytest.raises(UserError, match=r"steps of the loaded .* must be a whole number"):
         ScriptedScaler().load_state_dict({**ScriptedScaler().state_dict(), "steps": "3"})

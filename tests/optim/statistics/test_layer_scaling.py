@@ -135,7 +135,7 @@ def test_a_gpt2_with_factors_has_the_gradients_it_has_without():
     assert found[0].abs().sum() > 0
 
 
-def drive(scaling, levels, *, loss_scale=1024.0, steps=40):
+def run_steps(scaling, levels, *, loss_scale=1024.0, steps=40):
     """Feed amaxes that lie at `levels` (log2, unscaled) whatever the factors; returns the factors by step."""
     seen = []
     for _ in range(steps):
@@ -149,31 +149,31 @@ def drive(scaling, levels, *, loss_scale=1024.0, steps=40):
 def test_factors_climb_an_octave_a_step_to_the_target_and_stay():
     model = Model()
     scaling = LayerScaling(model, find_blocks(model), LayerScalingSettings(target=2048.0))
-    seen = drive(scaling, [-10.0, -4.0, 5.0])
+    seen = run_steps(scaling, [-10.0, -4.0, 5.0])
     # 2^11 = 2^10 (S) · c · 2^level
     assert seen[:3] == [[1, 1, 0], [2, 2, 0], [3, 3, 0]]
     assert seen[-1] == [11, 5, 0]
-    assert drive(scaling, [-30.0, -4.0, 5.0])[-1] == [16, 5, 0]  # max_factor
+    assert run_steps(scaling, [-30.0, -4.0, 5.0])[-1] == [16, 5, 0]  # max_factor
 
 
 def test_factors_follow_a_jump_or_a_changed_loss_scale_at_once():
     model = Model()
     scaling = LayerScaling(model, find_blocks(model))
-    drive(scaling, [-10.0, -4.0, -4.0])
-    assert drive(scaling, [-7.0, -4.0, -4.0], steps=1) == [[8, 5, 5]]
-    assert drive(scaling, [-7.0, -4.0, -4.0], loss_scale=4096.0, steps=1) == [[6, 3, 3]]
+    run_steps(scaling, [-10.0, -4.0, -4.0])
+    assert run_steps(scaling, [-7.0, -4.0, -4.0], steps=1) == [[8, 5, 5]]
+    assert run_steps(scaling, [-7.0, -4.0, -4.0], loss_scale=4096.0, steps=1) == [[6, 3, 3]]
 
 
 def test_factors_change_every_n_steps():
     model = Model()
     scaling = LayerScaling(model, find_blocks(model), LayerScalingSettings(every=4))
-    assert [row[0] for row in drive(scaling, [-10.0, 0.0, 0.0], steps=9)] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
+    assert [row[0] for row in run_steps(scaling, [-10.0, 0.0, 0.0], steps=9)] == [0, 0, 0, 1, 1, 1, 1, 2, 2]
 
 
 def test_an_overflow_is_attributed_to_the_last_block_in_forward_order():
     model = Model()
     scaling = LayerScaling(model, find_blocks(model))
-    drive(scaling, [-10.0, -4.0, -4.0])
+    run_steps(scaling, [-10.0, -4.0, -4.0])
     inf = math.inf
     assert scaling.update([inf, inf, inf, 3.0, 1.0], found_inf=True, loss_scale=1024.0)
     assert list(scaling.factors.values()) == [2.0**11, 2.0**4, 2.0**5]
@@ -182,8 +182,8 @@ def test_an_overflow_is_attributed_to_the_last_block_in_forward_order():
     assert not scaling.update([1.0] * 5, found_inf=True, loss_scale=1024.0)
     assert list(scaling.factors.values()) == [2.0**11, 2.0**4, 2.0**5]
     # the octave stays lost for some steps; otherwise the next step would overflow again
-    assert drive(scaling, [-10.0, -4.0, -4.0])[-1] == [11, 4, 5]
-    assert drive(scaling, [-10.0, -4.0, -4.0], steps=RECOVERY_STEPS)[-1] == [11, 5, 5]
+    assert run_steps(scaling, [-10.0, -4.0, -4.0])[-1] == [11, 4, 5]
+    assert run_steps(scaling, [-10.0, -4.0, -4.0], steps=RECOVERY_STEPS)[-1] == [11, 5, 5]
 
 
 def test_a_block_with_factor_1_is_not_at_fault():
@@ -207,11 +207,11 @@ def test_the_groups_of_a_watch_find_the_block_that_overflows():
 def test_a_resumed_layer_scaling_continues_exactly():
     model = Model()
     one, other = (LayerScaling(model, find_blocks(model)) for _ in range(2))
-    drive(one, [-10.0, -4.0, -3.3], steps=7)
+    run_steps(one, [-10.0, -4.0, -3.3], steps=7)
     one.update([1.0, 1.0, math.inf, 1.0, 1.0], found_inf=True, loss_scale=64.0)
     other.load_state_dict(copy.deepcopy(one.state_dict()))
     assert other.factors == one.factors
-    assert drive(one, [-9.0, -4.5, -3.3], steps=9) == drive(other, [-9.0, -4.5, -3.3], steps=9)
+    assert run_steps(one, [-9.0, -4.5, -3.3], steps=9) == run_steps(other, [-9.0, -4.5, -3.3], steps=9)
     assert one.state_dict() == other.state_dict()
 
 
@@ -292,7 +292,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(key, value):
         return  # it may be these
     model = Model()
     scaling = LayerScaling(model, find_blocks(model))
-    drive(scaling, [-10.0, -4.0, -3.3], steps=3)
+    run_steps(scaling, [-10.0, -4.0, -3.3], steps=3)
     state, before = copy.deepcopy(scaling.state_dict()), copy.deepcopy(scaling.state_dict())
     state["applied_steps"] += 1
     state["blocks"]["blocks.0"]["clean_steps"] += 1

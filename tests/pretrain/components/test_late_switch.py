@@ -25,8 +25,8 @@ def switch_of(at, *, steps=100, scope="forward"):
     return LateSwitch(settings, model, recipe("nvfp4"), total_steps=steps, num_layers=2), model
 
 
-def told(switch, losses, start=0):
-    """What is told before and after each step."""
+def log_lines(switch, losses, start=0):
+    """The lines logged before and after each step."""
     lines = {}
     for step, loss in enumerate(losses, start=start):
         before = switch.before_step(step)
@@ -57,7 +57,7 @@ def weights(folder, step):
 def test_the_loss_of_20_steps_before_and_after_is_reported():
     switch, model = switch_of(50)
     losses = [float(n) for n in range(1, 101)]
-    lines = told(switch, losses)
+    lines = log_lines(switch, losses)
     assert sorted(lines) == [50, 50 + WINDOW]
     before, since = sum(range(31, 51)) / 20, sum(range(51, 71)) / 20
     assert lines[50] == [
@@ -73,27 +73,27 @@ def test_the_loss_of_20_steps_before_and_after_is_reported():
 
 def test_means_cover_only_existing_steps():
     switch, _ = switch_of(2, steps=4)
-    lines = told(switch, [8.0, math.nan, 3.0, 1.0])
+    lines = log_lines(switch, [8.0, math.nan, 3.0, 1.0])
     assert "mean loss 8.0000 over the step before" in lines[2][0]
     assert "mean loss 2.0000 over the 2 steps since" in lines[4][0]  # the run ends before 20 are
     switch, _ = switch_of(1)
-    assert "no finite loss in the steps before" in told(switch, [math.inf, 1.0])[1][0]
+    assert "no finite loss in the steps before" in log_lines(switch, [math.inf, 1.0])[1][0]
 
 
 def test_the_summary_has_the_losses_around_the_switch():
     switch, _ = switch_of(2, steps=4, scope="all")
     assert switch.summary().entries == {}
-    told(switch, [8.0, 4.0])
+    log_lines(switch, [8.0, 4.0])
     switch.before_step(2)
     entry = {"step": 2, "scope": "all", "loss_before": 6.0, "loss_after": None}
     assert switch.summary().entries == {"late_switch": entry}
-    told(switch, [3.0, math.inf], start=2)
+    log_lines(switch, [3.0, math.inf], start=2)
     assert switch.summary().entries == {"late_switch": {**entry, "loss_after": 3.0}}
 
 
 def test_nothing_is_switched_before_its_time():
     switch, model = switch_of(3)
-    told(switch, [1.0] * 3)
+    log_lines(switch, [1.0] * 3)
     assert not switch.is_switched
     assert {layer.recipe.name for layer in bit_layers(model).values()} == {"nvfp4"}
     assert switch.facts({}) == {"precision_switched": 0}
@@ -104,12 +104,12 @@ def test_nothing_is_switched_before_its_time():
 def test_a_run_that_goes_on_between_both_lines_tells_the_second_one():
     losses = [float(n) for n in range(1, 101)]
     whole, _ = switch_of(50)
-    expected = told(whole, losses)[70]
+    expected = log_lines(whole, losses)[70]
     first, _ = switch_of(50)
-    told(first, losses[:60])
+    log_lines(first, losses[:60])
     again, model = switch_of(50)
     load(again, json.loads(json.dumps(first.state_dict())), step=60)
-    lines = told(again, losses[60:], start=60)
+    lines = log_lines(again, losses[60:], start=60)
     assert lines == {70: expected}
     assert {layer.recipe.q_forward_input for layer in bit_layers(model).values()} == {"fp32"}
 
@@ -214,7 +214,7 @@ def test_a_dry_run_describes_later_splits_and_their_memory(resolve):
 def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
     settings = LateSwitchSettings(at=1, scope="all")
     switch = LateSwitch(settings, nn.Embedding(4, 4), recipe("nvfp4"), total_steps=4, num_layers=5)
-    lines = told(switch, [1.0, 2.0])
+    lines = log_lines(switch, [1.0, 2.0])
     assert lines[1][0].startswith("precision switched after step 1: 5 layers now use")
     assert switch.is_switched
 
@@ -222,12 +222,12 @@ def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
 @pytest.mark.parametrize("scope", ["forward", "all"])
 def test_a_rollback_to_before_the_switch_repeats_the_switch(scope):
     switch, model = switch_of(3, scope=scope)
-    lines = told(switch, [1.0] * 5)
+    lines = log_lines(switch, [1.0] * 5)
     state = {"before": [1.0] * 3, "since": []}
     load(switch, {**state, "since": [1.0]}, step=4)
     assert switch.is_switched  # that far back it was switched already
     load(switch, state, step=3)
     assert not switch.is_switched
     assert {layer.recipe for layer in bit_layers(model).values()} == {recipe("nvfp4")}
-    assert told(switch, [1.0, 1.0], start=3) == lines
+    assert log_lines(switch, [1.0, 1.0], start=3) == lines
     assert switch.is_switched

@@ -95,11 +95,11 @@ def test_consecutive_spikes_trigger_an_action_and_a_single_one_is_reported(polic
 def test_a_risen_loss_rolls_back_to_before_the_rise():
     rising = [loss * math.exp(0.004 * step) for step, loss in enumerate(QUIET * 2)]
     warned = decisions(guard_of(), QUIET * 4 + rising)
-    told = min(warned)
-    assert warned[told].line.startswith(f"step {told}: the loss has risen: ")
+    first = min(warned)
+    assert warned[first].line.startswith(f"step {first}: the loss has risen: ")
     acted = decisions(guard_of(spike="rollback"), QUIET * 4 + rising)
-    assert acted[told].action == "roll back"
-    assert 560 - 100 < acted[told].since <= 560 < told
+    assert acted[first].action == "roll back"
+    assert 560 - 100 < acted[first].since <= 560 < first
 
 
 def test_two_problems_have_the_start_of_the_first():

@@ -141,12 +141,12 @@ def test_facts_of_a_check_and_the_summary_equal_report_and_totals():
     assert check_facts(report(shares={"bf16": 1.0}), unverified)["speculation/hit_rate"] is None
 
 
-def write_looks(folder, resume_step, *looks):
+def write_checks(folder, resume_step, *checks):
     component = Speculation(controller=None)
     component.open_records(folder, resume_step)
-    for look in looks:
-        component.report = look
-        component.after_step(look.step + 1, {})
+    for check in checks:
+        component.report = check
+        component.after_step(check.step + 1, {})
     component.close_records()
 
 
@@ -159,7 +159,7 @@ def test_speculation_records_have_the_precision_used_and_the_next_one(tmp_path):
         for product in ("output", "grad_input")
     ]  # fmt: skip
     missed = report(change("int8", "bf16", layer="a", reason="missed"), rows=rows, step=9)
-    write_looks(tmp_path, None, missed, report(rows=rows[:1], step=19))
+    write_checks(tmp_path, None, missed, report(rows=rows[:1], step=19))
     lines = [json.loads(line) for line in (tmp_path / "speculation.jsonl").read_text().splitlines()]
     assert lines[0] == {
         "step": 10, "layer": "a", "product": "output", "precision": "int8", "predicted_db": 20.5,
@@ -168,11 +168,11 @@ def test_speculation_records_have_the_precision_used_and_the_next_one(tmp_path):
     }  # fmt: skip
     found = [(each["step"], each["product"], each["next_precision"]) for each in lines]
     assert found == [(10, "output", "bf16"), (10, "grad_input", "int8"), (20, "output", "int8")]
-    write_looks(tmp_path, 15, report(rows=rows[:1], step=19))
+    write_checks(tmp_path, 15, report(rows=rows[:1], step=19))
     lines = [json.loads(line) for line in (tmp_path / "speculation.jsonl").read_text().splitlines()]
     assert [each["step"] for each in lines] == [10, 10, 20]
     with pytest.raises(UserError, match="already holds a run"):
-        write_looks(tmp_path, None)
+        write_checks(tmp_path, None)
 
 
 @pytest.mark.parametrize(

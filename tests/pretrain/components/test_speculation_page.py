@@ -39,8 +39,10 @@ def test_every_setting_is_in_the_table_with_its_default():
     for name in EstimatorSettings.model_fields:
         settings[f"estimator.{name}"] = settings["estimator"][name]
     del settings["estimator"]
-    told = {key.strip("`"): json.loads(default.strip("`")) for key, default, _ in cells("| key | default |")}
-    assert told == settings
+    documented = {
+        key.strip("`"): json.loads(default.strip("`")) for key, default, _ in cells("| key | default |")
+    }
+    assert documented == settings
 
 
 def test_every_key_of_a_line_is_explained():

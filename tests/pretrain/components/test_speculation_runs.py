@@ -31,8 +31,8 @@ def run(config, folder, *, is_resume=False):
     return lines_of(folder / "metrics.jsonl")
 
 
-def looks(folder):
-    """The rows of each look, by step."""
+def checks_of(folder):
+    """The rows of each check, by step."""
     found = defaultdict(dict)
     for row in lines_of(folder / "speculation.jsonl"):
         gemm = (row["layer"], row["product"])
@@ -46,31 +46,31 @@ def without_time(rows):
 
 
 def shares_by_step(folder, steps):
-    """At which precision each product ran in each step, counted from the lines of looks alone."""
+    """At which precision each product ran in each step, counted from the lines of checks alone."""
     counts, running, by_step = Counter(), None, []
     for step in range(1, steps + 1):
-        look = looks(folder).get(step)
+        check = checks_of(folder).get(step)
         if running is None:
-            running = dict.fromkeys(look, "bf16")
-        if look is not None:
-            assert {gemm: row["precision"] for gemm, row in look.items()} == running
+            running = dict.fromkeys(check, "bf16")
+        if check is not None:
+            assert {gemm: row["precision"] for gemm, row in check.items()} == running
         by_step.append(Counter(running.values()))
         counts += by_step[-1]
-        if look is not None:
-            running = {gemm: row["next_precision"] for gemm, row in look.items()}
+        if check is not None:
+            running = {gemm: row["next_precision"] for gemm, row in check.items()}
     return by_step, counts
 
 
 def test_a_run_records_and_summarises_its_decisions(resolve, tmp_path, capsys):
     folder = tmp_path / "run"
     rows = run(resolve(ON, RECIPE), folder)
-    assert list(looks(folder)) == [1, 3, 5]
-    layers = {name for name, _ in looks(folder)[1]}
+    assert list(checks_of(folder)) == [1, 3, 5]
+    layers = {name for name, _ in checks_of(folder)[1]}
     assert len(layers) == 8
-    assert all(set(look) == {(name, product) for name in layers for product in PRODUCTS}
-               for look in looks(folder).values())  # fmt: skip
+    assert all(set(check) == {(name, product) for name in layers for product in PRODUCTS}
+               for check in checks_of(folder).values())  # fmt: skip
     by_step, counts = shares_by_step(folder, 6)
-    assert {row["reason"] for row in looks(folder)[1].values()} == {"start"}
+    assert {row["reason"] for row in checks_of(folder)[1].values()} == {"start"}
     assert counts["int8"] > 0
     names = {f"speculation/share_{name}" for name in ("int8", "fp8", "bf16", "8bit_or_less")}
     for row, ran in zip(rows, by_step, strict=True):
@@ -82,9 +82,11 @@ def test_a_run_records_and_summarises_its_decisions(resolve, tmp_path, capsys):
         for precision in ("int8", "fp8", "bf16"):
             assert facts[f"speculation/share_{precision}"] == pytest.approx(ran[precision] / 24)
         assert facts["speculation/share_8bit_or_less"] == pytest.approx(1 - ran["bf16"] / 24)
-    outcomes = Counter(row["is_hit"] for look in looks(folder).values() for row in look.values())
+    outcomes = Counter(row["is_hit"] for check in checks_of(folder).values() for row in check.values())
     changes = sum(
-        row["precision"] != row["next_precision"] for look in looks(folder).values() for row in look.values()
+        row["precision"] != row["next_precision"]
+        for check in checks_of(folder).values()
+        for row in check.values()
     )
     summary = json.loads((folder / "summary.json").read_text())["speculation"]
     assert summary["shares"] == pytest.approx(
@@ -97,9 +99,9 @@ def test_a_run_records_and_summarises_its_decisions(resolve, tmp_path, capsys):
     assert summary["hit_rate"] == rows[4]["speculation/hit_rate"]
     printed = capsys.readouterr().out.splitlines()
     assert "speculate int8, fp8, bf16 at 20 dB; check every 2 steps, all verified" in printed
-    told = [line for line in printed if line.startswith("step 1: ")]
-    assert len(told) == 4
-    assert told[-1].startswith("step 1: and ")
+    lines = [line for line in printed if line.startswith("step 1: ")]
+    assert len(lines) == 4
+    assert lines[-1].startswith("step 1: and ")
     assert all(len(line) <= 100 for line in printed if line.startswith("step "))
     assert [line for line in printed if line.startswith("low bits")]
 
@@ -128,7 +130,7 @@ def test_a_single_candidate_equals_the_unquantised_run(resolve, tmp_path, precis
     assert rows[2]["speculation/share_bf16"] == 1
 
 
-# between looks, and right after one
+# between checks, and right after one
 @pytest.mark.parametrize("stop", slow_except([3], [2, 3, 4]))
 def test_a_resumed_run_equals_an_uninterrupted_one_bitwise(resolve, tmp_path, stop):
     settings = (ON, RECIPE, "megalowbit.checkpoint.every=1", "megalowbit.checkpoint.keep=null")
@@ -195,7 +197,7 @@ def test_a_recipe_with_nothing_to_choose_is_refused_before_a_folder_is_made(
 
 @pytest.mark.parametrize("scope", slow_except(["forward"], ["forward", "all"]))
 def test_after_a_late_switch_only_quantised_products_get_a_precision(resolve, tmp_path, capsys, scope):
-    switch = f'megalowbit.late_switch={{"at": 3, "scope": "{scope}"}}'  # the next look would be at step 5
+    switch = f'megalowbit.late_switch={{"at": 3, "scope": "{scope}"}}'  # the next check would be at step 5
     folder = tmp_path / "run"
     settings = (ON, RECIPE, switch, "megalowbit.checkpoint.every=3", "megalowbit.checkpoint.keep=null")
     rows = run(resolve(*settings), folder)
@@ -208,7 +210,7 @@ def test_after_a_late_switch_only_quantised_products_get_a_precision(resolve, tm
             "all": "speculation has no product left to choose a precision for",
         }[scope]
     )
-    found = looks(folder)
+    found = checks_of(folder)
     assert list(found) == [1, 3, 4, 5]
     ran = {name: Counter() for name in PRODUCTS}
     for (_, product), row in found[4].items():
@@ -232,68 +234,68 @@ def test_after_a_late_switch_only_quantised_products_get_a_precision(resolve, tm
     shutil.rmtree(tmp_path / "parts" / "hf")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-00000006")
     assert without_time(run(resolve(*settings), tmp_path / "parts", is_resume=True)) == without_time(rows)
-    assert looks(tmp_path / "parts") == looks(folder)
+    assert checks_of(tmp_path / "parts") == checks_of(folder)
 
 
 def overflow_once(job, at_step):
-    """Make a layer's output gradient infinite in the first try of a step; returns a list of its tries."""
-    tries = []
+    """Make a layer's output gradient infinite in the first attempt at a step; returns the attempts."""
+    attempts = []
 
     def spoil(_, gradients):
         if job.step != at_step:
             return None
-        tries.append(1)
-        return (torch.full_like(gradients[0], math.inf),) if len(tries) == 1 else None
+        attempts.append(1)
+        return (torch.full_like(gradients[0], math.inf),) if len(attempts) == 1 else None
 
     job.engine.module.transformer.h[0].mlp.c_fc.register_full_backward_pre_hook(spoil)
-    return tries
+    return attempts
 
 
 def train_steps(job, count):
     """What became of the steps, and what was found in them."""
     found = [(train_step(job), job.find(Speculation).report) for _ in range(count)]
-    return [step for step, _ in found], [look for _, look in found]
+    return [step for step, _ in found], [check for _, check in found]
 
 
 def test_of_a_repeated_step_only_the_last_record_counts(build_job):
     fp16 = ("megalowbit.precision=fp16", 'megalowbit.grad_scaler={"initial_scale": 1024, "hysteresis": 1}')
     one = ("gradient_accumulation_steps=1", "train_batch_size=2")
     job = build_job(ON, RECIPE, *fp16, *one, "megalowbit.run.overflow_retries=2")
-    tries = overflow_once(job, at_step=2)
-    steps, looks = train_steps(job, 3)
-    assert len(tries) == 2
+    attempts = overflow_once(job, at_step=2)
+    steps, checks = train_steps(job, 3)
+    assert len(attempts) == 2
     assert [len(step.overflows) for step in steps] == [0, 0, 1]
     assert not any(step.is_skipped for step in steps)
-    assert [look is not None for look in looks] == [True, False, True]
+    assert [check is not None for check in checks] == [True, False, True]
     assert job.find(Speculation).controller.step == 3
-    rows = looks[2].rows
+    rows = checks[2].rows
     assert len(rows) == 24
     assert all(row.left_ratio is not None and row.right_ratio is not None for row in rows)
     assert any(row.precision != "bf16" for row in rows)
     assert all(row.predicted_db is not None for row in rows if row.precision != "bf16")
 
 
-def test_a_skipped_step_leaves_what_its_gradients_touched_at_bf16_for_patience_looks(build_job):
+def test_a_skipped_step_leaves_what_its_gradients_touched_at_bf16_for_patience_checks(build_job):
     fp16 = ("megalowbit.precision=fp16", 'megalowbit.grad_scaler={"initial_scale": 1024, "hysteresis": 1}')
     one = ("gradient_accumulation_steps=1", "train_batch_size=2")
     job = build_job(ON, RECIPE, *fp16, *one)
     overflow_once(job, at_step=2)
-    steps, looks = train_steps(job, 9)
+    steps, checks = train_steps(job, 9)
     assert [number for number, step in enumerate(steps) if step.is_skipped] == [2]
     layer, backward = "transformer.h.0.mlp.c_fc", {"grad_input", "grad_weight"}
     ran = {
-        number: {row.product: row.precision for row in looks[number].rows if row.layer == layer}
+        number: {row.product: row.precision for row in checks[number].rows if row.layer == layer}
         for number in (2, 4, 6, 8)
     }
     reasons = {
-        number: {each.product: each.reason for each in looks[number].changes if each.layer == layer}
+        number: {each.product: each.reason for each in checks[number].changes if each.layer == layer}
         for number in (2, 4, 6)
     }
     assert "bf16" not in ran[2].values()
     assert reasons[2] == dict.fromkeys(backward, "not finite")
     assert all(ran[number][product] == "bf16" for number in (4, 6) for product in backward)
     assert not backward & reasons[4].keys()
-    # two looks in a row were finite and high enough
+    # two checks in a row were finite and high enough
     assert {product: reasons[6].get(product) for product in backward} == dict.fromkeys(backward, "safe")
     assert all(ran[8][product] in ("int8", "fp8") for product in backward)
     assert all(ran[number]["output"] != "bf16" for number in ran)

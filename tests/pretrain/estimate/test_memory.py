@@ -185,12 +185,12 @@ def test_buffers_gradients_are_reduced_in_are_those_that_deepspeed_makes(build_j
     )
     optimizer, largest = job.engine.optimizer, [0]
 
-    def look(_):
+    def measure(_):
         buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
         now = [each for found in buffers for each in (found if isinstance(found, list) else [found])]
         largest[0] = max(largest[0], bytes_of(each for each in now if each is not None))
 
-    next(job.engine.module.parameters()).register_hook(look)  # the embedding's gradient is the last
+    next(job.engine.module.parameters()).register_hook(measure)  # the embedding's gradient is the last
     train_step(job)
     assert ZeroSharing.from_config(config, 1).reduction_buffers(precision) == largest[0] > 0
 

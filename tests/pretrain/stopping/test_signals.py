@@ -112,9 +112,9 @@ with StartSignals(is_main=sys.argv[1] == "main"):
 """
 
 
-def is_asleep(process, looks=20):
+def is_asleep(process, readings=20):
     """Whether the main thread was seen waiting in the kernel so many times in a row."""
-    for _ in range(looks):
+    for _ in range(readings):
         if Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
             return False
         time.sleep(0.01)

@@ -15,7 +15,7 @@ from megalowbit.pretrain.sweep.runs import Gap
 
 ROOT = Path(__file__).parents[3]
 TOOL = "tools/calibrate_speculation.py"
-STEPS = 11  # three looks
+STEPS = 11  # three checks
 NEVER = 1000.0  # dB: no product can be this good, so all of them stay at bf16
 BLOCK = {
     "recipe": "speculative-int8",
@@ -69,15 +69,15 @@ def test_a_calibration_compares_thresholds_with_bf16_and_can_be_resumed(tmp_path
     assert losses["1000-dB"] == losses["bf16"]
     assert never["gap_percent"] == 0
     assert never["share_8bit_or_less"] == 0
-    # step 1 is the first look; whatever ran at a look ran so since the look before
-    looks = lines_of(out / "3-dB-seed-1" / "speculation.jsonl")
+    # step 1 is the first check; a check's precision has run since the check before
+    checks = lines_of(out / "3-dB-seed-1" / "speculation.jsonl")
     ran = Counter()
-    for look in looks:
-        ran[look["precision"]] += 1 if look["step"] == 1 else 5
-    assert {look["step"] for look in looks} == {1, 6, 11}
+    for check in checks:
+        ran[check["precision"]] += 1 if check["step"] == 1 else 5
+    assert {check["step"] for check in checks} == {1, 6, 11}
     assert low["shares"] == pytest.approx({name: ran[name] / ran.total() for name in ("int8", "bf16")})
     assert low["share_8bit_or_less"] > 0.6
-    verdicts = [look["is_hit"] for look in looks if look["is_hit"] is not None]
+    verdicts = [check["is_hit"] for check in checks if check["is_hit"] is not None]
     assert (low["hits"], low["misses"]) == (verdicts.count(True), verdicts.count(False))
     assert low["hits"] > 0
     assert found["suggested_threshold_db"] == 3

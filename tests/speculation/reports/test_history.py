@@ -28,7 +28,7 @@ def precision_by_step(rows, steps):
 
 @pytest.mark.parametrize("steps", [None, 391, 397])
 def test_shares_and_spans_are_those_of_the_steps_one_by_one(tmp_path, steps):
-    rows = list(made_up_rows(LAYERS, looks=40))
+    rows = list(made_up_rows(LAYERS, checks=40))
     history = read_history(write_run(tmp_path, rows, steps=steps))
     assert history.steps == (steps or 391)
     truth = precision_by_step(rows, history.steps)
@@ -76,7 +76,7 @@ def test_verified_products_have_the_prediction_for_the_same_step(tmp_path):
 
 
 def test_the_table_has_a_line_for_each_product_and_one_for_all(tmp_path):
-    rows = list(made_up_rows(LAYERS, looks=40))
+    rows = list(made_up_rows(LAYERS, checks=40))
     lines = table(read_history(write_run(tmp_path, rows, steps=400))).splitlines()
     truth = precision_by_step(rows, 400)
     assert len(lines) == 3 + len(truth) + 2
@@ -92,7 +92,7 @@ def test_the_table_has_a_line_for_each_product_and_one_for_all(tmp_path):
 
 
 def test_a_running_run_may_have_an_incomplete_last_line(tmp_path):
-    rows = list(made_up_rows([A], looks=4))
+    rows = list(made_up_rows([A], checks=4))
     folder = write_run(tmp_path, rows)
     whole = read_history(folder)
     with (folder / "speculation.jsonl").open("a") as file:
@@ -101,7 +101,7 @@ def test_a_running_run_may_have_an_incomplete_last_line(tmp_path):
 
 
 def test_a_summary_of_an_earlier_end_does_not_cut_the_run(tmp_path):
-    folder = write_run(tmp_path, list(made_up_rows([A], looks=4)), steps=12)
+    folder = write_run(tmp_path, list(made_up_rows([A], checks=4)), steps=12)
     assert read_history(folder).steps == 31
 
 

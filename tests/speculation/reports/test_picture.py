@@ -72,7 +72,7 @@ def test_areas_are_the_shares_of_steps(tmp_path):
 
 
 def test_the_map_has_the_precision_of_every_product_and_step(drawn):
-    layers, rows = SIZES["two blocks"], list(made_up_rows(SIZES["two blocks"], looks=30))
+    layers, rows = SIZES["two blocks"], list(made_up_rows(SIZES["two blocks"], checks=30))
     map_axes, *_ = drawn(rows)
     mesh = map_axes.collections[0]
     cells, edges = mesh.get_array(), mesh.get_coordinates()[0, :, 0]
@@ -160,7 +160,7 @@ def test_a_run_without_verification_says_so(drawn):
 @pytest.mark.parametrize("size", slow_except({"one layer", "two blocks"}, SIZES))
 def test_labels_are_there_and_do_not_touch_at_any_size(drawn, tmp_path, size):
     layers = SIZES[size]
-    axes = drawn(list(made_up_rows(layers, looks=12)))[0]
+    axes = drawn(list(made_up_rows(layers, checks=12)))[0]
     renderer = FigureCanvasAgg(axes.figure).get_renderer()
     axes.figure.draw(renderer)
     boxes = [label.get_window_extent(renderer) for label in axes.get_yticklabels()]

@@ -1,4 +1,4 @@
-"""A chooser and probes that note what they are asked and shown, and a layer of 48 × 32 to run with them."""
+"""A chooser, probe and observer that record every call, and a layer of 48 × 32 to run with them."""
 
 import torch
 from torch import nn
@@ -22,8 +22,8 @@ MIXED = recipe(
 ONE_USE = ["input", "weight", "output", "grad_output", "grad_input", "grad_weight"]
 
 
-class Looking:
-    """Notes all that it is shown, as copies; answers with what `answer` makes of the largest magnitude."""
+class RecordingProbe:
+    """Records copies of all that it observes; returns `answer` of the largest magnitude."""
 
     def __init__(self, answer=lambda largest: None):
         self.answer, self.events, self.shown = answer, [], {}
@@ -51,11 +51,11 @@ def matrix_of(factor):
     return (values.t() if factor.is_transposed else values).clone()
 
 
-class Choosing:
-    """Gives every layer the same recipe (or its own), and every use a probe of its own."""
+class RecordingChooser:
+    """Gives every layer the recipe `chosen` (None: the layer's own), and every use a separate probe."""
 
-    def __init__(self, chosen=None, answer=lambda largest: None, is_looking=lambda layer, use: True):
-        self.chosen, self.answer, self.is_looking = chosen, answer, is_looking
+    def __init__(self, chosen=None, answer=lambda largest: None, has_probe=lambda layer, use: True):
+        self.chosen, self.answer, self.has_probe = chosen, answer, has_probe
         self.asked, self.probes = [], []
 
     def recipe(self, layer, base):
@@ -65,9 +65,9 @@ class Choosing:
     def probe(self, layer, use):
         assert use.is_training
         assert not use.is_replay
-        if not self.is_looking(layer, use):
+        if not self.has_probe(layer, use):
             return None
-        self.probes.append((layer, Looking(self.answer)))
+        self.probes.append((layer, RecordingProbe(self.answer)))
         return self.probes[-1][1]
 
     @property
@@ -75,7 +75,7 @@ class Choosing:
         return [probe.events for _, probe in self.probes]
 
 
-class Heard:
+class RecordingObserver:
     def __init__(self):
         self.seen = []
 

@@ -1,4 +1,4 @@
-"""How tries of a job script end and what comes then: marks, counts, signals, a SLURM that is slow to answer.
+"""How attempts of a job script end and what follows: marks, counts, signals, a SLURM that is slow to answer.
 Programs stand in for SLURM's (slurm_script.py)."""
 
 import time
@@ -13,8 +13,8 @@ echo >>"$LOG/asked-{name}"
 """
 
 
-def hurried(job):
-    """Pauses of the script last a moment."""
+def shorten_pauses(job):
+    """Replace `sleep`: every pause of the script takes 0.05 s."""
     (job.bin / "sleep").write_text("#!/bin/bash\nexec /bin/sleep 0.05\n")
     (job.bin / "sleep").chmod(0o755)
 
@@ -131,7 +131,7 @@ def test_two_jobs_on_one_folder_count_attempts_separately(tmp_path):
 
 def test_an_attempt_that_cannot_be_counted_is_the_last(tmp_path):
     job = Job(tmp_path)
-    hurried(job)
+    shorten_pauses(job)
     # as little to be written to as a file on a full disk
     (job.run / "slurm" / f"failures-{job.id}.new").mkdir(parents=True)
     code, output = job.start("exit 1", restarts=1)
@@ -142,7 +142,7 @@ def test_an_attempt_that_cannot_be_counted_is_the_last(tmp_path):
 
 def test_an_attempt_waits_for_a_file_system_that_is_unavailable(tmp_path):
     job = Job(tmp_path)
-    hurried(job)
+    shorten_pauses(job)
     (job.bin / "sync").write_text(FAILS.format(name="sync", times=3))
     (job.bin / "sync").chmod(0o755)
     code, output = job.start(DONE)
@@ -190,19 +190,19 @@ def test_a_signal_that_comes_just_before_the_wait_is_not_lost(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("state", "code", "requeues", "told"),
+    ("state", "code", "requeues", "message"),
     [
         ("COMPLETING None", 143, [], "was cancelled or requeued from outside; last saved step: 0"),
         ("COMPLETING TimeLimit", 0, ["job"], "the time is up"),
         ("RUNNING None", 0, ["job"], "asked to stop"),
     ],
 )
-def test_terms_have_the_meaning_of_slurm(tmp_path, state, code, requeues, told):
+def test_terms_have_the_meaning_of_slurm(tmp_path, state, code, requeues, message):
     job = Job(tmp_path)
     job.state = state
     ended, output = job.start("kill -TERM $SCRIPT; sleep 0.5")
     assert (ended, job.requeues) == (code, requeues), output
-    assert told in output
+    assert message in output
     assert ("ended at step" in output) == bool(requeues)
 
 
@@ -217,7 +217,7 @@ def test_a_job_cancelled_while_slurm_is_queried_is_not_requeued(tmp_path):
 @pytest.mark.parametrize("times", [0, 2])
 def test_a_job_cancelled_late_is_not_requeued(tmp_path, times):
     job = Job(tmp_path)
-    hurried(job)
+    shorten_pauses(job)
     job.state = "COMPLETING None"
     (job.bin / "squeue").write_text(FAILS.format(name="squeue", times=times) + 'cat "$LOG/state"\n')
     late = '#!/bin/bash\n[[ "$*" != *end_strays* ]] || kill -TERM $SCRIPT\n'
@@ -238,7 +238,7 @@ def test_an_unanswered_query_is_repeated_and_not_treated_as_a_cancellation(
     tmp_path, times, state, code, requeues
 ):
     job = Job(tmp_path)
-    hurried(job)
+    shorten_pauses(job)
     job.state = state
     (job.bin / "squeue").write_text(FAILS.format(name="squeue", times=times) + 'cat "$LOG/state"\n')
     ended, output = job.start("kill -TERM $SCRIPT; /bin/sleep 0.5")
@@ -247,9 +247,9 @@ def test_an_unanswered_query_is_repeated_and_not_treated_as_a_cancellation(
 
 def test_requeueing_is_retried_while_the_controller_is_unavailable(tmp_path):
     job = Job(tmp_path)
-    hurried(job)
+    shorten_pauses(job)
     names = """[[ $1 != show ]] || { echo n1; exit; }\n"""
-    for times, code, told in (
+    for times, code, message in (
         (7, 0, ""),
         (999, 1, "submit it again with --resume auto to continue from step 0"),
     ):
@@ -257,7 +257,7 @@ def test_requeueing_is_retried_while_the_controller_is_unavailable(tmp_path):
         (job.bin / "scontrol").write_text(f'{away}echo "$*" >>"$LOG/scontrol"\n')
         ended, output = job.start("exit 1", restarts=code)
         assert (ended, job.requeues) == (code, ["job"]), output
-        assert told in output
+        assert message in output
 
 
 def test_a_hung_empty_job_step_times_out(tmp_path):

@@ -56,14 +56,14 @@ def spoiled_step(precision, operand, value, dtype, *, every):
     dtype=[torch.float32, torch.bfloat16],
 )
 def test_a_check_changes_no_bit_of_a_step_that_is_not_finite(precision, operand, value, dtype):
-    with_look, report = spoiled_step(precision, operand, value, dtype, every=1)
+    with_check, report = spoiled_step(precision, operand, value, dtype, every=1)
     without, nothing = spoiled_step(precision, operand, value, dtype, every=1000)
     assert report is not None
     assert nothing is None
-    for one, other in zip(with_look, without, strict=True):
+    for one, other in zip(with_check, without, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
         assert torch.equal(one.nan_to_num(nan=0.0), other.nan_to_num(nan=0.0))
-    assert any(not each.isfinite().all() for each in with_look)
+    assert any(not each.isfinite().all() for each in with_check)
     assert any(each.left_ratio is None or each.right_ratio is None for each in report.rows)
 
 
