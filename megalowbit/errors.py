@@ -130,10 +130,10 @@ def shortened(text: str, longest: int = LONGEST_REASON) -> str:
     return text if len(text) <= longest else f"{text[:half]}…{text[-half:]}"
 
 
-def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
+def unknown_name(what: str, value: object, known: Iterable[str], *, instead: str | None = None) -> UserError:
     """The error for a name that is not in `known`; suggests the nearest one and lists all if they are few.
 
-    `what` is the user's term for the named thing (`"recipe"`).
+    `what` is the user's term for the named thing (`"recipe"`). `instead` is suggested if no name is near.
     """
     names = list(known)
     # compare only the last part of dotted keys if all share the same section
@@ -142,6 +142,8 @@ def unknown_name(what: str, value: object, known: Iterable[str]) -> UserError:
         start, last = "", str(value)
     lasts = {name.removeprefix(f"{start}."): name for name in names}
     near = [lasts[each] for each in difflib.get_close_matches(last, lasts, n=1, cutoff=0.5)]
+    if not near and instead is not None:
+        near = [instead]
     if near and len(names) > MOST_LISTED:
         return UserError(f"unknown {what} {shown(value)}: did you mean {near[0]!r}?")
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -160,17 +162,25 @@ def invalid_settings(
         also: further valid keys at the model's top level.
     """
     problems = Problems()
-    seen: set[tuple[str, ...]] = set()
-    for each in error.errors():
-        path = _keys_of(each["loc"], model)
-        if tuple(path) not in seen:  # every branch of a union has an error: report the first
-            seen.add(tuple(path))
-            problems.add(_invalid_key(each, path, where, model, also))
+    found: dict[tuple[str, ...], ErrorDetails] = {}
+    for each in error.errors():  # every branch of a union has an error: report the first
+        found.setdefault(tuple(_keys_of(each["loc"], model)), each)
+    missing = [path for path, each in found.items() if each["type"] == "missing"]
+    for path, each in found.items():
+        beside = [".".join([where, *key] if where else key) for key in missing if key[:-1] == path[:-1]]
+        # an unknown key beside a missing one probably stands for it, whatever its spelling
+        instead = beside[0] if len(beside) == 1 else None
+        problems.add(_invalid_key(each, list(path), where, model, also, instead))
     return problems.error()
 
 
 def _invalid_key(
-    found: ErrorDetails, path: list[str], where: str, model: type[BaseModel], also: Iterable[str]
+    found: ErrorDetails,
+    path: list[str],
+    where: str,
+    model: type[BaseModel],
+    also: Iterable[str],
+    instead: str | None,
 ) -> UserError:
     key = ".".join([where, *path]) if where else ".".join(path)
     if found["type"] == "extra_forbidden":
@@ -179,7 +189,7 @@ def _invalid_key(
             return UserError(f"{key} does not belong to type {found['loc'][-2]!r}: remove it")
         if len(path) == 1:
             siblings += [f"{where}.{name}" if where else name for name in also]
-        return unknown_name("key", key, siblings)
+        return unknown_name("key", key, siblings, instead=instead)
     if found["type"] == "missing":
         return UserError(f"{key} is missing: {_describe(model, path) or 'set it'}")
     if found["type"] in ("union_tag_invalid", "union_tag_not_found"):

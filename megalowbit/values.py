@@ -148,3 +148,8 @@ def whole_number(name: str, value: object, *, least: int, most: int = LARGEST, o
 def is_count(value: object, *, least: int = 1) -> bool:
     """Whether `value` is an integer ≥ `least` that fits into 64 bits, and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 layer`, `2 layers`: a number and a noun whose plural ends in s, for messages."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -164,3 +164,16 @@ def test_the_former_name_of_is_reported_is_readable():
     assert error.is_told is False
     error.is_reported = True
     assert error.is_told is True
+
+
+class _Switch(BaseModel, extra="forbid"):
+    at: int
+    scope: str = "all"
+
+
+@pytest.mark.parametrize("name", ["step", "when", "att"])
+def test_an_unknown_key_beside_a_missing_one_is_taken_for_it(name):
+    with pytest.raises(ValidationError) as caught:
+        _Switch.model_validate({name: 5})
+    lines = lines_of(invalid_settings(caught.value, "late_switch", _Switch))
+    assert f"unknown key 'late_switch.{name}': did you mean 'late_switch.at'?" in "\n".join(lines)

@@ -51,7 +51,9 @@ class EngineSettings(SettingsModel):
         "or the sum of the parameters' norms, as in Metis",
     )
     layer_scaling: LayerScalingSettings = Field(
-        default=LayerScalingSettings(), description="a separate factor for the gradients of each block; off"
+        default=LayerScalingSettings(),
+        description="a separate factor for the gradients of each block; off. "
+        "Needs ZeRO stage 0 and a single pipeline stage",
     )
     log_num_zeros_in_grad: bool = Field(
         default=False,
@@ -64,7 +66,8 @@ class EngineSettings(SettingsModel):
         "operations to move",
     )
     fp32_norms: bool = Field(
-        default=False, description="layer norms and RMS norms keep fp32 parameters and compute in fp32"
+        default=False,
+        description="layer norms and RMS norms keep fp32 parameters and compute in fp32. Needs ZeRO stage 0",
     )
     watchdog: WatchdogSettings = Field(
         default=WatchdogSettings(), description="when to end a run that cannot continue, and how long to wait"

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from megalowbit.config.values import check_value, unknown_key
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
 from megalowbit.json_text import is_finite_number
-from megalowbit.optim.schedules.factors import needs_total_steps
+from megalowbit.optim.schedules.factors import auto_total_steps, needs_total_steps
 from megalowbit.values import LARGEST, SettingsModel, is_count
 
 
@@ -217,7 +217,8 @@ def fill_lr_schedule(config: dict[str, Any], block: dict[str, Any], total_steps:
     is_auto = isinstance(section, dict) and needs_total_steps(section)
     if is_auto:
         # always a number, so that validating the section finds its other mistakes
-        block["lr_schedule"] = {**section, "total_steps": LARGEST if total_steps is None else total_steps}
+        steps = LARGEST if total_steps is None else total_steps
+        block["lr_schedule"] = {**section, "total_steps": auto_total_steps(section, steps)}
     if config.get("scheduler") is not None:
         raise UserError("scheduler and megalowbit.lr_schedule both set the learning rate: remove one of them")
     if is_auto and total_steps is None:

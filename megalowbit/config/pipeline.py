@@ -96,24 +96,27 @@ def check_pipeline(config: Mapping[str, Any], settings: EngineSettings, stages: 
     """If the pipeline has more than one stage, reject settings that need all layers in one process.
 
     Raises:
-        UserError: names the key, its value and the remedy.
+        UserError: a line for each such setting, with its value and the remedy.
     """
     if stages <= 1:
         return
     where = f"cannot be used with pipeline.stages = {stages}"
-    stage = zero_stage(config)
+    problems = Problems()
+    stage, norm, strength = zero_stage(config), settings.gradient_norm, settings.regularizer.strength
     if stage > 1:
-        raise UserError(f"zero_optimization.stage = {stage!r} {where}: set it to 1 or 0")
-    if settings.gradient_norm != "global":
-        raise UserError(f'megalowbit.gradient_norm = {settings.gradient_norm!r} {where}: set it to "global"')
+        problems.add(UserError(f"zero_optimization.stage = {stage!r} {where}: set it to 1 or 0"))
+    if norm != "global":
+        problems.add(UserError(f'megalowbit.gradient_norm = {norm!r} {where}: set it to "global"'))
     if settings.layer_scaling.enabled:
-        raise UserError(f"megalowbit.layer_scaling.enabled = true {where}: set it to false")
-    if settings.regularizer.strength:
-        raise UserError(f"megalowbit.regularizer.strength = {settings.regularizer.strength} {where}: set 0")
+        problems.add(UserError(f"megalowbit.layer_scaling.enabled = true {where}: set it to false"))
+    if strength:
+        problems.add(UserError(f"megalowbit.regularizer.strength = {strength} {where}: set 0"))
     recipe: Any = settings.recipe
     while isinstance(recipe, Mapping):
         if recipe.get("parameter_split") is not None:
-            raise UserError(
+            message = (
                 f"megalowbit.recipe.parameter_split {where}: use split_weight, the in-time split, instead"
             )
+            problems.add(UserError(message))
         recipe = recipe.get("base")
+    problems.raise_any()

@@ -107,10 +107,8 @@ def check_zero(config: Mapping[str, Any], settings: EngineSettings) -> None:
         message = f"{BLOCK}.allgather_bucket_size = {shown(bucket)} must be even: use {shown(bucket + 1)}"
         problems.add(UserError(message))
     if stage:
-        with problems.collect():
-            _check_settings(stage, settings)
-        with problems.collect():
-            _check_config(config, stage)
+        _check_settings(stage, settings, problems)
+        _check_config(config, stage, problems)
     problems.raise_any()
 
 
@@ -183,38 +181,45 @@ def _check_block(block: Mapping[str, Any]) -> None:
             raise UserError(f"{BLOCK}.{key} = {block[key]!r} keeps additional copies of weights: remove it")
 
 
-def _check_settings(stage: int, settings: EngineSettings) -> None:
+def _check_settings(stage: int, settings: EngineSettings, problems: Problems) -> None:
+    where = f"cannot be used with {BLOCK}.stage {stage}"
     if settings.layer_scaling.enabled:
-        raise UserError(
-            f"megalowbit.layer_scaling cannot be used with {BLOCK}.stage {stage}, where the gradients of all "
-            "blocks share one buffer and one scale: set layer_scaling.enabled to false, or stage to 0"
+        message = (
+            f"megalowbit.layer_scaling {where}, where the gradients of all blocks share one buffer and one "
+            "scale: set layer_scaling.enabled to false, or stage to 0"
         )
+        problems.add(UserError(message))
     moved = (*settings.autocast.float32, *settings.autocast.promote)
     if stage == 3 and settings.autocast.enabled and "linear" in moved:
-        raise UserError(
+        message = (
             f"megalowbit.autocast cannot move linear with {BLOCK}.stage 3, where DeepSpeed replaces that "
             "function: leave it in float16, or set stage to 2"
         )
+        problems.add(UserError(message))
     if settings.fp32_norms:
-        raise UserError(
-            f"megalowbit.fp32_norms cannot be used with {BLOCK}.stage {stage}, whose buffers hold parameters "
-            "of one precision: set it to false, or stage to 0"
+        message = (
+            f"megalowbit.fp32_norms {where}, whose buffers hold parameters of one precision: set it to "
+            "false, or stage to 0"
         )
+        problems.add(UserError(message))
 
 
-def _check_config(config: Mapping[str, Any], stage: int) -> None:
+def _check_config(config: Mapping[str, Any], stage: int, problems: Problems) -> None:
     optimizer = config.get("optimizer")
     kind = optimizer.get("type") if isinstance(optimizer, Mapping) else None
     if isinstance(kind, str) and kind.lower() in NOT_ELEMENTWISE:
-        raise UserError(
+        message = (
             f"optimizer.type = {kind!r} does not work element by element, which ZeRO's flat shards require: "
             f"set {BLOCK}.stage to 0, or use AdamW"
         )
+        problems.add(UserError(message))
     if str(config.get("gradient_allreduce_op", "mean")).lower() == "sum":
-        raise UserError(f"gradient_allreduce_op = 'sum' needs {BLOCK}.stage 0, not {stage}: use 'mean'")
+        message = f"gradient_allreduce_op = 'sum' needs {BLOCK}.stage 0, not {stage}: use 'mean'"
+        problems.add(UserError(message))
     is_prescaled = config.get("prescale_gradients") or config.get("gradient_predivide_factor", 1) != 1
     if stage > 1 and is_prescaled:
-        raise UserError(
+        message = (
             f"prescale_gradients and gradient_predivide_factor need {BLOCK}.stage 0 or 1, not {stage}: "
             "remove them"
         )
+        problems.add(UserError(message))

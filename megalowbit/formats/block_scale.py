@@ -10,7 +10,7 @@ it:
   NVIDIA's); within 2^±127; element = round(x · (1/s))
 - `fp32`: s = a/M; element = round(x/s)
 
-E4M3 scales are rounded to nearest even, or "up". With "up" no element clips. S is then at most 2¹¹⁸, for
+E4M3 scales are rounded to nearest even, or "up". With "up" no element saturates. S is then at most 2¹¹⁸, for
 which S/s is finite even with the smallest s, so no block underflows. A block with an infinity or a NaN gets
 the scale NaN, decodes to NaN and does not enter A. A block too small for the format of its scale gets the
 scale 0.

@@ -8,7 +8,7 @@ low-bit layers and hooks. Not covered: models larger than the memory of a host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -219,11 +219,11 @@ def _first_line(error: Exception) -> str:
 
 def _refuse_differences(missing: Any, unexpected: Any, where: str) -> None:
     if missing:
-        raise UserError(f"{where} lacks the weight {min(missing)} and {len(missing) - 1} others: replace it")
+        raise UserError(f"{where} lacks {_first_weight(missing)}: replace it")
     if unexpected:
         raise UserError(
-            f"{where} has the weight {min(unexpected)} and {len(unexpected) - 1} others that its "
-            "configuration does not have: correct its config.json or the overrides"
+            f"{where} has {_first_weight(unexpected)} that its configuration does not have: "
+            "correct its config.json or the overrides"
         )
 
 
@@ -261,3 +261,10 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_progress_bar:
             logging.enable_progress_bar()
+
+
+def _first_weight(names: Collection[str]) -> str:
+    """`the weight a and 2 others`."""
+    others = len(names) - 1
+    more = "" if not others else " and 1 other" if others == 1 else f" and {others:,} others"
+    return f"the weight {min(names)}{more}"

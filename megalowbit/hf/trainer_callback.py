@@ -1,4 +1,4 @@
-"""A callback for HuggingFace's Trainer: low-bit training as configured, or an error before the first step.
+"""A callback for Hugging Face's Trainer: low-bit training as configured, or an error before the first step.
 
 Trainer ignores the `"megalowbit"` block in its DeepSpeed configuration, builds its own optimizer, and has no
 access to a model's random stream. At the start of training the callback checks block, layers, stream and

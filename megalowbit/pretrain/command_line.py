@@ -113,7 +113,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration, the swapped layers, model size and estimated memory; "
+        help="print the resolved configuration, the converted layers, model size and estimated memory; "
         "then exit",
     )
     parser.add_argument(

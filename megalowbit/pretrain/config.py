@@ -175,7 +175,7 @@ def load_config(
     if block.get("recipe") is None:  # the resolved configuration shows the default in place of null
         block["recipe"] = DEFAULT_RECIPE
     problems = Problems()
-    settings, grid, hidden_size = None, None, None
+    settings, grid, hidden_size, parts = None, None, None, None
     with problems.collect():
         blocks = {name: raw.pop(name) for name in Monitors.model_fields if name in raw}
         monitors = _validate(Monitors, blocks, "")
@@ -192,10 +192,16 @@ def load_config(
             total_steps=LARGEST if settings is None else settings.run.steps,
             hidden_size=hidden_size,
         )
-    if problems or settings is None or grid is None:
+    if problems:
         _add_mistakes_in_recipe(block["recipe"], problems)
-        raise problems.error()
-    _check_combinations(settings, parts)
+    if settings is not None:
+        _check_components(settings, block["recipe"], problems)
+        if parts is not None:
+            _check_combinations(settings, parts, problems)
+    problems.raise_any()
+    assert settings is not None  # a missing part has been reported
+    assert parts is not None
+    assert grid is not None
     return PretrainConfig(
         source=path,
         parts=parts,
@@ -212,17 +218,19 @@ def _grid_of(raw: Mapping[str, Any], world_size: int | None) -> ProcessGrid:
     return ProcessGrid.from_config(raw, 0, world_size)
 
 
-def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts) -> None:
-    """Reject values that are valid on their own but cannot be combined."""
-    problems = Problems()
+def _check_components(settings: PretrainSettings, recipe: object, problems: Problems) -> None:
+    """Add settings of components that cannot be combined with the run or the recipe."""
     for component, of_component in settings.components():
         with problems.collect():
-            component.check(of_component, settings.run, parts.settings.recipe)
+            component.check(of_component, settings.run, recipe)
+
+
+def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts, problems: Problems) -> None:
+    """Add values that are valid on their own but cannot be combined."""
     with problems.collect():
         check_pipeline(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     with problems.collect():
         check_retries(settings.run.overflow_retries, parts.settings)
-    problems.raise_any()
 
 
 def _read_overridden(path: Path, overrides: list[str]) -> dict[str, Any]:

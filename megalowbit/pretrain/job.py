@@ -72,7 +72,7 @@ class Job:
         folder: the run folder.
         engine: DeepSpeed's engine around the converted model.
         loader: endless, resumable batches of this rank.
-        report: what the conversion swapped and kept.
+        report: which layers were converted and kept.
         recipe: how the layers quantise.
         store: the run's checkpoints.
         components: the enabled components, in the order in which they act.
@@ -106,7 +106,7 @@ class Job:
 
     @property
     def tracker(self) -> GradientOverflowTracker | None:
-        """Overflow counts; None if telemetry or quantisation is off."""
+        """Saturation and underflow counts; None if telemetry or quantisation is off."""
         counts = self.find(OverflowCounts)
         return None if counts is None else counts.tracker
 
@@ -342,7 +342,7 @@ def _reuses_codes(engine: Any) -> bool:
 
 
 def check_all_projections_seen(model_config: Any, report: ConversionReport) -> None:
-    """Check that every projection of the model's family was swapped, or kept on purpose.
+    """Check that every projection of the model's family was converted, or kept on purpose.
 
     Raises:
         UserError: a projection is neither; the run would silently quantise less than configured.
@@ -352,7 +352,8 @@ def check_all_projections_seen(model_config: Any, report: ConversionReport) -> N
     expected = family(model_config.model_type).projection_names(model_config)
     missing = [name for name in expected if name not in seen]
     if missing:
+        more = f" (and {len(missing) - 1} more)" if missing[1:] else ""
         raise UserError(
-            f"projection {missing[0]} (and {len(missing) - 1} more) has a layer type that is not supported: "
+            f"projection {missing[0]}{more} has a layer type that is not supported: "
             "use a transformers version allowed by setup.py"
         )

@@ -1,7 +1,7 @@
 """Runs a step's micro-batches, and repeats them at a lower loss scale after an overflow.
 
 `run.overflow_retries` limits the repetitions. The batches are kept in memory only if retries are enabled. The
-records describe the last attempt of a step: overflow counts of earlier attempts are dropped, and so are the
+records describe the last attempt of a step: saturation counts of earlier attempts are dropped, and so are the
 infinite gradients that speculation sampled in them. The step's duration includes all attempts.
 """
 

@@ -68,7 +68,7 @@ REPORTED_FIRST = (
     "megalowbit.lr_schedule.type",
     "megalowbit.speculation.candidates",
 )
-# Keys of a HuggingFace configuration that name its origin, or that the loop sets itself.
+# Keys of a Hugging Face configuration that name its origin, or that the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
 REMEDY = "resume with the old value, or start a new run from its weights with megalowbit.model.checkpoint"
 
@@ -150,7 +150,7 @@ def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:
 
 
 def check_same_model(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Reject a model with the same shapes whose HuggingFace configuration differs."""
+    """Reject a model with the same shapes whose Hugging Face configuration differs."""
     before, now = _flat(saved), _flat(current)
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key), now.get(key)

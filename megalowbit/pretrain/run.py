@@ -235,7 +235,7 @@ def _compare_with_saved(config: PretrainConfig, folder: RunFolder) -> list[str]:
 
 
 def export(job: Job, console: Console) -> None:
-    """Write the final model to `hf/` as an ordinary HuggingFace checkpoint, if enabled and not yet there."""
+    """Write the final model to `hf/` as an ordinary Hugging Face checkpoint, if enabled and not yet there."""
     # rank 0 decides: others could see the folder after it has begun to write, and skip the collectives below
     if not job.config.settings.checkpoint.export_hf or agree(job.folder.hf.exists):
         return
@@ -247,7 +247,7 @@ def export(job: Job, console: Console) -> None:
         model = random_model(model.config, seed=0, device="meta")
         store_generation(model, stored_generation(job.engine.module))
     agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole))
-    console.print(f"HuggingFace checkpoint: {job.folder.hf}")
+    console.print(f"Hugging Face checkpoint: {job.folder.hf}")
 
 
 def product_counts_of_all_stages(job: Job) -> dict[str, dict[str, int]]:

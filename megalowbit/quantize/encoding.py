@@ -5,7 +5,7 @@ options; to add an option, add a field.
 
 Counts, with s an element's decoded scale and M the largest element:
 
-- saturated: |x| > M·s, so x is clipped. upper_half: |x| > M/2·s. Both compare x · encode with a slack of
+- saturated: |x| > M·s, so x becomes ±M·s. upper_half: |x| > M/2·s. Both compare x · encode with a slack of
   2⁻²⁰, because fp32 rounding can raise a block's maximum above M.
 - underflow: x ≠ 0, but its code or its block's scale is 0.
 - nonfinite: x is an infinity or a NaN. Finite elements of its block become NaN too, but are not counted.

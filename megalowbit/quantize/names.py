@@ -166,12 +166,15 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
 
 
 def _check_unbiased(encoding: Encoding) -> None:
-    """Reject encodings that clip, because the mean of a clipped element is not exact."""
+    """Reject encodings that saturate, because the mean of a saturated element is not exact."""
     if encoding.scale_from == "mean":
-        raise UserError("unbiased does not support scales from the mean magnitude, which clip: write sr")
+        raise UserError(
+            "unbiased does not support scales from the mean magnitude, which saturate elements: write sr"
+        )
     if encoding.q_scalar < 1:
         raise UserError(
-            f"unbiased does not support q_scalar={encoding.q_scalar:g}, which clips: write sr, or q_scalar=1"
+            f"unbiased does not support q_scalar={encoding.q_scalar:g}, which saturates elements: write sr, "
+            "or q_scalar=1"
         )
 
 

@@ -31,6 +31,7 @@ from megalowbit.supervision.heartbeat_store import (
     HeartbeatSnapshot,
     PublishedDiagnosis,
 )
+from megalowbit.values import counted
 
 INTERVALS_BETWEEN_READINGS = 2.5
 INTERVALS_FOR_READERS = 2.5
@@ -239,7 +240,7 @@ def _describe_common_wait(snapshot: HeartbeatSnapshot) -> str:
         )
     shown = list(places.items())[:SHOWN_PLACES]
     parts = [f"{name_ranks(ranks, heartbeats)} in {place}" for place, ranks in shown]
-    more = "" if len(places) <= SHOWN_PLACES else f", and {len(places) - SHOWN_PLACES} more places"
+    more = "" if len(places) <= SHOWN_PLACES else f", and {counted(len(places) - SHOWN_PLACES, 'more place')}"
     return f"all ranks answer, but none has made progress {since}: {', '.join(parts)}{more}"
 
 

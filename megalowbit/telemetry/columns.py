@@ -15,7 +15,8 @@ from megalowbit.telemetry.facts import Fact, Facts
 
 UNKNOWN = "-"
 SKIP = "SKIP"
-OVERFLOW_RATE = "gradient_overflow/element_overflow_rate"
+# elements beyond the format's largest number, not inf or NaN; the name is older than the glossary
+SATURATION_RATE = "gradient_overflow/element_overflow_rate"
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,10 @@ def duration_text(seconds: float | None) -> str:
 COLUMNS = (
     Column("loss", 9, "loss", loss_text),
     Column("lr", 9, "lr", rate_text),
-    Column("grad_norm", 11, "grad_norm", norm_text),
+    Column("grad_norm", 10, "grad_norm", norm_text),
     Column("scale", 7, "loss_scale", scale_text),
     Column("skips", 6, "skipped_steps", count_text),
-    Column("overflow", 9, OVERFLOW_RATE, percent_text),
+    Column("saturated", 10, SATURATION_RATE, percent_text),
     Column("tok/s", 7, "tokens_per_second", amount_text),
 )
 _ETA_WIDTH = 10

@@ -1,7 +1,7 @@
 """Settings of `megalowbit.telemetry` and of DeepSpeed's top-level blocks `tensorboard` and `wandb`.
 
 The training loop reads both DeepSpeed blocks, with their names, places and defaults, and writes the events
-itself: DeepSpeed's events lack overflow and are indexed by samples. It does not pass the blocks on to
+itself: DeepSpeed's events lack saturation and are indexed by samples. It does not pass the blocks on to
 DeepSpeed, which would write every curve a second time. Imported without torch.
 """
 
@@ -26,7 +26,7 @@ class TelemetrySettings(SettingsModel):
     tensorboard: bool = Field(default=True, description="write TensorBoard event files into the run folder")
     overflow: bool = Field(
         default=True,
-        description="count saturation, underflow and rounding error of every quantised operand",
+        description="count saturated elements, underflow and rounding error of every quantised operand",
     )
     layers_every: int = Field(
         default=100,

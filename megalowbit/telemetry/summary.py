@@ -1,7 +1,7 @@
 """The end of a run on one screen, and the same in `summary.json`.
 
 `RunTotals` sums steps, tokens and time over the run, and is part of its checkpoints. `RunSummary` is the
-result at the end, with the overflow totals and, for each role, the worst layers.
+result at the end, with the saturation totals and, for each role, the worst layers.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megalowbit.durable_files import atomic_file
@@ -21,6 +22,7 @@ from megalowbit.telemetry.sinks.jsonl import json_ready
 
 WIDTH = 80
 _LAYER_WIDTH = 36
+LABELS = MappingProxyType({"saturation": "saturated", "snr_db": "SNR"})  # of measures on the console
 Row = tuple[str, str, str, str]
 
 
@@ -83,7 +85,7 @@ class RunSummary:
     Attributes:
         totals: steps, tokens, time, losses.
         tokens_per_second: speed without the first step of the process, if it was measured.
-        overflow: output gradients over the whole run; `None` if nothing was tracked.
+        overflow: counts of output gradients over the whole run; `None` if nothing was tracked.
         worst: the worst layer per role and measure, output gradients first.
         entries: additional entries of `summary.json` from components.
         rows: additional rows on the console from components: two names, each followed by its value.
@@ -157,7 +159,7 @@ def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:
         for name, measure, sign in measures:
             known = [(value, row.layer) for row in rows if (value := measure(row.counts)) is not None]
             value, layer = max(known, key=lambda pair: sign * pair[0], default=(0.0, ""))
-            if not layer or (sign > 0 and value == 0):  # where nothing clips no layer is the worst
+            if not layer or (sign > 0 and value == 0):  # where nothing saturates, no layer is the worst
                 continue
             worst.append(
                 WorstLayer(role=role, measure=name, layer=layer, value=value, all_layers=measure(together))
@@ -170,8 +172,8 @@ def _render_overflow(overflow: OperandCounts) -> str:
         return f"{name:<12}{columns.percent_text(rate):>7}  {part:,} of {whole:,} {what}"
 
     lines = [
-        "overflow of output gradients, over the run",
-        row("  clipped", overflow.saturated, overflow.elements, "elements", overflow.saturation_rate),
+        "quantised output gradients, over the run",
+        row("  saturated", overflow.saturated, overflow.elements, "elements", overflow.saturation_rate),
         row(
             "  batches",
             overflow.quantizations_with_overflow,
@@ -179,7 +181,7 @@ def _render_overflow(overflow: OperandCounts) -> str:
             "quantisations",
             overflow.batch_rate,
         ),
-        row("  to zero", overflow.underflow, overflow.elements, "elements", overflow.underflow_rate),
+        row("  underflow", overflow.underflow, overflow.elements, "elements", overflow.underflow_rate),
     ]
     if overflow.nonfinite:
         lines.append(f"{'  inf or NaN':<12}{'':>7}  {overflow.nonfinite:,} elements, in none of these rates")
@@ -191,7 +193,7 @@ def _render_worst(worst: Sequence[WorstLayer]) -> str:
     role = ""
     for row in worst:
         is_snr = row.measure == "snr_db"
-        name = "SNR" if is_snr else row.measure
+        name = LABELS.get(row.measure, row.measure)
         there, everywhere = (
             columns.UNKNOWN if value is None else f"{value:.1f} dB" if is_snr else columns.percent_text(value)
             for value in (row.value, row.all_layers)

@@ -225,7 +225,7 @@ def test_filling_checks_names_and_shapes_first():
     with pytest.raises(UserError, match=r"here: weight transformer\.wpe\.weight has shape \(3, 3\)"):
         fill_weights(model, broken, "here")
     broken = {name: value for name, value in state.items() if "ln_f" not in name}
-    with pytest.raises(UserError, match=r"here lacks the weight transformer\.ln_f\.bias and 1 others"):
+    with pytest.raises(UserError, match=r"here lacks the weight transformer\.ln_f\.bias and 1 other"):
         fill_weights(model, broken, "here")
     assert equal(before, weights(model))
     fill_weights(model, state, "here")

@@ -1,4 +1,4 @@
-"""HuggingFace's own Trainer, with a tiny LLaMA on a CPU; with DeepSpeed: test_other_loops_page.py."""
+"""Hugging Face's own Trainer, with a tiny LLaMA on a CPU; with DeepSpeed: test_other_loops_page.py."""
 
 import json
 import logging

@@ -63,7 +63,7 @@ def test_the_log_shows_progress_and_ends_with_a_summary(finished):
     output = finished[1]
     assert "\x1b" not in output
     assert "before it has started" not in output  # a false alarm of DeepSpeed
-    assert "8 layers swapped" in output
+    assert "8 layers converted" in output
     for heading in ("loss", "lr", "grad_norm", "scale", "skips", "overflow", "tok/s", "ETA"):
         assert heading in output
     assert "12/12" in output
@@ -148,7 +148,7 @@ def test_llama_trains_in_fp16_with_a_dynamic_scale(tmp_path):
     rows = metrics(tmp_path / "runs" / "tiny")
     # by DeepSpeed's rule, as the block is DeepSpeed's: the first growth comes one clean step later
     assert [row["loss_scale"] for row in rows] == [1024, 1024, 1024, 2048, 2048, 4096]
-    assert "14 layers swapped" in done.output
+    assert "14 layers converted" in done.output
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def test_the_configurations_shown_are_valid(tmp_path, page):
     path = tmp_path / "shown.json"
     path.write_text(json.dumps(raw))
     config = load_config(path, [], world_size=2)
-    assert "swapped 16 layers" in describe(config)
+    assert "converted 16 layers" in describe(config)
 
 
 def test_the_recipe_shown_is_valid_for_the_model_shown(tmp_path):
@@ -88,7 +88,7 @@ def test_the_recipe_shown_is_valid_for_the_model_shown(tmp_path):
     path = tmp_path / "shown.json"
     path.write_text(json.dumps(configuration))
     described = describe(load_config(path, [], world_size=1))
-    assert "swapped 12 layers" in described  # block 0 is kept
+    assert "converted 12 layers" in described  # block 0 is kept
     assert "tile16" in described
 
 
@@ -112,7 +112,7 @@ def test_the_code_shown_trains_a_model(tmp_path):
     done = run_script(tmp_path / "shown.py", env=variables, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "gradient_overflow/element_overflow_rate" in done.stdout
-    assert "swapped 8 layers" in done.stdout
+    assert "converted 8 layers" in done.stdout
 
 
 def test_the_packed_tensor_shown_comes_back_from_its_file(tmp_path, monkeypatch):

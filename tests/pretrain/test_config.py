@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launchers import write_config
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, lines_of
 from megalowbit.pretrain.config import load_config
 
 
@@ -269,3 +269,24 @@ def test_settings_under_which_no_rollback_can_happen_are_rejected(tmp_path):
         load_config(config, guarded, world_size=1)
     load_config(config, [*guarded, "megalowbit.run.max_consecutive_skips=51"], world_size=1)
     load_config(config, ["megalowbit.loss_guard.patience=50"], world_size=1)  # it only skips
+
+
+def test_all_unsupported_combinations_are_reported_together(write):
+    with pytest.raises(UserError) as caught:
+        resolve(
+            write(raw_config()),
+            "zero_optimization.stage=2",
+            "megalowbit.fp32_norms=true",
+            "megalowbit.layer_scaling.enabled=true",
+            "gradient_allreduce_op=sum",
+            "megalowbit.late_switch.at=9000",
+        )
+    lines = lines_of(caught.value)
+    named = (
+        "late_switch.at = 9000",
+        "fp32_norms cannot",
+        "layer_scaling cannot",
+        "gradient_allreduce_op = 'sum'",
+    )
+    assert len(lines) == len(named)
+    assert all(any(name in line for line in lines) for name in named)

@@ -104,7 +104,7 @@ def test_dropout_and_rounding_depend_on_the_seed_of_the_run(build_job):
         (["megalowbit.data.sequence_length=65"], "n_positions 64"),
         (["megalowbit.model.overrides.vocab_size=100"], "vocab_size is only 100"),
         (['megalowbit.recipe={"base": "nvfp4", "keep": ["no.such.layer"]}'], "no.such.layer"),
-        (['megalowbit.recipe={"base": "nvfp4", "keep": ["*"]}'], "swaps no layer"),
+        (['megalowbit.recipe={"base": "nvfp4", "keep": ["*"]}'], "converts no layer"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(build_job, overrides, message):

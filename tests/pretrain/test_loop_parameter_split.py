@@ -213,7 +213,7 @@ def test_layers_that_no_longer_quantise_are_not_split(build_job):
         layer.recipe = recipe("bf16")
     assert splitting.before_step(job.step) is None
     layer.recipe = job.recipe
-    assert splitting.before_step(job.step) == "before step 4: 1 weights split at rank 4; optimizer state " + (
+    assert splitting.before_step(job.step) == "before step 4: 1 weight split at rank 4; optimizer state " + (
         "projected; learning rate times 0.3333"
     )
 

@@ -28,7 +28,7 @@ def test_a_run_ends_with_checkpoint_summary_and_model(resolve, tmp_path, capsys)
     resolved = json.loads((folder / "config.json").read_text())
     assert resolved == config.to_dict()
     output = capsys.readouterr().out
-    assert "8 layers swapped, 1 kept" in output
+    assert "8 layers converted, 1 kept" in output
     assert "4/4" in output
 
 

@@ -90,8 +90,14 @@ def test_blocks_are_those_of_name_and_options(name, block):
         ("mxfp4e2m1b:tile16", "tile16 does not fit"),
         ("nvfp4e2m1b:block32", "block32 does not fit"),
         ("int8:tile16", "tile16 does not fit"),
-        ("1p58bit:unbiased", "unbiased does not support scales from the mean magnitude, which clip"),
-        ("nvfp4e2m1b:unbiased:q_scalar=0.9", "unbiased does not support q_scalar=0.9, which clips"),
+        (
+            "1p58bit:unbiased",
+            "unbiased does not support scales from the mean magnitude, which saturate elements",
+        ),
+        (
+            "nvfp4e2m1b:unbiased:q_scalar=0.9",
+            "unbiased does not support q_scalar=0.9, which saturates elements",
+        ),
         ("int8b:q_scalar=0.5:unbiased", "unbiased does not support q_scalar=0.5"),
         ("fp32:sr", "fp32 takes no options"),
         ("int8:seed_compat", "seed_compat exists for fp4e2m1, "),

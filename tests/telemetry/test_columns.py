@@ -12,7 +12,7 @@ FACTS = {
     "grad_norm": 1.2345,
     "loss_scale": 65536.0,
     "skipped_steps": 2,
-    columns.OVERFLOW_RATE: 0.03512,
+    columns.SATURATION_RATE: 0.03512,
     "tokens_per_second": 12345.6,
 }
 anything = st.one_of(st.none(), st.floats(), st.integers(-(10**30), 10**30))
@@ -28,7 +28,7 @@ def test_a_line_stands_below_its_heading():
         "grad_norm",
         "scale",
         "skips",
-        "overflow",
+        "saturated",
         "tok/s",
         "ETA",
     ]

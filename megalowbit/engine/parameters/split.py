@@ -33,6 +33,7 @@ from megalowbit.layers.parameter_split.masters import (
     without_rule,
 )
 from megalowbit.optim.optimizers.base import MegatronOptimizer
+from megalowbit.values import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class WeightSplitReport:
         rank = f"rank {low}" if low == high else f"ranks {low} to {high}"
         state = "projected" if self.is_projected else "reset"
         rate = "" if self.lr_scale is None else f"; learning rate times {self.lr_scale:.4g}"
-        return f"{len(self.ranks)} weights split at {rank}; optimizer state {state}{rate}"
+        return f"{counted(len(self.ranks), 'weight')} split at {rank}; optimizer state {state}{rate}"
 
 
 @torch.no_grad()

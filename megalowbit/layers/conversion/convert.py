@@ -59,10 +59,10 @@ def convert(
             megalowbit, hold the same data: they need the same rank.
 
     Returns:
-        The swapped layers, kept layers and missed weights, by name.
+        The converted layers, kept layers and missed weights, by name.
 
     Raises:
-        UserError: the recipe quantises but nothing could be swapped, a `keep` pattern matches nothing, the
+        UserError: the recipe quantises but nothing could be converted, a `keep` pattern matches nothing, the
             blocks to keep cannot be found, the model is itself a linear layer, it was converted before, or
             seed or rank is not a whole number.
     """
@@ -160,7 +160,7 @@ def set_chooser(model: nn.Module, chooser: Chooser | None) -> None:
 
 
 def random_stream(model: nn.Module) -> RandomStream | None:
-    """The stream that `convert` gave this model; `None` if it swapped nothing."""
+    """The stream that `convert` gave this model; `None` if it converted nothing."""
     for layer in bit_layers(model).values():
         if layer.random_stream is not None:
             return layer.random_stream
@@ -229,7 +229,7 @@ def _nothing_to_swap(model: nn.Module, recipe: Recipe, selection: Selection) -> 
     left += [f"{each.name}: {each.reason}" for each in selection.missed]
     found = "; ".join(left[:4]) or "it has no linear layers"
     return UserError(
-        f"recipe {recipe.name!r} swaps no layer of {type(model).__name__} ({found}): "
+        f"recipe {recipe.name!r} converts no layer of {type(model).__name__} ({found}): "
         "change `keep`, or use the recipe 'bf16' to train unquantised"
     )
 

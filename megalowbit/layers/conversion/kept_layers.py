@@ -39,7 +39,7 @@ class Selection(NamedTuple):
 
 
 def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
-    """Which linear layers to swap, which to keep and why, and which weights are missed.
+    """Which linear layers to convert, which to keep and why, and which weights are missed.
 
     Raises:
         UserError: see `reasons_to_keep`.
@@ -84,7 +84,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
 def reasons_to_keep(
     model: nn.Module, layers: dict[str, nn.Module], recipe: Recipe, standalone: Mapping[str, StandaloneWeight]
 ) -> dict[str, str]:
-    """The reason for each kept layer or weight, by name; swapped and missed ones have none.
+    """The reason for each kept layer or weight, by name; converted and missed ones have none.
 
     Raises:
         UserError: a pattern of the recipe's `keep` matches nothing, or see `reasons_to_keep_blocks`.

@@ -1,6 +1,6 @@
 """Checks for a converted model in another library's training loop: does it train as configured?
 
-Stock DeepSpeed, HuggingFace's Trainer and Accelerate ignore the `"megalowbit"` block, build their own
+Stock DeepSpeed, Hugging Face's Trainer and Accelerate ignore the `"megalowbit"` block, build their own
 optimizers, and may replace layers. Nothing is patched. Instead, two places check:
 
 - the hook that advances the random stream, at the first training forward in a DeepSpeed engine,

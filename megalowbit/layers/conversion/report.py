@@ -1,4 +1,4 @@
-"""The report of a conversion: swapped layers, kept layers with reasons, and missed weights."""
+"""The report of a conversion: converted layers, kept layers with reasons, and missed weights."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import Recipe
+from megalowbit.values import counted
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class MissedWeight:
     Attributes:
         name: name of the parameter.
         shape: shape of the parameter.
-        reason: why it was not swapped.
+        reason: why it was not converted.
         owner_name: name of the module that holds it; a recipe's `keep` can list it.
     """
 
@@ -53,7 +54,7 @@ class ConversionReport:
 
     Attributes:
         recipe: the recipe applied.
-        swapped: in the model's order.
+        swapped: the converted layers, in the model's order.
         kept: in the model's order; linear layers, then other parameters that the recipe keeps, convolutions
             and routers.
         missed: weights that no low-bit layer can replace, in the model's order.
@@ -67,18 +68,20 @@ class ConversionReport:
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe}"]
         if not self.recipe.quantizes:
-            lines.append("nothing swapped: this recipe quantises nothing")
+            lines.append("nothing converted: this recipe quantises nothing")
         if self.swapped:
-            lines.append(f"swapped {len(self.swapped)} layers for BitLinear:")
+            lines.append(f"converted {counted(len(self.swapped), 'layer')} to BitLinear:")
             lines += _grouped(
                 f"{_pattern(each.name)}  {each.kind} {each.in_features}→{each.out_features}"
                 for each in self.swapped
             )
         if self.kept:
-            lines.append(f"kept {len(self.kept)} layers:")
+            lines.append(f"kept {counted(len(self.kept), 'layer')} in high precision:")
             lines += _grouped(f"{_pattern(each.name)}  {each.kind}: {each.reason}" for each in self.kept)
         if self.missed:
-            lines.append(f"missed {len(self.missed)} weights, which stay in high precision:")
+            stay = "stays" if len(self.missed) == 1 else "stay"
+            missed = counted(len(self.missed), "weight")
+            lines.append(f"missed {missed}, which {stay} in high precision:")
             lines += _grouped(f"{_pattern(each.name)}  {each.shape}: {each.reason}" for each in self.missed)
         return "\n".join(lines)
 

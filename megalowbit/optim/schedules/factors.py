@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
-from megalowbit.values import BY_TYPE, SettingsModel, models_by_type, unit
+from megalowbit.values import BY_TYPE, SettingsModel, is_count, models_by_type, unit
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -70,7 +70,8 @@ class EndingSchedule(ScheduleSettings):
 
     # "auto" is filled in before validation, see `fill_lr_schedule`
     total_steps: Count = Field(
-        description='length of the schedule, warm-up included. `"auto"`: the steps of the run',
+        description='length of the schedule, warm-up included. `"auto"`: the steps of the run, but at least '
+        "`warmup_steps`: a shorter run ends during the warm-up",
         json_schema_extra=unit("applied steps") | {"shown_default": '`"auto"`'},
     )
     min_lr_ratio: Share = Field(default=0.0, description="the factor from `total_steps` on")
@@ -162,3 +163,12 @@ def needs_total_steps(section: dict[str, Any]) -> bool:
     if schedule is None or "total_steps" not in schedule.model_fields:
         return False
     return section.get("total_steps") in (None, "auto")
+
+
+def auto_total_steps(section: dict[str, Any], run_steps: int) -> int:
+    """The value of `"auto"`: the run's steps, or the warm-up's if those are more."""
+    warmup_steps: Any = section.get("warmup_steps")
+    # "wsd" would leave out its decay, so it needs a run that is long enough
+    if section["type"] == "wsd" or not is_count(warmup_steps, least=0):
+        return run_steps
+    return max(run_steps, int(warmup_steps))

@@ -18,7 +18,7 @@ from pydantic import Field, field_validator
 from megalowbit.errors import UserError, shown
 from megalowbit.pretrain.components.base import Component, RunParts, RunSettings, Summary
 from megalowbit.telemetry.facts import Facts
-from megalowbit.values import SettingsModel, unit
+from megalowbit.values import SettingsModel, counted, unit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -156,7 +156,8 @@ class LateSwitch(Component):
             return None
         self._switch()
         return (
-            f"precision switched after step {step}: {self._num_layers} layers now use {self.recipe.name}; "
+            f"precision switched after step {step}: {counted(self._num_layers, 'layer')} now "
+            f"{'uses' if self._num_layers == 1 else 'use'} {self.recipe.name}; "
             f"{_mean_loss(self._before)} before"
         )
 

@@ -1,4 +1,4 @@
-"""Counts overflow of quantised operands per layer over the whole run (`telemetry.overflow`).
+"""Counts saturation and underflow of quantised operands by layer over the whole run (`telemetry.overflow`).
 
 This component builds, resets and saves the tracker. The counts are reduced together with the loss in one
 all-reduce, so the loop reads them with `reduce_step_facts`, and the recorder writes the per-layer table.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OverflowCounts(Component):
-    """Overflow counts of all low-bit layers; `tracker` observes the layers."""
+    """Saturation and underflow counts of all low-bit layers; `tracker` observes the layers."""
 
     key = "tracker"
     records = ("overflow_layers.jsonl",)

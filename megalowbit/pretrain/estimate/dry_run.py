@@ -67,7 +67,7 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
         check_all_projections_seen(model.config, report)
         layers = bit_layers(model).values()
         total = sum(parameter.numel() for parameter in model.parameters())
-        swapped = sum(
+        converted = sum(
             parameter.numel()
             for layer in layers
             for name, parameter in layer.named_parameters(recurse=False)
@@ -79,7 +79,7 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     return {
         "layers": "\n".join([str(report), *split_ranks(layers)]),
         "products": why_not(recipe, device) or f"{recipe.gemm} on {device}",
-        "parameters": f"{total:,}, of which {swapped:,} ({swapped / total:.1%}) in low-bit layers",
+        "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers",
     }
 
 

@@ -12,6 +12,7 @@ from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.pretrain.checks import describe_kernels
 from megalowbit.pretrain.job import Job
 from megalowbit.telemetry.columns import scale_text
+from megalowbit.values import counted
 
 # How to make the learning rate of a scheduler's first steps positive. DeepSpeed's warm-up schedulers use
 # their first value twice: for step 1, before they are stepped, and for step 2. WarmupCosineLR always uses 0
@@ -78,7 +79,8 @@ def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, chan
             f"run       {job.folder.path}" + (f", resumed after step {job.step}" if is_resumed else ""),
             f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
             f"{job.config.parts.settings.precision}",
-            f"recipe    {job.recipe.name}: {len(report.swapped)} layers swapped, {len(report.kept)} kept",
+            f"recipe    {job.recipe.name}: {counted(len(report.swapped), 'layer')} converted, "
+            f"{len(report.kept)} kept",
             *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
             f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
             f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",

@@ -54,12 +54,12 @@ class RunFolder:
 
     @property
     def tokenizer(self) -> Path:
-        """The tokenizer as a HuggingFace folder; exporting a checkpoint needs it."""
+        """The tokenizer as a Hugging Face folder; exporting a checkpoint needs it."""
         return self.path / "tokenizer"
 
     @property
     def hf(self) -> Path:
-        """The final model as a HuggingFace checkpoint."""
+        """The final model as a Hugging Face checkpoint."""
         return self.path / "hf"
 
     @property

@@ -28,6 +28,7 @@ from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.sweep.runs import LEAN, Gap, Run, execute, folder_name, make_folder
 from megalowbit.speculation.reports.picture import draw_calibration, require_matplotlib
 from megalowbit.speculation.settings import SpeculationSettings
+from megalowbit.values import counted
 
 REFERENCE = "bf16"
 LAST_PART = 5  # by default, the loss is averaged over the last fifth of the steps
@@ -156,7 +157,7 @@ class Calibration:
     def table(self) -> str:
         """A text table of thresholds, losses, gaps, shares and hits, and the suggestion."""
         candidates = next((list(each.shares) for each in self.outcomes if each.shares), [])
-        seeds, reference = _many(len(self.reference), "seed"), statistics.mean(self.reference.values())
+        seeds, reference = counted(len(self.reference), "seed"), statistics.mean(self.reference.values())
         lines = [
             f"mean loss of the last {self.last} of {self.steps} steps, {self.config}, {seeds}",
             "threshold      loss   gap to bf16 (± error)   ≤ 8 bits"
@@ -248,7 +249,9 @@ def calibrate(plan: CalibrationPlan, *, has_picture: bool = True) -> Calibration
     runs = plan.runs()
     steps, last = _check(plan, runs)
     make_folder(plan.out)
-    counts = f"{_many(len(plan.thresholds), 'threshold')} and {REFERENCE} × {_many(len(plan.seeds), 'seed')}"
+    counts = (
+        f"{counted(len(plan.thresholds), 'threshold')} and {REFERENCE} × {counted(len(plan.seeds), 'seed')}"
+    )
     print(f"{counts}, {steps} steps of {plan.config.name}, {plan.out}", flush=True)
     execute([run for run in runs if not run.is_complete()], jobs=plan.jobs)
     found = _evaluate(plan, runs, steps=steps, last=last)
@@ -362,10 +365,6 @@ def _totals(run: Run) -> dict[str, Any]:
     if not all(is_finite_number(each) and each >= 0 for each in numbers):
         run.refuse(summary, "speculation contains an invalid share or count")
     return section
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
 
 
 def _or_none(value: float) -> float | None:

@@ -82,7 +82,7 @@ def _encode_scale(amax, SCALE_MAX: tl.constexpr, IS_UP: tl.constexpr):
 
 @triton.jit
 def _two_level(amax, encode_scale, MAX: tl.constexpr, IS_UP: tl.constexpr):
-    """Stored and decoded scale, encode factor and overflow of blocks, see `formats.block_scale`."""
+    """Stored and decoded scale, encode factor and saturation of blocks, see `formats.block_scale`."""
     unclamped = _divide(amax, _divide(_constant(MAX), encode_scale))
     clamped = tl.minimum(unclamped, E4M3_MAX)
     code = _round_to_fp8(clamped, 3, 7)

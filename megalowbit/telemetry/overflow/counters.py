@@ -36,7 +36,7 @@ class OperandCounts:
 
     Attributes:
         quantizations: quantisations of tensors without inf and NaN ("batches").
-        quantizations_with_overflow: those of them that clipped at least one element.
+        quantizations_with_overflow: those of them that saturated at least one element.
         nonfinite_quantizations: quantisations of tensors with inf or NaN; no other count but `nonfinite` has
             their elements.
         squared_error: Σ(x - quantised x)².
@@ -70,12 +70,12 @@ class OperandCounts:
 
     @property
     def saturation_rate(self) -> float | None:
-        """Share of elements that were clipped."""
+        """Share of elements that were saturated."""
         return ratio(self.saturated, self.elements)
 
     @property
     def batch_rate(self) -> float | None:
-        """Share of quantisations that clipped something."""
+        """Share of quantisations that saturated something."""
         return ratio(self.quantizations_with_overflow, self.quantizations)
 
     @property
@@ -90,7 +90,7 @@ class OperandCounts:
 
     @property
     def scale_saturation_rate(self) -> float | None:
-        """Share of blocks whose scale was clipped."""
+        """Share of blocks whose scale was saturated."""
         return ratio(self.saturated_scales, self.blocks)
 
     @property

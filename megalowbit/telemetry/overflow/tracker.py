@@ -1,12 +1,12 @@
-"""Overflow counters per layer and role, on the device.
+"""Counters of saturation and underflow per layer and role, on the device.
 
 A `GradientOverflowTracker` is the observer of quantising layers. A call in the forward or backward only
 appends the counts to a list, without a kernel or host read. At the end of a step the counts are stacked and
 summed by layer and role, and the sums are read once.
 
-There are two kinds of figures. The *headline*, overflow of output gradients over all ranks, is six numbers in
-the same all-reduce as the loss (`step_facts.py`). All other figures of a step are those of this process. The
-table by layer is summed over ranks on request (`reduce_layers`), which is collective.
+The *headline*, saturation of output gradients over all ranks, is six numbers in the same all-reduce as the
+loss (`step_facts.py`). All other figures of a step are those of this process. The table by layer is summed
+over ranks on request (`reduce_layers`), which is collective.
 
 In a plain PyTorch loop:
 
@@ -86,7 +86,7 @@ class StepOverflow:
 
 
 class GradientOverflowTracker:
-    """Counts overflow per layer and role: this step, and over the run.
+    """Counts saturation and underflow per layer and role: this step, and over the run.
 
     Args:
         group: ranks whose counts are summed; `None` for all. Nothing needs to be initialised for one process.
@@ -232,7 +232,7 @@ class GradientOverflowTracker:
             layers = {(row["layer"], row["role"]): _saved_row(row) for row in state["layers"]}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
-                f"overflow counts of the checkpoint are not readable ({error}): resume from another one"
+                f"saturation counts of the checkpoint are not readable ({error}): resume from another one"
             ) from error
         self.reset()
         self._run, self._layers = run, layers

@@ -214,9 +214,9 @@ def test_the_bf16_recipe_swaps_nothing_and_the_report_says_so():
         (
             nn.Sequential(nn.LayerNorm(4)),
             "nvfp4",
-            "swaps no layer of Sequential .it has no linear layers.*'bf16'",
+            "converts no layer of Sequential .it has no linear layers.*'bf16'",
         ),
-        (mlp(), {"base": "nvfp4", "keep": ["*"]}, "swaps no layer.*keep"),
+        (mlp(), {"base": "nvfp4", "keep": ["*"]}, "converts no layer.*keep"),
         (nn.Linear(4, 4), "nvfp4", "itself a Linear.*nn.Sequential"),
         (mlp(), "nvfp5", "unknown recipe"),
     ],

@@ -17,7 +17,8 @@ def test_96_blocks_fit_one_screen_with_their_number():
     text = str(report_for(96))
     assert len(text.splitlines()) < 25
     assert "transformer.h.*.attn.c_attn  Conv1D 64→192  × 96" in text
-    assert "swapped 192 layers" in text
+    assert "converted 192 layers" in text
+    assert "kept 1 layer in high precision:" in text
     assert "lm_head  Linear: output head" in text
 
 

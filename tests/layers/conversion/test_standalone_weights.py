@@ -140,7 +140,9 @@ def test_only_the_matrices_of_a_hand_written_module_are_missed():
 
 
 def test_a_model_with_only_missed_weights_is_rejected_and_they_are_listed():
-    with pytest.raises(UserError, match=r"swaps no layer of Sequential \(0\.weight: a parameter of Experts"):
+    with pytest.raises(
+        UserError, match=r"converts no layer of Sequential \(0\.weight: a parameter of Experts"
+    ):
         convert(nn.Sequential(Experts()))
 
 

@@ -21,7 +21,7 @@ def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
     config = resolve()
     parts = sections(describe(config))
     assert json.loads(parts["configuration"]) == config.to_dict()
-    assert "swapped 8 layers" in parts["layers"]
+    assert "converted 8 layers" in parts["layers"]
     # embeddings (256 + 64)·32, two blocks of 12·32² + 13·32, final norm 2·32; projections 12·32² each block
     assert parts["parameters"] == f"{320 * 32 + 2 * (12 * 1024 + 13 * 32) + 64:,}, of which " + (
         f"{2 * 12 * 1024:,} ({2 * 12 * 1024 / 35712:.1%}) in low-bit layers"
@@ -46,7 +46,7 @@ def test_every_family_is_sized_unsharded_and_sharded(tmp_path, kind, cut):
     ]
     reports = [sections(describe(config)) for config in configs]
     count = 4 * len(family(kind).projections)
-    assert all(f"swapped {count} layers" in parts["layers"] for parts in reports)
+    assert all(f"converted {count} layers" in parts["layers"] for parts in reports)
     whole, share = (estimate_run(config, recipe(config.recipe)) for config in configs)
     # half of the projections or of the blocks; embedding, head and norms are not cut, but are in some stage
     assert 0.49 * whole.parameters < share.parameters < 0.7 * whole.parameters

@@ -224,7 +224,7 @@ def test_a_state_that_is_none_is_refused_and_changes_nothing(state):
     tracker = GradientOverflowTracker()
     observe(tracker, "a", "grad_output", made_up(1))
     tracker.end_step()
-    with pytest.raises(UserError, match="overflow counts of the checkpoint"):
+    with pytest.raises(UserError, match="saturation counts of the checkpoint"):
         tracker.load_state_dict(state)
     assert tracker.run.saturated == 1
 

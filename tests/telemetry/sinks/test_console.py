@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from forks import run_script
 
-from megalowbit.telemetry.columns import OVERFLOW_RATE
+from megalowbit.telemetry.columns import SATURATION_RATE
 from megalowbit.telemetry.sinks.console import HEADING_EVERY, Console
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +44,7 @@ class Clock:
 
 
 def facts(step, skipped=0):
-    return {"loss": 6 / step, "lr": 6e-4, "grad_norm": 1.0, "skipped_steps": skipped, OVERFLOW_RATE: 0.035}
+    return {"loss": 6 / step, "lr": 6e-4, "grad_norm": 1.0, "skipped_steps": skipped, SATURATION_RATE: 0.035}
 
 
 def log_of(steps, total, *, skips=(), **arguments):
@@ -171,7 +171,7 @@ def test_a_terminal_gets_a_bar_and_the_latest_figures(program, width):
     )
     figures = [frame for frame in frames if frame.startswith("loss ") and "scale 2^16" in frame]
     assert any(
-        "overflow 3.50%" in frame and "lr 6.00e-04" in frame and "grad_norm 1.000" in frame
+        "saturated 3.50%" in frame and "lr 6.00e-04" in frame and "grad_norm 1.000" in frame
         for frame in figures
     )
     assert any("SKIP 1" in frame for frame in figures)
