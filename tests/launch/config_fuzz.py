@@ -93,9 +93,10 @@ def damaged(raw, random_numbers):
             case 7 if isinstance(holder, dict):
                 holder[random_numbers.choice(("extra", "enabled", "stage", "recipe", "", "ключ"))] = value
             case 8:
-                holder[key] = copy.deepcopy(at(raw, random_numbers.choice(paths)))
+                # not by deepcopy, which takes several calls a level: the value may be deep
+                holder[key] = json.loads(json.dumps(at(raw, random_numbers.choice(paths))))
             case _:
-                for _ in range(random_numbers.choice((2, 50, 99, 400))):
+                for _ in range(random_numbers.choice((2, 50, 99, 200))):
                     value = {"a": value} if random_numbers.random() < 0.5 else [value]
                 holder[key] = value
     return raw
