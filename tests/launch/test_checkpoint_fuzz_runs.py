@@ -1,4 +1,4 @@
-"""Two damaged runs by the real command in every suite, and ten minutes of them in the long one."""
+"""Two damaged runs by the real command in every suite, and three minutes of them in the long one."""
 
 import subprocess
 import sys
