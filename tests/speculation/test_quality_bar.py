@@ -1,4 +1,4 @@
-"""What speculation promises in loss, measured by tools/calibrate_speculation.py: six runs."""
+"""What speculation promises in loss, measured by tools/calibrate_speculation.py: four runs."""
 
 import json
 import os
