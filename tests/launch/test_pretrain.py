@@ -64,7 +64,7 @@ def test_the_log_shows_progress_and_ends_with_a_summary(finished):
     assert "\x1b" not in output
     assert "before it has started" not in output  # a false alarm of DeepSpeed
     assert "8 layers converted" in output
-    for heading in ("loss", "lr", "grad_norm", "scale", "skips", "overflow", "tok/s", "ETA"):
+    for heading in ("loss", "lr", "grad_norm", "scale", "skips", "saturated", "tok/s", "ETA"):
         assert heading in output
     assert "12/12" in output
     assert "Summary" in output

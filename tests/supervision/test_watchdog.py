@@ -1,7 +1,6 @@
 """What one process can show; runs that lose ranks are in tests/distributed/test_watchdog.py."""
 
 import gc
-import json
 import re
 import threading
 import time
@@ -105,14 +104,12 @@ def test_an_error_that_another_rank_reports_is_not_printed_twice(capsys):
     assert capsys.readouterr().err == "error: rank 1 does not answer\n"
 
 
-def test_the_page_of_faults_shows_what_runs_and_the_defaults():
+def test_the_code_on_the_page_of_faults_runs():
     page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     seen = {"loader": range(3)}
     exec(code, seen)
     assert seen["watchdog"]._mark.what == "step 3"
-    shown = re.findall(r"^\| `watchdog\.(\w+)` \| (\d+|`null`) \|", page, flags=re.MULTILINE)
-    assert {name: json.loads(value.strip("`")) for name, value in shown} == WatchdogSettings().model_dump()
 
 
 def test_marks_keep_no_objects_alive():

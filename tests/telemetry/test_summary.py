@@ -121,7 +121,7 @@ def test_the_screen_shows_the_figures_within_23_lines_of_80_characters():
 
 def test_a_run_without_a_step_or_tracker_still_has_a_summary(tmp_path):
     summary = RunSummary(totals=RunTotals())
-    assert "overflow" not in summary.render()
+    assert "saturated" not in summary.render()
     summary.write(tmp_path / "summary.json")
     assert json.loads((tmp_path / "summary.json").read_text())["final_loss"] is None
 
