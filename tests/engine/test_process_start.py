@@ -65,6 +65,7 @@ def test_a_port_in_use_raises_a_one_line_error(tmp_path):
     assert "--master_port" in done.stdout
 
 
+@pytest.mark.slow
 def test_stopping_the_group_destroys_it_and_may_be_repeated(tmp_path):
     code = (
         "from megalowbit.engine.process_start import start_process_group, stop_process_group\n"

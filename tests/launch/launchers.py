@@ -60,8 +60,10 @@ def free_port():
 
 @functools.lru_cache(maxsize=1)
 def built_libraries():
-    """Folder of compiled kernels that earlier launches of this process have built; removed at its end."""
-    return tempfile.TemporaryDirectory(prefix="megalowbit-libraries-")
+    """Folder of compiled kernels that this user's cache or earlier launches have; removed at the end."""
+    folder = tempfile.TemporaryDirectory(prefix="megalowbit-libraries-")
+    copy_libraries(Path.home() / ".cache" / "megalowbit", Path(folder.name))
+    return folder
 
 
 def copy_libraries(source, target):

@@ -102,6 +102,7 @@ def test_another_deepspeed_version_is_rejected_on_all_ranks_in_one_line(sound):
         assert output.endswith(" True\n")
 
 
+@pytest.mark.slow
 def test_another_deepspeed_version_on_one_rank_stops_all_ranks(sound):
     lines = [output for output, _ in start(None, sound)]
     assert lines[0] == lines[1]

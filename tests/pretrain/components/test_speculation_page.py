@@ -79,6 +79,7 @@ def test_the_documented_lines_have_the_logged_form():
     assert all(re.fullmatch(form, line) for line in lines)
 
 
+@pytest.mark.slow
 def test_the_loop_shown_trains(tmp_path, capsys):
     write_config(tmp_path)
     config = transformers.AutoConfig.for_model(**json.loads((tmp_path / "model.json").read_text()))

@@ -157,7 +157,7 @@ def test_a_run_without_verification_says_so(drawn):
     assert shares.get_title(loc="left") == "67 % of products × steps at 8 bits or fewer"
 
 
-@pytest.mark.parametrize("size", slow_except({"one layer", "two blocks"}, SIZES))
+@pytest.mark.parametrize("size", slow_except({"two blocks"}, SIZES))
 def test_labels_are_there_and_do_not_touch_at_any_size(drawn, tmp_path, size):
     layers = SIZES[size]
     axes = drawn(list(made_up_rows(layers, checks=12)))[0]

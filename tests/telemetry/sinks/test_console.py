@@ -158,7 +158,7 @@ def test_long_messages_are_not_broken_in_a_log():
     assert file.getvalue() == "x" * 300 + " [bold]not markup[/bold] :smile:\n"
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_a_terminal_gets_a_bar_and_the_latest_figures(program, width):
     output = in_terminal(program, width)
     assert COLOUR.search(output)
@@ -188,6 +188,7 @@ def test_no_color_is_honoured_on_a_terminal(program):
     assert "━" in output
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_plain_lines(program):
     output = in_terminal(program, 80, TERM="dumb")
     assert "\x1b" not in output
