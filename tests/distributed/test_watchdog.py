@@ -12,7 +12,7 @@ import pytest
 from quick_cases import slow_except
 
 TIMEOUT = 8.0
-LIMIT = 1.5 * TIMEOUT
+LIMIT = 1.5 * TIMEOUT + 3.0  # the bound, and what a busy machine adds
 TRANSIENT = 75
 
 
