@@ -20,7 +20,7 @@ def test_a_run_survives_any_number_of_time_limits(workspace):
 
 
 def test_orphans_of_killed_deepspeed_launchers_end_before_the_next_attempt(workspace):
-    """Ranks notice that their launcher has ended, save and end. What carries the attempt's mark is killed."""
+    """Ranks whose launcher has ended save and end; other processes of the attempt are killed."""
     run = workspace.submit("orphans", "launcher=deepspeed", sets=("megalowbit.run.steps=5000",))
     run.reach(step=SAVE_EVERY + 2)
     nodes = run.nodes()
