@@ -20,7 +20,8 @@ Not covered: a bias of the output projection, label smoothing, double backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -69,14 +70,14 @@ def chunk_cross_entropy(model: Any) -> Any:
                 "call mlb.chunk_cross_entropy before the library that replaces it"
             )
     _check_loss(model)
-    model.forward = MethodType(_model_forward, model)
+    model.forward = MethodType(_forward_like(type(model).forward), model)
     head.forward = MethodType(_head_forward, head)
     return model
 
 
 def is_chunked(model: nn.Module) -> bool:
     """Whether `chunk_cross_entropy` has changed the model."""
-    return getattr(vars(model).get("forward"), "__func__", None) is _model_forward
+    return getattr(vars(model).get("forward"), "is_chunked", False)
 
 
 def sum_of_losses(
@@ -174,6 +175,17 @@ def _head_forward(
     if targets is None:
         return type(head).forward(head, hidden)
     return sum_of_losses(hidden.flatten(0, -2), head.weight, targets.flatten(), ignore_index=ignore_index)
+
+
+def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method in the place of `original`, with its signature: Trainer drops columns it does not name."""
+
+    @functools.wraps(original)
+    def forward(model: Any, *args: Any, **options: Any) -> Any:
+        return _model_forward(model, *args, **options)
+
+    forward.is_chunked = True  # type: ignore[attr-defined]
+    return forward
 
 
 def _model_forward(model: Any, *args: Any, labels: Tensor | None = None, **options: Any) -> Any:

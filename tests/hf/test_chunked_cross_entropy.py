@@ -1,6 +1,7 @@
 """Loss and gradients beside transformers' own, and beside float64 formulas."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -164,6 +165,14 @@ def test_evaluation_generation_and_calls_that_need_logits_are_unchanged():
     assert torch.equal(model.generate(**prompt), plain.generate(**prompt))
 
 
+def test_the_signature_is_kept():
+    """Trainer passes on the columns of a batch that the forward names."""
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    before = inspect.signature(model.forward)
+    assert inspect.signature(chunk_cross_entropy(model).forward) == before
+    assert "input_ids" in before.parameters
+
+
 def test_hidden_states_and_attentions_are_returned():
     model = tiny_model("gpt2", vocab_size=VOCABULARY, attn_implementation="eager").train()
     more = {"output_hidden_states": True, "output_attentions": True}
@@ -237,11 +246,11 @@ def test_our_autocast_gives_the_loss_of_transformers():
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
-def test_a_compiled_model_has_the_same_loss_and_gradients(backend):
+@pytest.mark.slow
+def test_a_compiled_model_has_the_same_loss_and_gradients():
     model = chunk_cross_entropy(tiny_model("llama", vocab_size=VOCABULARY, num_layers=1).train())
     expected = loss_and_gradients(model, **batch())
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     loss = compiled(**batch()).loss
     model.zero_grad()
     loss.backward()
