@@ -59,6 +59,10 @@ class Diagnosis(NamedTuple):
     is_hang: bool = False
     is_open: bool = False
 
+    def with_note(self, note: str) -> Diagnosis:
+        """The same diagnosis with a note in parentheses at the end of its line."""
+        return self._replace(line=f"{self.line} ({note})")
+
 
 def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat], *, rank: int) -> Diagnosis:
     """Find out why the run makes no progress; every rank that notices calls this once.

@@ -5,7 +5,8 @@ threads supervise the main thread. The heartbeat thread (`supervision.heartbeat`
 the other ranks. The watchdog thread in this file needs no network. It ends the process if
 
 - the training loop has made no progress for 1.1 timeouts,
-- another rank has raised the alarm and the main thread does not return on its own, or
+- another rank has raised the alarm or is silent, and the main thread does not return on its own,
+- the store does not answer, or
 - SIGTERM is pending and no step ends. Without a timeout this is the only check, and there is no heartbeat.
 
 If a collective raises an error, the `with` block raises a `TransientError` with the diagnosis instead. A rank
@@ -48,7 +49,8 @@ from megalowbit.supervision.diagnosis import (
     name_ranks,
     wait_for_readers,
 )
-from megalowbit.supervision.heartbeat import HeartbeatThread, StoreSilentError
+from megalowbit.supervision.flight_recorder import record_prefix, write_record
+from megalowbit.supervision.heartbeat import HeartbeatThread, NeighbourWatch, StoreSilentError
 from megalowbit.supervision.heartbeat_store import (
     DEFECT,
     INTERRUPT,
@@ -137,15 +139,25 @@ class Watchdog:
         if self._settings.timeout is not None:
             set_group_timeouts(timedelta(seconds=self._settings.timeout), is_watched=True)
         if self._settings.timeout is not None and process_group.world_size() > 1:
-            self._heartbeat_thread = HeartbeatThread(
-                HeartbeatStore(self._rank, process_group.world_size()),
-                self._describe,
-                interval=self._settings.interval,
-                on_alarm=self._alarmed.set,
-            )
+            self._heartbeat_thread = self._new_heartbeat_thread()
             self._heartbeat_thread.start()
         self._thread.start()
         return self
+
+    def _new_heartbeat_thread(self) -> HeartbeatThread:
+        size, silence, interval = (
+            process_group.world_size(), self._settings.silence, self._settings.interval,
+        )  # fmt: skip
+        watch = None
+        if silence is not None:
+            watch = NeighbourWatch(self._rank, size, limit=silence, interval=interval)
+        return HeartbeatThread(
+            HeartbeatStore(self._rank, size),
+            self._describe,
+            interval=interval,
+            on_alarm=self._alarmed.set,
+            neighbour_watch=watch,
+        )
 
     def mark(self, what: str, *, is_save: bool = False) -> None:
         """Report progress: the loop begins `what`, such as `"step 8"`; costs about a microsecond.
@@ -211,7 +223,7 @@ class Watchdog:
         self._leaving.set()
         diagnosis = self._diagnose()
         if diagnosis.is_open:
-            diagnosis = diagnosis._replace(line=f"{diagnosis.line} ({_one_line(error)})")
+            diagnosis = diagnosis.with_note(_one_line(error))
         wait_for_readers(self._heartbeat_thread)
         raise _error(diagnosis) from error
 
@@ -250,10 +262,24 @@ class Watchdog:
                     self._heartbeat_thread, lambda: self._describe(0), rank=self._rank
                 )
                 if self._diagnosis.is_hang and self._folder is not None:
-                    self._diagnosis = self._diagnosis._replace(
-                        line=f"{self._diagnosis.line} (its stack: {self._folder / 'stack-rank*.txt'})"
+                    self._diagnosis = self._diagnosis.with_note(
+                        f"its stack: {self._folder / 'stack-rank*.txt'}"
                     )
+                silent = self._heartbeat_thread.silent
+                if self._diagnosis.is_open and silent is not None:  # it answers again, but too late
+                    self._diagnosis = self._diagnosis.with_note(
+                        f"rank {silent} was silent for {self._settings.silence:g} s"
+                    )
+                self._write_flight_record()
             return self._diagnosis
+
+    def _write_flight_record(self) -> None:
+        """Write this rank's last collectives, after a loss or hang, and name the ranks' files in the line."""
+        prefix = record_prefix()
+        if prefix is None or self._diagnosis is None or self._diagnosis.kind != LOSS:
+            return
+        if write_record(prefix, self._rank, seconds=self._settings.interval):
+            self._diagnosis = self._diagnosis.with_note(f"last collectives of each rank: {prefix}*")
 
     def _describe(self, count: int) -> Heartbeat:
         mark, place, is_waiting = self._mark, self._place, True
@@ -278,7 +304,7 @@ class Watchdog:
                 continue  # the main thread has left the block; from there on every operation has a time limit
             if timeout is not None:
                 self._arm_backstop(timeout)
-            if self._alarmed.is_set() and not self._is_finished:
+            if (self._alarmed.is_set() or self._is_store_silent()) and not self._is_finished:
                 self._end_after_alarm()
             elif timeout and time.monotonic() - self._mark.time > TIMEOUTS_WITHOUT_PROGRESS * timeout:
                 self._end_without_progress()
@@ -288,6 +314,12 @@ class Watchdog:
     def _arm_backstop(self, seconds: float) -> None:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+    def _is_store_silent(self) -> bool:
+        silence = self._settings.silence
+        if self._heartbeat_thread is None or silence is None:
+            return False
+        return self._heartbeat_thread.busy_seconds > silence
 
     def _end_after_alarm(self) -> None:
         """End after an alarm, unless the main thread returns on its own."""

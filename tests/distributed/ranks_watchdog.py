@@ -175,7 +175,11 @@ def train(case, folder, training, watchdog, rank):
 def run_rank(case, folder, rank):
     """What a command line does: a run that is lost ends at once, whatever the libraries still wait for."""
     torch.set_num_threads(1)
-    settings = WatchdogSettings(timeout=case["timeout"], termination_seconds=3.0)
+    settings = WatchdogSettings(
+        timeout=case["timeout"], silence=case.get("silence", 15.0), termination_seconds=3.0
+    )
+    if case.get("is_recorded"):
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "flight-rank")
     identity = ProcessIdentity(rank=rank, local_rank=rank, world_size=case["size"], launcher="environment")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

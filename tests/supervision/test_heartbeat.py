@@ -1,10 +1,11 @@
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from small_stores import heartbeat, stores
 
-from megalowbit.supervision.heartbeat import HeartbeatThread, StoreSilentError
+from megalowbit.supervision.heartbeat import HeartbeatThread, NeighbourWatch, StoreSilentError
 
 INTERVAL = 0.1
 
@@ -87,3 +88,56 @@ def test_a_broken_connection_ends_the_heartbeats_and_is_reported(pair):
         thread.execute(lambda store: store.heartbeats())
     time.sleep(3 * INTERVAL)
     assert other.heartbeats()[0].count == last
+
+
+def watching(monkeypatch, counts, *, limit=10.0, done=()):
+    """`look(now)` of rank 0's watch over ranks whose numbers of heartbeats are `counts`."""
+    watch = NeighbourWatch(0, len(counts), limit=limit, interval=2.5)
+
+    def read(rank):
+        count = counts[rank]
+        return None if count is None else replace(heartbeat(count), is_done=rank in done)
+
+    return lambda now: watch.find_silent(read, now)
+
+
+def test_a_neighbour_is_silent_once_its_heartbeat_has_not_changed_for_the_limit(monkeypatch):
+    counts = [1, 1, 1]
+    look = watching(monkeypatch, counts)
+    assert [look(now) for now in (0.0, 2.5, 5.0)] == [None] * 3
+    counts[1] = 2
+    assert [look(now) for now in (7.5, 10.0, 12.5, 15.0)] == [None] * 4
+    assert look(17.5) == 1
+
+
+def test_a_watch_that_was_stopped_itself_gives_others_time_to_answer(monkeypatch):
+    counts = [1, 1]
+    look = watching(monkeypatch, counts)
+    assert look(0.0) is None
+    assert look(1000.0) is None  # the whole job was stopped and continued
+    counts[1] = 2
+    assert look(1002.5) is None
+
+
+def test_ranks_that_have_left_training_are_passed_over(monkeypatch):
+    look = watching(monkeypatch, [1, 1, 1], done=(1,))
+    assert [look(now) for now in (0.0, 5.0)] == [None, None]
+    assert look(10.0) == 2
+    assert watching(monkeypatch, [1, 1], done=(1,))(0.0) is None
+
+
+def test_a_rank_that_has_not_started_is_not_silent(monkeypatch):
+    look = watching(monkeypatch, [1, None])
+    assert [look(now) for now in (0.0, 5.0, 10.0, 15.0)] == [None] * 4
+
+
+def test_a_silent_neighbour_raises_the_alarm(monkeypatch):
+    own, other = stores(2, monkeypatch)
+    other.publish(heartbeat(7))
+    alarmed = threading.Event()
+    watch = NeighbourWatch(0, 2, limit=3 * INTERVAL, interval=INTERVAL)
+    thread = HeartbeatThread(own, heartbeat, interval=INTERVAL, on_alarm=alarmed.set, neighbour_watch=watch)
+    thread.start()
+    assert alarmed.wait(20)
+    assert thread.silent == 1
+    thread.stop(is_done=True)
