@@ -27,8 +27,6 @@ from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatStore
 T = TypeVar("T")
 Request = tuple[Callable[[HeartbeatStore], Any], "Future[Any]"]
 
-INTERVALS_TO_ANSWER = 2.0
-
 
 class StoreSilentError(RuntimeError):
     """The store did not answer in time, or its connection was closed."""
@@ -85,6 +83,7 @@ class HeartbeatThread:
         describe: Callable[[int], Heartbeat],
         *,
         interval: float,
+        seconds_to_answer: float,
         on_alarm: Callable[[], None],
         neighbour_watch: NeighbourWatch | None = None,
     ) -> None:
@@ -94,12 +93,13 @@ class HeartbeatThread:
             store: used by this thread only from now on.
             describe: returns the heartbeat with a given number; called in the thread.
             interval: seconds between heartbeats.
+            seconds_to_answer: after which a request to the store has failed; at least two intervals.
             on_alarm: called in the thread, once, when another rank has raised an alarm or is silent, or the
                 connection to the store is lost.
             neighbour_watch: looks for a silent rank with each heartbeat; None: nothing does.
         """
         self.store = store
-        self.interval = interval
+        self.interval, self.seconds_to_answer = interval, seconds_to_answer
         self._describe, self._on_alarm, self._neighbour_watch = describe, on_alarm, neighbour_watch
         self._count, self._has_alarmed = 0, False
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
@@ -114,18 +114,18 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self, *, is_done: bool) -> None:
-        """Publish a last heartbeat and end; if `is_done`, wait for that, two intervals at most."""
+        """Publish a last heartbeat and end; if `is_done`, wait for that, `seconds_to_answer` at most."""
         self._requests.put(None)
         if is_done:
-            self._thread.join(INTERVALS_TO_ANSWER * self.interval)
+            self._thread.join(self.seconds_to_answer)
 
     def execute(self, request: Callable[[HeartbeatStore], T]) -> T:
-        """Run a short request in the thread and return its result, within two intervals.
+        """Run a short request in the thread and return its result, within `seconds_to_answer`.
 
         Raises:
             StoreSilentError: no result came in time.
         """
-        limit = INTERVALS_TO_ANSWER * self.interval
+        limit = self.seconds_to_answer
         since = self._busy_since
         if since is not None:  # a request already hangs: subtract the time it has taken
             limit = max(0.0, limit - (time.monotonic() - since))
@@ -136,18 +136,20 @@ class HeartbeatThread:
         try:
             return cast("T", future.result(limit))
         except FutureTimeout:
-            raise StoreSilentError(f"no answer for {INTERVALS_TO_ANSWER * self.interval:.1f} s") from None
+            raise StoreSilentError(f"no answer for {self.seconds_to_answer:.1f} s") from None
         except RuntimeError as error:  # the connection was closed
             raise StoreSilentError(_first_line(error)) from error
 
     def _run(self) -> None:
         due = time.monotonic() + self.interval
         while self.lost is None:
+            if time.monotonic() >= due:  # before any request: a late heartbeat would look like silence
+                self._safely(self._publish)
+                due = time.monotonic() + self.interval
+                continue
             try:
                 request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
-                self._safely(self._publish)
-                due = time.monotonic() + self.interval
                 continue
             if request is None:
                 self._safely(self._publish)

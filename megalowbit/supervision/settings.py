@@ -12,6 +12,7 @@ SHORTEST_TIMEOUT = 5.0  # seconds; below this, a busy machine would look broken
 LONGEST_TIMEOUT = 7 * 86400.0  # a week; far above it, timers in libraries overflow
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.5, 5.0  # seconds
 HEARTBEATS_IN_A_TIMEOUT = 12
+ANSWERS_IN_A_TIMEOUT = 6
 HEARTBEATS_IN_A_SILENCE = 6
 
 
@@ -60,3 +61,15 @@ class WatchdogSettings(SettingsModel):
         if self.silence is not None:
             wished = min(wished, self.silence / HEARTBEATS_IN_A_SILENCE)
         return min(max(wished, SHORTEST_INTERVAL), LONGEST_INTERVAL)
+
+    @property
+    def seconds_to_answer(self) -> float:
+        """How long the store, or a rank on a busy machine, may take to answer before it counts as lost.
+
+        It does not depend on `silence`: frequent heartbeats do not make a busy machine faster. It is at least
+        twice the heartbeat interval.
+        """
+        longest = 2 * LONGEST_INTERVAL
+        if self.timeout is None:
+            return longest
+        return min(max(self.timeout / ANSWERS_IN_A_TIMEOUT, 2 * SHORTEST_INTERVAL), longest)

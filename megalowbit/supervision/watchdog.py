@@ -68,7 +68,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_CODES = MappingProxyType({MISTAKE: EXIT_USER_ERROR, INTERRUPT: 128 + signal.SIGINT})
 TIMEOUTS_WITHOUT_PROGRESS = 1.1  # a little after the collectives' timeout, which ends a run more cleanly
 INTERVALS_TO_UNWIND = 0.5
-INTERVALS_TO_END = 6.0  # `wait_for_readers` takes 4.5 if the store stops answering; the rest is for printing
+ANSWERS_TO_END = 3.0  # `wait_for_readers` takes 2.25 if the store stops answering; the rest is for printing
 BEGINNING = "the start"
 STEPS_REMEMBERED, STEPS_NEEDED = 50, 10
 LONGEST_LINE = 300  # characters of another rank's error
@@ -145,16 +145,14 @@ class Watchdog:
         return self
 
     def _new_heartbeat_thread(self) -> HeartbeatThread:
-        size, silence, interval = (
-            process_group.world_size(), self._settings.silence, self._settings.interval,
-        )  # fmt: skip
-        watch = None
-        if silence is not None:
-            watch = NeighbourWatch(self._rank, size, limit=silence, interval=interval)
+        settings, size, watch = self._settings, process_group.world_size(), None
+        if settings.silence is not None:
+            watch = NeighbourWatch(self._rank, size, limit=settings.silence, interval=settings.interval)
         return HeartbeatThread(
             HeartbeatStore(self._rank, size),
             self._describe,
-            interval=interval,
+            interval=settings.interval,
+            seconds_to_answer=settings.seconds_to_answer,
             on_alarm=self._alarmed.set,
             neighbour_watch=watch,
         )
@@ -358,7 +356,7 @@ class Watchdog:
 
     def _end_by_signal(self) -> None:
         assert self._sigterm is not None
-        self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
+        self._arm_backstop(ANSWERS_TO_END * self._settings.seconds_to_answer)
         since = f"no step has ended for {self._settings.termination_seconds:g} s"
         what = self._state_since(self._sigterm.heartbeats or {})
         error = TransientError(f"ended by SIGTERM without a checkpoint: {since}; {what}")
@@ -380,7 +378,7 @@ class Watchdog:
 
     def _end(self, diagnosis: Diagnosis) -> None:
         # printing to a terminal or writing to a disk may hang as well
-        self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
+        self._arm_backstop(ANSWERS_TO_END * self._settings.seconds_to_answer)
         error = _error(diagnosis)
         if isinstance(error, UserError):
             self._report(error)

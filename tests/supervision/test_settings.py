@@ -52,6 +52,14 @@ def test_there_are_twelve_heartbeats_per_timeout_within_bounds(timeout, interval
     assert WatchdogSettings(timeout=timeout, silence=None).interval == interval
 
 
+@pytest.mark.parametrize(("timeout", "seconds"), [(5, 1.0), (12, 2.0), (600, 10.0), (None, 10.0)])
+def test_the_time_to_answer_does_not_depend_on_the_silence(timeout, seconds):
+    for silence in (None, 3.0, 600.0):
+        settings = WatchdogSettings(timeout=timeout, silence=silence)
+        assert settings.seconds_to_answer == seconds
+        assert timeout is None or settings.seconds_to_answer >= 2 * settings.interval
+
+
 @pytest.mark.parametrize(("silence", "interval"), [(3.0, 0.5), (15.0, 2.5), (600.0, 5.0)])
 def test_a_silent_rank_misses_several_heartbeats(silence, interval):
     assert WatchdogSettings(silence=silence).interval == interval
