@@ -11,8 +11,9 @@ FREE_PORT = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("",
 
 # One process for each GPU, which is the launcher's default, or two on a machine without GPUs. Only the default
 # keeps to CUDA_VISIBLE_DEVICES. "make pretrain GPUS=4" starts four processes.
-COUNT   = import torch; print("" if torch.accelerator.device_count() else "--num_accelerators 2")
-PROCESSES = $(if $(GPUS),--num_accelerators $(GPUS),$$($(BIN)/python -c '$(COUNT)'))
+# Without GPUs the launcher must be told so: it would show hidden ones to the processes that it starts.
+COUNT    = import torch; print("deepspeed" if torch.accelerator.device_count() else "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2")
+LAUNCHER = $(if $(GPUS),deepspeed --num_accelerators $(GPUS),$$($(BIN)/python -c '$(COUNT)'))
 
 .PHONY: pretrain test test-all test-gpu lint types install clean
 
@@ -26,7 +27,7 @@ $(VENV)/installed: setup.py constraints.txt
 	@touch $@
 
 pretrain: install
-	PATH="$(abspath $(BIN)):$$PATH" deepspeed $(PROCESSES) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
+	env PATH="$(abspath $(BIN)):$$PATH" $(LAUNCHER) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
 # Many tests wait for processes they started, so three workers of one thread each keep two cores busy. One
 # worker runs all tests of a file, because they share fixtures. The order is tests/conftest.py's: longest files first.

@@ -17,20 +17,20 @@ def commands(*arguments):
     return done.stdout
 
 
-def option_of_launcher(*arguments):
-    return re.search(r"deepspeed (.*?) --master_port", commands("pretrain", *arguments))[1]
+def launcher(*arguments):
+    return re.search(r'PATH"? (.*?) --master_port', commands("pretrain", *arguments))[1]
 
 
 def test_a_given_number_of_processes_is_passed_on():
-    assert option_of_launcher("GPUS=3") == "--num_accelerators 3"
+    assert launcher("GPUS=3") == "deepspeed --num_accelerators 3"
 
 
 @pytest.mark.slow
 def test_a_machine_without_gpus_gets_two_processes():
-    counted = subprocess.run(
-        ["bash", "-c", f"echo {option_of_launcher()}"], capture_output=True, text=True, check=True
-    )
-    assert counted.stdout == "--num_accelerators 2\n"  # the GPUs are hidden, see tests/conftest.py
+    counted = subprocess.run(["bash", "-c", f"echo {launcher()}"], capture_output=True, text=True, check=True)
+    assert (
+        counted.stdout == "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2\n"
+    )  # the GPUs are hidden, see tests/conftest.py
 
 
 def test_tests_that_need_a_gpu_are_run_apart():
