@@ -28,7 +28,7 @@ from megalowbit.pretrain.command_line import _report
 from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.supervision.watchdog import Watchdog
 
-PATIENCE = 3.0  # timeouts, after which the test ends what has not ended by itself
+PATIENCE = 3.0  # timeouts or silences, after which the test ends what has not ended by itself
 
 
 def hang_in_a_lock():
@@ -250,9 +250,12 @@ def watch(cases, results, running):
     wait_until(lambda: len(list(results.glob("*/ready*"))) == expected, 120)
     for name in cases:
         (results / name / "go").touch()
-    longest = max(case["timeout"] or 0 for case in cases.values())
+    longest = max(case.get("patience", case["timeout"]) or 0 for case in cases.values())
+    stopped = {
+        (name, rank) for name, case in cases.items() if case["fault"] == "stop" for rank in case["victims"]
+    }
     end, ended = time.monotonic() + PATIENCE * longest, {}
-    while running and time.monotonic() < end:
+    while not stopped.issuperset(running.values()) and time.monotonic() < end:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             time.sleep(0.02)
