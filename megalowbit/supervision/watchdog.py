@@ -302,7 +302,7 @@ class Watchdog:
                 continue  # the main thread has left the block; from there on every operation has a time limit
             if timeout is not None:
                 self._arm_backstop(timeout)
-            if (self._alarmed.is_set() or self._is_store_silent()) and not self._is_finished:
+            if self._is_alarmed() and not self._is_finished:
                 self._end_after_alarm()
             elif timeout and time.monotonic() - self._mark.time > TIMEOUTS_WITHOUT_PROGRESS * timeout:
                 self._end_without_progress()
@@ -313,11 +313,15 @@ class Watchdog:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
-    def _is_store_silent(self) -> bool:
-        silence = self._settings.silence
-        if self._heartbeat_thread is None or silence is None:
+    def _is_alarmed(self) -> bool:
+        """Whether another rank has failed or is silent, or the store is lost or silent.
+
+        After SIGTERM a lost store is no alarm: the signal ends the main process, and soon this one.
+        """
+        thread, silence = self._heartbeat_thread, self._settings.silence
+        if thread is None or (thread.lost is not None and signal.SIGTERM in signal.sigpending()):
             return False
-        return self._heartbeat_thread.busy_seconds > silence
+        return self._alarmed.is_set() or (silence is not None and thread.busy_seconds > silence)
 
     def _end_after_alarm(self) -> None:
         """End after an alarm, unless the main thread returns on its own."""

@@ -61,6 +61,7 @@ def terminate_when_all_hang(watchdog, folder, rank):
     def send():
         if thread is not None:
             wait_until(is_seen, 120)
+        time.sleep(1.5 * rank)  # the main process ends first, and the store with it
         strike_time(folder, rank)
         os.kill(os.getpid(), signal.SIGTERM)
 
