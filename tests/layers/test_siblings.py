@@ -80,7 +80,7 @@ def inputs(count=5, seed=0):
 
 def gradients(model, x, run=None):
     x = x.clone().requires_grad_()
-    outputs = (run or model)(x)
+    outputs = (model if run is None else run)(x)
     sum(each.float().square().sum() for each in outputs).backward()
     found = [*(each.detach() for each in outputs), x.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
@@ -264,6 +264,11 @@ def test_only_codes_are_held_until_backward_and_nothing_after_it(monkeypatch):
         # an input whose siblings have not all run is dropped when another layer runs
         model.q_proj(x)
         assert alive().count(torch.bfloat16) == 1
+        model.k_proj(x)
+        model.v_proj(x)
+        assert alive() == 6 * [torch.uint8]  # the last sibling has run
+        model.q_proj(x)
+        assert alive().count(torch.bfloat16) == 1
         model.o_proj(inputs()[..., :16].bfloat16())
         assert alive() == 6 * [torch.uint8]
         sum(each.sum() for each in outputs).backward()
@@ -271,6 +276,18 @@ def test_only_codes_are_held_until_backward_and_nothing_after_it(monkeypatch):
         assert not alive()  # the codes of the output gradients included
     finally:
         gc.enable()
+
+
+def test_a_compiled_model_shares_nothing_and_has_the_same_bits(made):
+    torch._dynamo.reset()
+    model = converted(Attention(), STOCHASTIC)
+    compiled = copy.deepcopy(model)
+    expected = gradients(model, inputs())
+    made.clear()
+    run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    assert_equal(gradients(compiled, inputs(), run), expected)
+    assert made.count("input") == 4
+    torch._dynamo.reset()
 
 
 def test_each_sibling_reports_the_counts_of_its_input():
