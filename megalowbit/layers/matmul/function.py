@@ -158,9 +158,9 @@ def backward_products(
     if input is not None:
         assert grad_t is not None  # made above
         grad_weight = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
-    grad_t = None
     if needs_bias and dtypes.bias is not None:
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
+    grad_t = None
     if summing is not None:  # the all-reduce ran while the other gradients were computed
         summing.wait()
     if factors is None:
