@@ -101,11 +101,13 @@ def test_activations_and_temporaries_cover_what_a_step_holds(name, vocabulary, t
     after_forward, peak = measured(config, recipe, every=every, is_chunked=is_chunked)
     found = estimated(config, recipe, tmp_path, every=every, is_chunked=is_chunked)
     # recomputing needs one block more, which is not there yet after the forward
-    assert after_forward <= 1.05 * found.saved_for_backward  # the real attention keeps a little more
+    more = 1.05  # the attention of this CPU keeps a little more than that of fake tensors
+    assert after_forward <= more * found.saved_for_backward
     if not every:
         assert found.saved_for_backward == pytest.approx(after_forward, rel=0.1)
     if recipe == "bf16":  # inside a dispatch mode low-bit layers run in plain torch, with more temporaries
-        assert peak <= found.saved_for_backward + found.temporaries <= 1.75 * peak
+        total = found.saved_for_backward + found.temporaries
+        assert peak / more <= total <= 1.75 * peak
 
 
 def test_recomputed_blocks_keep_their_input_only(tmp_path):
