@@ -44,6 +44,7 @@ from megalowbit.quantize.cpu import fp4 as kernels_cpu
 from megalowbit.quantize.quantized_tensor import Operand, QuantizedTensor
 
 PIECE_ELEMENTS = 1 << 18
+MOST_OCTAVES = 60  # of a power of two that a GEMM may apply to an operand: none leaves fp32's range by it
 
 
 def multiply(
@@ -82,6 +83,65 @@ def multiply(
         if alpha is not None:
             return _scaled_product(a, b, alpha, bias, out_dtype)
         return finish(_product(a, b), scale, bias, out_dtype)
+
+
+def add_product(
+    total: Tensor,
+    left: Operand,
+    right: Operand,
+    *,
+    transpose_left: bool = False,
+    transpose_right: bool = False,
+    compute_dtype: torch.dtype,
+    factor: float,
+) -> bool:
+    """Add factor · left · right to `total` (m, n), fp32, without rounding the product to half precision.
+
+    The GEMM adds (beta = 1). It could apply a tensor scale only with a further rounding, and not at all if
+    the scale is on a GPU. Therefore one further pass adds the fp32 product times a scale, except on a CPU if
+    the scale is a power of two. The arguments are otherwise those of `multiply`.
+
+    Returns:
+        Whether it was added. False, and nothing is changed, where GEMMs have half-precision results (bf16 on
+        a CPU) and for fp64.
+    """
+    device = total.device
+    dtype = gemm_dtype([left.exact_dtype, right.exact_dtype], compute_dtype, device)
+    if not can_add(dtype, device):
+        return False
+    scale = _combined_scale(left, right)
+    if scale is not None and device.type == "cpu":
+        factor *= scale.item()
+        scale = None
+    a = left.operand(dtype, transpose=transpose_left)
+    b = right.operand(dtype, transpose=transpose_right)
+    with no_autocast(device.type):
+        if scale is not None:
+            total.addcmul_(_product(a, b), scale, value=factor)
+        elif _is_power_of_two(factor):
+            add_matrix_product(total, a, b, factor)
+        else:
+            total.add_(_product(a, b), alpha=factor)
+    return True
+
+
+def _is_power_of_two(factor: float) -> bool:
+    """Whether a GEMM may multiply an operand by this factor, which is then exact."""
+    mantissa, exponent = math.frexp(factor)
+    return mantissa == 0.5 and abs(exponent) <= MOST_OCTAVES
+
+
+def can_add(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a GEMM of operands of this dtype can add to an fp32 matrix."""
+    return dtype == torch.float32 or (dtype != torch.float64 and _has_wide_output(device))
+
+
+def add_matrix_product(total: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """Add factor · a · b to `total` (m, n), fp32, with operands that `can_add`."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b, alpha=factor)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, alpha=factor, out=total)
 
 
 def _alpha(a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> float | None:
@@ -134,7 +194,7 @@ def column_sums(matrix: Tensor, out_dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(matrix.dtype, torch.float32)
     total = torch.zeros(matrix.shape[1], dtype=wide, device=matrix.device)
     for (rows,) in _in_rows(matrix):
-        total += rows.to(wide).sum(0)
+        total += rows.sum(0, dtype=wide)  # on a GPU without a wide copy
     return total.to(out_dtype)
 
 

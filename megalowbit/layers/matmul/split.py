@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalowbit.layers.matmul.gemms import gemm_dtype, no_autocast
+from megalowbit.layers.matmul.gemms import add_matrix_product, can_add, gemm_dtype, no_autocast
 from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand
 from megalowbit.quantize.hadamard import GROUP, hadamard
 
@@ -112,6 +112,34 @@ def multiply_split(
             else:
                 out.add_(tall @ wide)
     return out.to(out_dtype)
+
+
+def add_split_product(
+    total: Tensor,
+    main: Callable[[], bool],
+    left: Side,
+    right: Side,
+    *,
+    compute_dtype: torch.dtype,
+    signs: int | None,
+    factor: float,
+) -> bool:
+    """Add factor · left · right to `total` (m, n), fp32; `main` adds the residuals' product.
+
+    Returns:
+        Whether it was added; see `gemms.add_product`. Products with gains are not.
+    """
+    if any(side.low_rank is not None and side.low_rank.gain is not None for side in (left, right)):
+        return False
+    device = left.operand.device
+    dtype = gemm_dtype([None, None], compute_dtype, device)
+    if left.is_row or not can_add(dtype, device) or not main():
+        return False
+    with no_autocast(device.type):
+        for tall, wide in _thin_terms(left, right, dtype, signs):
+            assert tall is not None  # only a left operand that is a row has none
+            add_matrix_product(total, tall, wide, factor)
+    return True
 
 
 def _thin_terms(
