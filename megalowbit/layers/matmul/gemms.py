@@ -10,6 +10,7 @@ The layer's compute dtype decides what runs:
     compute dtype   device   operands                       sums   GEMM result
     bf16            CUDA     bf16 (fp32 if needed)          fp32   fp32
                     CPU      bf16 (fp32 if needed)          fp32   bf16, scale and bias applied to the sums
+                             fp32, where that is faster     fp32   fp32 (see `cpu_gemm`)
     fp16, fp32      CUDA     bf16; fp16 or fp32, see below  fp32   fp32
                     CPU      fp32                           fp32   fp32
     fp64            any      fp64                           fp64   fp64
@@ -17,8 +18,8 @@ The layer's compute dtype decides what runs:
 The result is then scaled, the bias is added, and it is rounded once to the output's dtype. Exceptions and
 limits:
 
-- bf16 on a CPU: the product is rounded to bf16 before the bias if the output is fp32 (autocast) or the bias
-  is fp32.
+- bf16 operands on a CPU: the product is rounded to bf16 before the bias if the output is fp32 (autocast) or
+  the bias is fp32.
 - fp16 and fp32: NVFP4 operands reach 2688, so a product could overflow fp16. Therefore it is formed in fp32.
 - fp16 and fp32 on CUDA: operands with their tensor's own range stay fp16 in an fp16 layer, also if the other
   operand is not quantised. In an fp32 layer they are fp32.
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megalowbit.layers.cpu_gemm import DTYPES, cpu_gemm
 from megalowbit.quantize import backends
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
 from megalowbit.quantize.quantized_tensor import Operand, QuantizedTensor
@@ -221,7 +223,7 @@ def gemm_dtype(
     if compute_dtype == torch.float64 or torch.float32 in exact:
         return torch.promote_types(compute_dtype, torch.float32)
     if compute_dtype == torch.bfloat16:
-        return compute_dtype
+        return DTYPES[cpu_gemm()] if device.type == "cpu" else compute_dtype
     if not _has_wide_output(device):
         return torch.float32
     if torch.float16 in exact and (compute_dtype == torch.float32 or torch.bfloat16 not in exact):
