@@ -9,6 +9,7 @@ import pytest
 import torch
 from quick_cases import slow_except
 
+from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, product_counts
@@ -42,7 +43,7 @@ def checks_of(folder):
 
 
 def without_time(rows):
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in SPEEDS} for row in rows]
 
 
 def shares_by_step(folder, steps):
@@ -195,7 +196,8 @@ def test_a_recipe_with_nothing_to_choose_is_refused_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("scope", slow_except(["forward"], ["forward", "all"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["forward", "all"])
 def test_after_a_late_switch_only_quantised_products_get_a_precision(resolve, tmp_path, capsys, scope):
     switch = f'megalowbit.late_switch={{"at": 3, "scope": "{scope}"}}'  # the next check would be at step 5
     folder = tmp_path / "run"
