@@ -1,6 +1,6 @@
 """The dtype in which bf16 layers multiply on a CPU: bf16, or fp32 where that is faster.
 
-CPUs without bf16 matrix units emulate bf16 GEMMs, and fp32 takes about half the time there. Quantised
+CPUs without bf16 instructions emulate bf16 GEMMs, and fp32 takes about half the time there. Quantised
 operands are exact in both dtypes, and sums are fp32 in both. But results differ in the last digit, so a run
 must not depend on how a measurement turns out:
 
