@@ -34,6 +34,7 @@ DISTRIBUTIONS = ("torch", "deepspeed", "transformers", "triton")
 ENVIRONMENT = (
     "MEGALOWBIT_BACKEND",
     "MEGALOWBIT_CPU_GEMM",
+    "MEGALOWBIT_APEX",
     "TRITON_INTERPRET",
     "DS_ACCELERATOR",
     "NVIDIA_TF32_OVERRIDE",
