@@ -24,7 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megalowbit.distributed.process_group import ProcessIdentity, identify
+from megalowbit.distributed.process_group import ProcessIdentity, identify, local_size
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import (
     EXIT_TRANSIENT,
@@ -345,11 +345,9 @@ def _limit_threads() -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-    local_world_size = next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdecimal()), 1)
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    threads = max(1, cores // max(1, local_world_size))
+    threads = max(1, cores // max(1, local_size()))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read by torch when it is first imported
 
 

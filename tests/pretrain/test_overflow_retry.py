@@ -95,4 +95,6 @@ def test_a_run_of_an_earlier_version_is_resumed_without_warnings(resolve):
     now = resolve().to_dict()
     before = json.loads(json.dumps(now))
     del before["megalowbit"]["run"]["overflow_retries"]
+    del before["megalowbit"]["run"]["deterministic"]
+    del before["megalowbit"]["watchdog"]["silence"]
     assert changed_settings(before, now) == []

@@ -46,6 +46,11 @@ class RunSettings(SettingsModel):
     seed: int = Field(
         default=1234, ge=0, lt=2**63, description="seed of weights, data order, dropout and rounding"
     )
+    deterministic: bool = Field(
+        default=False,
+        description="use deterministic algorithms only, so that a resumed run on GPUs has the same bits as "
+        "an uninterrupted one; slower. On CPUs, runs are reproducible without it",
+    )
     max_consecutive_skips: int = Field(
         default=50,
         ge=1,
