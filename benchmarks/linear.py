@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 from eager_split import EagerSplitLinear
-from timing import interleaved, keep_freed_memory, parser, print_table
+from timing import cache_note, interleaved, keep_freed_memory, parser, print_table
 
 import megalowbit as mlb
 from megalowbit.optim.gradients.buffer import GradBuffer
@@ -59,6 +59,8 @@ def recipe(text: str) -> mlb.Recipe:
 def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace) -> None:
     x = torch.randn(tokens, inputs, device=options.device)
     grad = torch.randn(tokens, outputs, device=options.device)
+    if note := cache_note(2 * tokens * min(inputs, outputs), options.device):
+        print(note)
     layers = {
         "nn.Linear bf16": torch.nn.Linear(inputs, outputs, device=options.device, dtype=torch.bfloat16),
         "nn.Linear fp32": torch.nn.Linear(inputs, outputs, device=options.device),
