@@ -125,13 +125,11 @@ def test_every_step_runs_without_a_gpu_and_names_what_it_could_not_check(tmp_pat
     for step in STEPS:
         checked = [row for row in rows if row["step"] == step.name and row["check"] != STEP]
         assert any(row["status"] in ("pass", "info", "warn") for row in checked), step.name
-    assert all(
-        row["note"].count("\n") == 0 and row["note"]
-        for row in rows
-        if row["status"] == "skip" and row["check"] != STEP
-    )
+    reasons = [row["note"] for row in rows if row["status"] == "skip" and row["check"] != STEP]
+    assert all(reasons)
+    assert not any("\n" in reason for reason in reasons)
     summary = (tmp_path / "results" / "summary.md").read_text()
-    assert "not run" not in summary
+    assert "- not run: " not in summary
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.stdout.count("(done before)") == len(STEPS)
 
@@ -144,9 +142,7 @@ def test_a_quick_step_runs_for_real_and_is_kept_until_it_is_run_again(tmp_path):
     if not torch.cuda.is_available():
         assert {row["check"]: row["note"] for row in rows}["compute capability"].startswith("no GPU: ")
     environment = json.loads((tmp_path / "environment.json").read_text())
-    assert (
-        environment["torch"] == torch.__version__.split("+")[0] or environment["torch"] == torch.__version__
-    )
+    assert environment["torch"].startswith(torch.__version__.split("+")[0])
     runner.run_steps(tmp_path, list(machine), say=said.append)
     assert "(done before)" in said[-2]
     assert len(Report(tmp_path).of_step("machine")) == len(rows)
