@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megalowbit.engine.parameters.split import split_weights
     from megalowbit.engine.pipeline.setup import pipeline_module
     from megalowbit.errors import UserError
+    from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
     from megalowbit.hf.trainer_callback import MegalowbitCallback
     from megalowbit.layers.bitlinear import BitLinear
     from megalowbit.layers.conversion.convert import (
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         set_observer,
     )
     from megalowbit.layers.conversion.other_loops import check_training
-    from megalowbit.layers.precision_switch import switch_precision
+    from megalowbit.layers.conversion.precision_switch import switch_precision
     from megalowbit.layers.recipe import Recipe, recipe, recipes
     from megalowbit.layers.regularizer import DualRangeRegularizer
     from megalowbit.layers.settings import RegularizerSettings
@@ -83,6 +84,7 @@ _MODULES = {
     "bit_layers": "layers.conversion.convert",
     "cache_weights": "layers.conversion.convert",
     "check_training": "layers.conversion.other_loops",
+    "chunk_cross_entropy": "hf.chunked_cross_entropy",
     "convert": "layers.conversion.convert",
     "get_megatron_optimizer": "optim.optimizers.megatron",
     "initialize": "engine.initialize",
@@ -99,7 +101,7 @@ _MODULES = {
     "save_quantized": "quantize.packed_file",
     "set_observer": "layers.conversion.convert",
     "split_weights": "engine.parameters.split",
-    "switch_precision": "layers.precision_switch",
+    "switch_precision": "layers.conversion.precision_switch",
 }
 
 __all__ = [
@@ -131,6 +133,7 @@ __all__ = [
     "bit_layers",
     "cache_weights",
     "check_training",
+    "chunk_cross_entropy",
     "convert",
     "get_megatron_optimizer",
     "initialize",

@@ -198,12 +198,13 @@ def train_step(job: Job) -> TrainedStep:
     attempt = take_step(job)
     for component in job.components:
         component.end_step()
-    seen = reduce_step_facts(
-        attempt.loss,
-        tracker=job.tracker,
-        regularization=engine.regularizer.value if engine.regularizer is not None else None,
-        is_stop_asked=pending_stop_signal() is not None,
-    )
+    with job.phase("facts"):
+        seen = reduce_step_facts(
+            attempt.loss,
+            tracker=job.tracker,
+            regularization=engine.regularizer.value if engine.regularizer is not None else None,
+            is_stop_asked=pending_stop_signal() is not None,
+        )
     is_skipped = engine.skipped_steps > skipped_before
     seconds = time.perf_counter() - started
     job.totals.add_step(loss=seen.loss, tokens=job.tokens_per_step, seconds=seconds, is_skipped=is_skipped)

@@ -37,7 +37,7 @@ class TakenStep:
 def take_step(job: Job) -> TakenStep:
     """Forward, backward and optimizer step over the next micro-batches; every rank must call it."""
     max_retries = job.config.settings.run.overflow_retries
-    batches = (next(job.loader) for _ in range(job.accumulation_steps))
+    batches = (_next_batch(job) for _ in range(job.accumulation_steps))
     if not max_retries:
         return TakenStep(loss=_attempt(job, batches))
     kept = list(batches)
@@ -56,6 +56,11 @@ def take_step(job: Job) -> TakenStep:
     return TakenStep(loss=loss, retries=retries, overflows=tuple(filter(None, lines)))
 
 
+def _next_batch(job: Job) -> dict[str, torch.Tensor]:
+    with job.phase("data"):
+        return next(job.loader)
+
+
 def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Make one attempt; returns the loss as in `TakenStep`."""
     engine = job.engine
@@ -64,14 +69,19 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tens
         component.begin_attempt()
     if job.is_pipeline:
         # list() reads all batches: middle stages use none, but their data position must advance as well
-        engine.train_batch(iter(list(batches)))
+        micro_batches = list(batches)
+        with job.phase("pipeline"):
+            engine.train_batch(iter(micro_batches))
         job.weights_have_changed()
         loss_of_all: torch.Tensor = engine.dp_group_loss.double()
         return loss_of_all
     for batch in batches:
-        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
-        engine.backward(loss)
-        engine.step()
+        with job.phase("forward"):
+            loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
+        with job.phase("backward"):
+            engine.backward(loss)
+        with job.phase("optimizer step"):  # only after the last micro-batch; reduces gradients first
+            engine.step()
         loss_sum += loss.detach()
     job.weights_have_changed()
     return loss_sum / job.accumulation_steps

@@ -41,8 +41,12 @@ MAY_CHANGE = (
     "tensorboard.*",
     "wandb.*",
     "csv_monitor.*",
+    # memory: the same numbers, except for the order in which a chunked loss is summed
+    "megalowbit.activation_checkpointing.*",
+    "megalowbit.chunked_cross_entropy",
     "megalowbit.run.steps",
     "megalowbit.run.name",
+    "megalowbit.run.deterministic",
     "megalowbit.run.max_consecutive_skips",
     "megalowbit.run.overflow_retries",
     "megalowbit.watchdog.*",
@@ -59,6 +63,7 @@ MAY_CHANGE = (
 # Earlier versions did not record these settings; their runs used the values that are now the defaults.
 ADDED_LATER = (
     "regularizer", "gradient_norm", "autocast", "fp32_norms", "layer_scaling", "log_num_zeros_in_grad",
+    "activation_checkpointing", "chunked_cross_entropy",
 )  # fmt: skip
 # Reported first, because a change of one of these also changes others.
 REPORTED_FIRST = (
@@ -85,7 +90,8 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     unwritten = {
         "megalowbit": {
             **EngineSettings().model_dump(mode="json", include=set(ADDED_LATER)),
-            "run": {"overflow_retries": 0},
+            "run": {"overflow_retries": 0, "deterministic": False},
+            "watchdog": {"silence": EngineSettings().watchdog.silence},
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }

@@ -14,6 +14,7 @@ def test_defaults_record_everything():
         "tensorboard": True,
         "overflow": True,
         "layers_every": 100,
+        "peak_tflops": None,
         "timers": False,
     }
 
