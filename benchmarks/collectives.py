@@ -63,7 +63,7 @@ def configuration(case: Case, folder: Path) -> Path:
             "recipe": "nvfp4",
             "precision": "bf16",
             "checkpoint": {"every": 2},
-            "telemetry": {"layers_every": 2},
+            "telemetry": {"layers_every": 2, "count_every": 1},
             **case.get("block", {}),
         },
     }

@@ -111,6 +111,12 @@ class Job:
         return None if counts is None else counts.tracker
 
     @property
+    def counting_tracker(self) -> GradientOverflowTracker | None:
+        """The tracker in a step that is counted, see `OverflowCounts`; None in other steps."""
+        counts = self.find(OverflowCounts)
+        return counts.tracker if counts is not None and counts.is_counting else None
+
+    @property
     def step(self) -> int:
         """Optimizer steps taken so far, skipped ones included."""
         return self.totals.steps

@@ -200,7 +200,7 @@ def train_step(job: Job) -> TrainedStep:
         component.end_step()
     seen = reduce_step_facts(
         attempt.loss,
-        tracker=job.tracker,
+        tracker=job.counting_tracker,
         regularization=engine.regularizer.value if engine.regularizer is not None else None,
         is_stop_asked=pending_stop_signal() is not None,
     )
