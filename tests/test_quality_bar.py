@@ -1,4 +1,4 @@
-"""What the recipes promise in loss, measured by benchmarks/quality.py; six runs, ten minutes on one core."""
+"""What the recipes promise in loss, measured by benchmarks/quality.py: three runs."""
 
 import os
 import statistics

@@ -1,6 +1,6 @@
 """Every ZeRO stage × precision × accumulation × tensor-parallel size trains as one process does.
 
-`make test` trains cells in which any two values of two settings meet, `make test-all` the others.
+`make test` trains cells with every value of a setting, `make test-all` the others.
 
 The reference is a plain loop over the same micro-batches: half-precision weights, gradients summed in fp32,
 one norm, torch's AdamW on fp32 masters; the scale is halved and the step left out where a gradient is

@@ -256,6 +256,8 @@ def test_tensor_and_data_parallel_together(four, name):
         assert rank["cut"][name]["norms"] == pytest.approx(rank["whole"][name]["norms"], rel=1e-5)
 
 
+@pytest.mark.quick_part
+@pytest.mark.slow
 def test_codes_of_gathered_weights_are_kept_on_all_tensor_ranks_or_on_none(four):
     for rank in four:
         plain, cached = rank["kept codes"]

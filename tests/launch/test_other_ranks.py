@@ -103,6 +103,7 @@ def test_each_attempt_logs_its_number_of_ranks(changing):
         assert "changed   gradient_accumulation_steps: " in log
 
 
+@pytest.mark.slow
 def test_an_indivisible_batch_is_a_one_line_error(folder):
     place = {
         "RANK": "0",

@@ -36,6 +36,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_on_all_ranks_and_exits_with_0(
     assert not (folder / "run" / "DONE").exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_after_that_step_and_is_marked_as_finished_at_its_end(stopped):
     folder, _ = stopped
     shutil.copytree(folder / "run", folder / "resumed")

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from quick_cases import slow_except
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -126,9 +127,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(
-            recipe, id=name, marks=() if name in ("nvfp4", "split", "kept factors") else pytest.mark.slow
-        )
+        pytest.param(recipe, id=name, marks=() if name in ("nvfp4", "split") else pytest.mark.slow)
         for name, recipe in RECIPES.items()
     ],
 )
@@ -246,7 +245,7 @@ def test_sizes_may_change_from_step_to_step():
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize("is_inside", [False, True])
+@pytest.mark.parametrize("is_inside", slow_except({False}, [False, True]))
 def test_checkpointing_a_compiled_block_repeats_its_random_numbers(is_inside):
     def gradients(make_run):
         model = block(RECIPES["stochastic"])
@@ -369,7 +368,7 @@ def test_changing_the_recipe_before_a_compiled_backward_is_rejected():
         output.sum().backward()
 
 
-@pytest.mark.parametrize("is_forward_called_directly", [False, True])
+@pytest.mark.parametrize("is_forward_called_directly", slow_except({False}, [False, True]))
 def test_a_layer_lives_until_its_compiled_backward(is_forward_called_directly):
     def gradient(is_freed):
         torch.manual_seed(0)

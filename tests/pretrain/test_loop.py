@@ -81,6 +81,18 @@ def test_training_that_only_skips_stops_with_the_reason(build_job, tmp_path):
     assert json.loads(lines[-1])["loss"] is None
 
 
+def test_skips_that_are_not_in_a_row_do_not_stop_a_run(build_job, tmp_path):
+    job = build_job("megalowbit.run.steps=5", "megalowbit.run.max_consecutive_skips=2")
+    weight = job.engine.module.transformer.ln_f.weight
+    weight.register_hook(
+        lambda gradient: torch.full_like(gradient, math.inf) if job.step % 2 == 0 else gradient
+    )
+    with Recorder(job, Console(5, is_main=False), is_main=True, is_resume=False) as recorder:
+        train(job, recorder)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["skipped_steps"] for row in rows] == [1, 1, 2, 2, 3]
+
+
 def test_layouts_are_configured_in_the_recipe(build_job):
     job = build_job('megalowbit.recipe={"base": "nvfp4", "layout": "per_gemm", "hadamard": true}')
     facts, is_skipped, *_ = train_step(job)

@@ -20,19 +20,23 @@ def test_a_run_survives_any_number_of_time_limits(workspace):
 
 
 def test_orphans_of_killed_deepspeed_launchers_end_before_the_next_attempt(workspace):
-    """With its child killed, a launcher ends with 0 while ranks train on; SLURM waits for them a minute."""
+    """Ranks notice that their launcher has ended, save and end. What carries the attempt's mark is killed."""
     run = workspace.submit("orphans", "launcher=deepspeed", sets=("megalowbit.run.steps=5000",))
     run.reach(step=SAVE_EVERY + 2)
     nodes = run.nodes()
-    for node in nodes:
-        workspace.cluster.run("pkill", "-KILL", "-f", "deepspeed.launcher.launch", on=node)
     orphans = [processes(workspace.cluster, node) for node in nodes]
     assert [len(each) for each in orphans] == [1, 1]
+    leave_behind = f"MEGALOWBIT_TRY={run.job.id}-0 setsid sleep 1000 <&- &>/dev/null & echo $!"
+    left_over = [workspace.cluster.run("bash", "-c", leave_behind, on=node).strip() for node in nodes]
+    for node in nodes:
+        workspace.cluster.run("pkill", "-KILL", "-f", "deepspeed.launcher.launch", on=node)
     run.reach(attempts=2, step=1)
-    assert "(code 0)" in run.attempts[0]
-    for node, [orphan] in zip(nodes, orphans, strict=True):
-        assert f"killing left-over process {orphan} on {node}" in run.attempts[0]
+    assert "the launcher has ended before its ranks: saved after" in run.attempts[0]
+    assert "(code 0)" in run.attempts[0]  # the launcher's, although it was killed
+    for node, [orphan], process in zip(nodes, orphans, left_over, strict=True):
         assert orphan not in processes(workspace.cluster, node)
+        assert f"killing left-over process {process} on {node}" in run.attempts[0]
+        assert process not in processes(workspace.cluster, node, "sleep 1000")
     run.reach(attempts=2, step=run.starts[1] + 2)
     run.job.cancel()
     assert run.end() == "CANCELLED"

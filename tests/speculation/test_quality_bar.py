@@ -1,4 +1,4 @@
-"""What speculation promises in loss, measured by tools/calibrate_speculation.py: four runs."""
+"""What speculation promises in loss, measured by tools/calibrate_speculation.py: two runs."""
 
 import json
 import os

@@ -51,6 +51,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
     check_refusal(done, message)
 
 
+@pytest.mark.slow
 def test_a_picture_makes_no_folders(tmp_path):
     run = write_run(tmp_path / "run", list(made_up_rows(["h.0.fc"], checks=3)))
     check_refusal(

@@ -72,7 +72,10 @@ class GradientPieces:
         return self._names[self._places[id(parameter)]]
 
     def measure(self, pieces: Sequence[Piece], *, is_exact: bool) -> Measurement:
-        """Measure this rank's pieces of a step's gradients; collective. If the flag is set, the norm is 0."""
+        """Measure all ranks' pieces of a step's gradients; collective.
+
+        If the flag is set, the norm is that of the ranks without an overflow: finite, but of no use.
+        """
         # without the group, because offloaded pieces are on a device where the group cannot communicate
         own = measure_gradients(
             [piece.gradient for piece in pieces],

@@ -195,7 +195,8 @@ def test_a_recipe_with_nothing_to_choose_is_refused_before_a_folder_is_made(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("scope", slow_except(["forward"], ["forward", "all"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["forward", "all"])
 def test_after_a_late_switch_only_quantised_products_get_a_precision(resolve, tmp_path, capsys, scope):
     switch = f'megalowbit.late_switch={{"at": 3, "scope": "{scope}"}}'  # the next check would be at step 5
     folder = tmp_path / "run"

@@ -59,6 +59,7 @@ def pixels(path, name):
     return int((np.abs(image - np.array(to_rgb(COLOURS[name]))).max(axis=-1) < 0.003).sum())
 
 
+@pytest.mark.slow
 def test_areas_are_the_shares_of_steps(tmp_path):
     rows = [
         *gemm_rows("a", ("int8", "int8", "fp8"), range(1, 71)),
@@ -114,7 +115,7 @@ def test_predictions_are_plotted_against_measurements_in_the_colour_of_their_pre
     assert dashed == {COLOURS["int8"]: 15.0, COLOURS["fp8"]: 18.0}
 
 
-@pytest.mark.parametrize("layers", [2, 20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", slow_except({2}, [2, 20, 100]))
 def test_names_are_drawn_as_they_are_and_never_as_formulas_or_control_characters(drawn, layers):
     names = [f"h.{number}.$x^{{\x1b\n\x00\ud800" for number in range(layers)]
     map_axes, *_ = drawn([each for name in names for each in gemm_rows(name, ("int8",) * 3, [1])])
@@ -125,6 +126,7 @@ def test_names_are_drawn_as_they_are_and_never_as_formulas_or_control_characters
         assert labels[0].startswith(r"0.$x^{\x1b\n\x00\ud800")
 
 
+@pytest.mark.slow
 def test_precisions_with_one_threshold_share_a_line(drawn):
     verified = {"predicted_db": 30.0, "measured_db": 30.0, "is_hit": True}
     rows = [row(1, "a", "output", "int8", **verified)]
@@ -136,6 +138,7 @@ def test_precisions_with_one_threshold_share_a_line(drawn):
     assert [text.get_text().strip() for text in axes.texts] == ["threshold 15 dB"]
 
 
+@pytest.mark.slow
 def test_over_time_each_gap_has_its_step_and_each_step_its_median(drawn):
     measured = {1: (19.5, 22.0, 20.5), 11: (18.0, 26.0, 19.0)}
     rows = [
@@ -172,6 +175,7 @@ def test_labels_are_there_and_do_not_touch_at_any_size(drawn, tmp_path, size):
     assert max(height, width) <= 3200
 
 
+@pytest.mark.slow
 def test_a_run_of_many_changes_has_no_more_columns_than_can_be_seen(drawn):
     rows = [row(step, "a", "output", ("int8", "fp8")[step % 2]) for step in range(1, 6001)]
     mesh = drawn(rows)[0].collections[0]
@@ -183,6 +187,7 @@ def test_every_precision_has_a_colour_of_its_own():
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
+@pytest.mark.slow
 def test_calibration_is_drawn_with_diverged_and_single_runs(tmp_path):
     nan = float("nan")
     shares = [{}, {"int8": 0.75, "bf16": 0.25}, {"int8": 0.25, "bf16": 0.75}]

@@ -81,6 +81,7 @@ def no_account(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_account")
 def test_without_an_account_a_whole_run_is_kept_offline(tmp_path, capfd):
     sink = WandbSink(tmp_path, SETTINGS, run_name="gpt2", config={"megalowbit": {"recipe": "nvfp4"}})
