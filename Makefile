@@ -1,14 +1,21 @@
-# The two commands: `make pretrain` and `make test`. Both build the same .venv first. `make test-all` adds the long tests.
+# The two commands: `make pretrain` and `make test`. Both build the same .venv first. `make test-all` adds the
+# long tests, `make test-gpu` runs those that need a GPU.
 PYTHON ?= python3
 VENV   ?= .venv
 CONFIG ?= configs/gpt2_tiny_fp4.json
-GPUS   ?= 2
+GPUS   ?=
 ARGS   ?=
 BIN    := $(VENV)/bin
 # A free port, because two runs on one machine would collide on the launcher's fixed default port.
 FREE_PORT = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 
-.PHONY: pretrain test test-all lint types install clean
+# One process for each GPU, which is the launcher's default, or two on a machine without GPUs. Only the default
+# keeps to CUDA_VISIBLE_DEVICES. "make pretrain GPUS=4" starts four processes.
+# Without GPUs the launcher must be told so: it would show hidden ones to the processes that it starts.
+COUNT    = import torch; print("deepspeed" if torch.accelerator.device_count() else "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2")
+LAUNCHER = $(if $(GPUS),deepspeed --num_accelerators $(GPUS),$$($(BIN)/python -c '$(COUNT)'))
+
+.PHONY: pretrain test test-all test-gpu lint types install clean
 
 install: $(VENV)/installed
 
@@ -20,14 +27,14 @@ $(VENV)/installed: setup.py constraints.txt
 	@touch $@
 
 pretrain: install
-	PATH="$(abspath $(BIN)):$$PATH" deepspeed --num_accelerators $(GPUS) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
+	env PATH="$(abspath $(BIN)):$$PATH" $(LAUNCHER) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
 # Many tests wait for processes they started, so three workers of one thread each keep two cores busy. One
 # worker runs all tests of a file, because they share fixtures. The order is tests/conftest.py's: longest files first.
 # Byte code may be written: otherwise each of some hundred interpreters would compile the same files again.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python
 
-QUICK = $(PYTEST) -m pytest -m "not slow" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+QUICK = $(PYTEST) -m pytest -m "not slow and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test: install lint types
 	$(QUICK)
@@ -39,6 +46,10 @@ test-all: install lint types
 	case $$quick in 0|5) ;; *) exit $$quick;; esac; \
 	long=0; $(PYTEST) tests/run_long.py $(ARGS) || long=$$?; \
 	if [ $$long -eq 5 ]; then exit $$quick; fi; exit $$long
+
+# Tests that need a GPU. All others hide the GPUs (tests/conftest.py), because several ranks would share one.
+test-gpu: install
+	$(PYTEST) -m pytest -m gpu -rs $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .

@@ -60,8 +60,9 @@ def measure_step_and_heartbeat(rounds: int) -> Heartbeat:
         sends: dict[str, Callable[[], object]] = {
             "one write": repeated(lambda: store.publish(heartbeat), HEARTBEATS),
             "heartbeat": repeated(send, HEARTBEATS),
+            "reading the next rank's": repeated(lambda: store.heartbeat(0), HEARTBEATS),
         }
-        print_rows("every 5 s, µs", interleaved(sends, rounds, "cpu"), "one write", HEARTBEATS, 1e-6)
+        print_rows("every 2.5 s, µs", interleaved(sends, rounds, "cpu"), "one write", HEARTBEATS, 1e-6)
     return heartbeat
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         set_observer,
     )
     from megalowbit.layers.conversion.other_loops import check_training
-    from megalowbit.layers.precision_switch import switch_precision
+    from megalowbit.layers.conversion.precision_switch import switch_precision
     from megalowbit.layers.recipe import Recipe, recipe, recipes
     from megalowbit.layers.regularizer import DualRangeRegularizer
     from megalowbit.layers.settings import RegularizerSettings
@@ -99,7 +99,7 @@ _MODULES = {
     "save_quantized": "quantize.packed_file",
     "set_observer": "layers.conversion.convert",
     "split_weights": "engine.parameters.split",
-    "switch_precision": "layers.precision_switch",
+    "switch_precision": "layers.conversion.precision_switch",
 }
 
 __all__ = [

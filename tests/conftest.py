@@ -1,4 +1,4 @@
-"""Settings for all tests: time limits, the order of files, and what a file leaves behind."""
+"""Settings for all tests: time limits, GPUs, the order of files, and what a file leaves behind."""
 
 import functools
 import os
@@ -30,6 +30,27 @@ TESTS = Path(__file__).parent
 SLOW_LIMIT = (
     1800  # seconds; on a busy machine a quality bar takes half of it. pyproject.toml limits quick tests
 )
+
+# DeepSpeed's launcher shows the first GPUs to its processes; on a CPU accelerator they do not use them.
+HIDING = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+
+
+def pytest_configure(config):
+    """Hide the GPUs, unless only tests that need one are run: ranks of a test would share a GPU.
+
+    NCCL rejects two ranks on one GPU. This comes before any test imports torch.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ.update(HIDING)
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: run `make test-gpu` on a machine that has one")
 
 
 def pytest_collection_modifyitems(items):

@@ -21,6 +21,7 @@ from megalowbit.errors import UserError, shown
 TEMPLATE = "pretrain.sbatch"
 STATE = "slurm"  # folder below the folder of a run or sweep: script, logs and the script's state
 TERMINATION = "megalowbit.watchdog.termination_seconds"
+RECORDED_COLLECTIVES = 2000  # of each rank, by torch's flight recorder: a few steps
 PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)
 
 
@@ -178,6 +179,8 @@ def _environment(settings: ClusterSettings) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",  # so that the log is written line by line
         # on CPUs: keeps DeepSpeed's launcher and runtime from searching for a GPU
         **({} if settings.gpus_per_node else {"DS_ACCELERATOR": "cpu"}),
+        "TORCH_FR_BUFFER_SIZE": str(RECORDED_COLLECTIVES),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         **{name: value for name, value in network.items() if value is not None},
         **settings.environment,
     }

@@ -13,7 +13,7 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,39 @@ def identify(environ: MutableMapping[str, str] | None = None) -> ProcessIdentity
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return _from_names(SLURM_NAMES, environ, "slurm")
     return ProcessIdentity()
+
+
+def local_size(environ: Mapping[str, str] | None = None) -> int:
+    """Processes of the job on this node, as the launcher sets them; 1 if it does not."""
+    environ = os.environ if environ is None else environ
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 1)
+
+
+def check_local_devices(identity: ProcessIdentity, num_devices: int, kind: str = "cuda") -> None:
+    """Check that this process has a device of its own; torch would report an invalid device ordinal.
+
+    Args:
+        identity: this process.
+        num_devices: the number of devices that this process sees.
+        kind: torch's name of the devices.
+
+    Raises:
+        UserError: there are fewer devices than processes; the first process without one prints it.
+    """
+    if identity.local_rank < num_devices:
+        return
+    size = max(local_size(), identity.local_rank + 1)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shows = "" if visible is None else f", CUDA_VISIBLE_DEVICES={shown(visible)}"
+    error = UserError(
+        f"{size} processes on {socket.gethostname()}, but local rank {identity.local_rank} sees "
+        f"{num_devices} {kind} devices{shows}: start one process for each device "
+        f"(deepspeed --num_accelerators {num_devices}, torchrun --nproc-per-node {num_devices}), and let "
+        "each see all of them (srun without --gpus-per-task and --gpu-bind)"
+    )
+    error.is_reported = identity.local_rank != num_devices
+    raise error
 
 
 def _from_names(names: dict[str, str], environ: MutableMapping[str, str], launcher: str) -> ProcessIdentity:

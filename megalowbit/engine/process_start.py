@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -22,11 +25,14 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.versions.installed import check_installed
-from megalowbit.errors import TransientError, UserError
+from megalowbit.errors import TransientError, UserError, shown
 
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
+# the values that torch accepts as deterministic; the first is the faster one
+CUBLAS_VARIABLE, DETERMINISTIC_CUBLAS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+NOT_DETERMINISTIC = r"(.+?) does not have a deterministic implementation"
 
 
 def start_process_group(
@@ -46,13 +52,16 @@ def start_process_group(
 
     Raises:
         TransientError: the main process cannot be reached, or its port is taken.
-        UserError: DeepSpeed, torch or transformers is of another version than the supported one, on any rank.
+        UserError: DeepSpeed, torch or transformers is of another version than the supported one, on any rank;
+            or there are more processes than devices.
     """
     identity = _started_identity() or identity or process_group.identify()
     process_group.export(identity)
     deepspeed = import_deepspeed(is_checked=False)
     _check_interface()
     accelerator = deepspeed.get_accelerator()
+    if accelerator.device_name() != "cpu":
+        process_group.check_local_devices(identity, accelerator.device_count(), accelerator.device_name())
     # Collectives of Python objects use the current device, which must be this rank's before the first of
     # them.
     accelerator.set_device(identity.local_rank)
@@ -82,6 +91,40 @@ def start_process_group(
 def _check_installed_together() -> None:
     """Reject unsupported versions on all ranks with one line, once per process; collective."""
     succeed_together(check_installed)
+
+
+def compute_deterministically() -> None:
+    """Make torch use deterministic algorithms only; call it before the first computation on a GPU.
+
+    On GPUs, some gradients are summed by atomic additions in a random order. Attention, embeddings and cuBLAS
+    have other algorithms, which are slower. An operation that has none raises an error.
+
+    Raises:
+        UserError: CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is not deterministic.
+    """
+    value = os.environ.setdefault(CUBLAS_VARIABLE, DETERMINISTIC_CUBLAS[0])
+    if value not in DETERMINISTIC_CUBLAS:
+        raise UserError(
+            f"{CUBLAS_VARIABLE}={shown(value)} is not deterministic: use one of "
+            f"{', '.join(DETERMINISTIC_CUBLAS)}, or unset it"
+        )
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+@contextmanager
+def naming_nondeterministic_operations() -> Iterator[None]:
+    """Turn torch's error about an operation without a deterministic algorithm into a one-line error."""
+    try:
+        yield
+    except RuntimeError as error:
+        match = re.match(NOT_DETERMINISTIC, str(error))
+        if match is None:
+            raise
+        raise UserError(
+            f"run.deterministic: {match[1]} has no deterministic algorithm on this device: set it to false, "
+            "or leave out what uses this operation"
+        ) from error
 
 
 def _check_interface() -> None:

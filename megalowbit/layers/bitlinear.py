@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,7 @@ from megalowbit.layers.parameter_split.split_linear import SplitLinear
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.seed_sizes import check_sizes, needed_blocks
+from megalowbit.layers.siblings import INPUT_ROLES, InputForms, SharedInput, shares_input
 from megalowbit.quantize.backends import is_selective_checkpoint
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
@@ -60,6 +62,8 @@ SLOTS = (
     "_layer_stream",
     "_uses",
     "weight_slot",
+    "siblings",
+    "shared_input",
     "split_states",
     "is_split",
     "product_counts",
@@ -87,6 +91,8 @@ class BitLinear(SplitLinear):
         random_stream: shared by the model's layers and advanced by the model's forward hook. `None`: the
             layer has its own.
         weight_slot: cache for quantised weights between micro-batches, or `None`.
+        siblings: names of the layers that read the same input, its own included; empty: none.
+        shared_input: the input that siblings share; one object for a model, or `None`.
         split_states: for split operands, by role: directions from which the next factorisation starts.
         product_counts: number of products by product and precision: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it replaces a transformers `Conv1D`, which stores its weight as (in, out).
@@ -117,6 +123,8 @@ class BitLinear(SplitLinear):
         if recipe.parameter_split is not None:
             self.add_factors(recipe.parameter_split)
         self.weight_slot: WeightSlot | None = None
+        self.siblings: tuple[str, ...] = ()
+        self.shared_input: SharedInput | None = None
         self.split_states: dict[str, SplitState] = {}
         self.layer_name = layer_name
         self.recipe = recipe
@@ -191,8 +199,25 @@ class BitLinear(SplitLinear):
         use, needs_grad, recipe, probe = self.begin_use(), torch.is_grad_enabled(), None, None
         if self.chooser is not None:
             recipe, probe = self._choose(self.chooser, use, needs_grad=needs_grad)
-        context = self.context(use, compute_dtype=dtype, needs_grad=needs_grad, recipe=recipe, probe=probe)
-        return lowbit_linear(input, self.weight, self.bias, context, factors)
+        shared, shards, forms = self.shared_input, self.shards, None
+        if shared is not None:
+            forms = shared.begin(input, self.siblings, use.step)
+        summed = None if forms is None or shards is None else shards.sum_for_siblings(input, forms)
+        if shards is not None and summed is not None:
+            input, shards = summed, replace(shards, sums_grad_input=False)
+        context = self.context(
+            use,
+            compute_dtype=dtype,
+            needs_grad=needs_grad,
+            recipe=recipe,
+            probe=probe,
+            shards=shards,
+            input_forms=forms,
+        )
+        output = lowbit_linear(input, self.weight, self.bias, context, factors)
+        if shared is not None and forms is not None:
+            shared.end(forms, self.layer_name)
+        return output
 
     def _choose(self, chooser: Chooser, use: Use, *, needs_grad: bool) -> tuple[Recipe, Probe | None]:
         """The chooser's recipe and probe for this use of the layer."""
@@ -280,6 +305,8 @@ class BitLinear(SplitLinear):
         needs_grad: bool,
         recipe: Recipe | None = None,
         probe: Probe | None = None,
+        shards: ShardedOperands | None = None,
+        input_forms: InputForms | None = None,
     ) -> MatmulContext:
         """The context of one use of the layer; forward and backward may both call it.
 
@@ -289,6 +316,8 @@ class BitLinear(SplitLinear):
             needs_grad: whether autograd records a graph.
             recipe: for this use; default: the layer's.
             probe: inspects operands and products, or `None`.
+            shards: `self.shards`, possibly changed for this use; default: unchanged.
+            input_forms: shared with siblings, or `None`.
         """
         recipe = self.recipe if recipe is None else recipe
         stream = self.random_stream or self._layer_stream.stream
@@ -309,8 +338,9 @@ class BitLinear(SplitLinear):
             step=use.step,
             sizes=self.sizes,
             split_state=partial(self._split_state, use),
-            shards=self.shards,
+            shards=self.shards if shards is None else shards,
             probe=probe,
+            input_forms=input_forms,
         )
 
     def _random_key(self, stream: RandomStream, use: Use, role: str, device: torch.device) -> RandomKey:
@@ -318,9 +348,10 @@ class BitLinear(SplitLinear):
         stream.check(device)
         is_shared = OPERANDS[role] == "weight"
         shard = None if self.shards is None else self.shards.shard_of(role)
-        return stream.key(
-            self.layer_name, role, step=use.step, use=use.number, is_shared=is_shared, shard=shard
-        )
+        name = self.layer_name
+        if self.siblings and role in INPUT_ROLES and shares_input(self._recipe):
+            name = self.siblings[0]  # the same numbers for all siblings, so the same codes
+        return stream.key(name, role, step=use.step, use=use.number, is_shared=is_shared, shard=shard)
 
     def _observe(self, observer: Observer, role: str, counts: Tensor, error: Tensor) -> None:
         if self.shards is None or self.shards.is_reported(role):
@@ -341,7 +372,7 @@ class BitLinear(SplitLinear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled state, with a new handle and without the original's weight cache."""
-        super().__setstate__(state)
+        super().__setstate__({"siblings": (), "shared_input": None, **state})  # older pickles lack them
         self.weight_slot, self.handle = None, register(self)
         self._needed_blocks = needed_blocks(self._recipe)
 

@@ -8,6 +8,7 @@ recipe; the run calls it before it writes anything. Not covered: the data.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -66,9 +67,10 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
 
 
 def this_device() -> torch.device:
-    """The device that a run on this machine computes on."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator or torch.device("cpu")
+    """The device that a run on this machine computes on; `DS_ACCELERATOR=cpu` leaves GPUs unused."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def why_not(recipe: Recipe, device: torch.device) -> str | None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -22,9 +24,17 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megalowbit.distributed.process_group import ProcessIdentity, identify
+from megalowbit.distributed.process_group import ProcessIdentity, identify, local_size
 from megalowbit.durable_files import atomic_file
-from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError, lines_of, printed
+from megalowbit.errors import (
+    EXIT_TRANSIENT,
+    EXIT_USER_ERROR,
+    TransientError,
+    UserError,
+    lines_of,
+    printed,
+    shown,
+)
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import StartSignals, block_stop_signals, release_stop_signals
 
@@ -36,6 +46,7 @@ REFUSAL = "MEGALOWBIT_REFUSAL"  # names the file that gets the line of a user er
 # Launchers stop all ranks when one fails, so other ranks give the main rank time to print first.
 MAIN_RANK_HEAD_START_SECONDS = 5.0
 SHUTDOWN_SECONDS = 60.0
+BENCHMARK_STEPS = 20
 
 
 def escape_unprintable_output() -> None:
@@ -87,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="override one value, e.g. --set megalowbit.recipe=bf16 --set megalowbit.run.steps=100",
     )
     _add_run_arguments(parser)
+    _add_measuring_arguments(parser)
     # Launchers add these; ranks are read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
@@ -131,6 +143,47 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--profile` and `--benchmark`."""
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="FIRST[:STEPS]",
+        help="write a trace of some steps to profile/ in the run folder, e.g. --profile 20:3 (default: 3 "
+        "steps after the first 5); sets megalowbit.profile",
+    )
+    parser.add_argument(
+        "--benchmark",
+        nargs="?",
+        const=BENCHMARK_STEPS,
+        type=int,
+        metavar="STEPS",
+        help="time this many steps on random tokens, print a summary and exit; reads no data and writes no "
+        f"checkpoints (default: {BENCHMARK_STEPS} steps)",
+    )
+
+
+def profile_overrides(text: str | None) -> list[str]:
+    """`--profile 20:3` as an override of the configuration; None: there is no `--profile`.
+
+    Raises:
+        UserError: `text` is not of this form.
+    """
+    if text is None:
+        return []
+    found = re.fullmatch(r"(?:(\d+)(?::(\d+))?)?", text)
+    if found is None:
+        raise UserError(
+            f"--profile {shown(text)} is not FIRST or FIRST:STEPS: write for example --profile 20:3"
+        )
+    names = ("first_step", "steps")
+    values = {
+        name: int(value) for name, value in zip(names, found.groups(), strict=True) if value is not None
+    }
+    return [f"megalowbit.profile={json.dumps(values)}"]
+
+
 def program() -> int:
     """Run the command line in a process that may get stop signals; returns 0 and exits with other codes."""
     block_stop_signals()  # before heavy imports: their threads inherit the signal mask
@@ -172,7 +225,10 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
 
     if options.restart and options.resume == "auto":
         raise UserError("--restart and --resume auto cannot be combined: leave one of them out")
-    config = load_config(options.ds_config, options.overrides, world_size=_world_size(options, identity))
+    if options.benchmark is not None:
+        _check_benchmark(options)
+    overrides = [*options.overrides, *profile_overrides(options.profile)]
+    config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
     _limit_threads()
     # torch reads this when it is imported; without it every rank prints a stack if the main process is lost
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -180,6 +236,9 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         release_stop_signals()
         with StartSignals(is_main=identity.is_main):
             _describe_or_prepare(options, config, identity)
+        return
+    if options.benchmark is not None:
+        _benchmark(options, config, identity)
         return
     settings = config.parts.settings.watchdog
     is_watched = is_launched() if settings.stop_with_launcher is None else settings.stop_with_launcher
@@ -189,6 +248,35 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         start = StartSignals(is_main=identity.is_main, has_launcher_ended=has_ended)
         stack.enter_context(start)
         _pretrain(options, config, identity, start, launcher)
+
+
+def _check_benchmark(options: argparse.Namespace) -> None:
+    """Reject a number of steps below 1, and options that a benchmark has no use for."""
+    if options.benchmark < 1:
+        raise UserError(f"--benchmark {options.benchmark} must be at least 1 step")
+    others = {
+        "--dry-run": options.dry_run,
+        "--prepare-data": options.prepare_data,
+        "--restart": options.restart,
+        "--resume auto": options.resume == "auto",
+    }
+    for name, is_given in others.items():
+        if is_given:
+            raise UserError(f"--benchmark and {name} cannot be combined: leave one of them out")
+    if options.profile is not None and options.run_dir is None:
+        raise UserError("--benchmark with --profile needs a folder for the trace: name it with --run-dir")
+
+
+def _benchmark(options: argparse.Namespace, config: PretrainConfig, identity: ProcessIdentity) -> None:
+    """Run `--benchmark`; a stop signal ends it at once, because it saves nothing."""
+    from megalowbit.engine.process_start import import_deepspeed, stop_process_group
+
+    release_stop_signals()
+    import_deepspeed(is_checked=False)
+    from megalowbit.pretrain.estimate.benchmark import benchmark
+
+    benchmark(config, identity, steps=options.benchmark, folder=options.run_dir)
+    stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))
 
 
 def _describe_or_prepare(
@@ -257,11 +345,9 @@ def _limit_threads() -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-    local_world_size = next((int(os.environ[n]) for n in names if os.environ.get(n, "").isdecimal()), 1)
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    threads = max(1, cores // max(1, local_world_size))
+    threads = max(1, cores // max(1, local_size()))
     os.environ["OMP_NUM_THREADS"] = str(threads)  # read by torch when it is first imported
 
 

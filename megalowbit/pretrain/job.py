@@ -8,7 +8,8 @@ loop needs to continue exactly: data position, random stream, totals and the sta
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.families.config_checks import check_fits
+from megalowbit.families.model_flops import ModelFlops
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.generation import stored_generation
@@ -53,6 +55,7 @@ from megalowbit.optim.timers import StepTimers
 from megalowbit.pretrain.components.base import Component, Kind, RunParts, find
 from megalowbit.pretrain.components.loss_guard import LossGuard
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
+from megalowbit.pretrain.components.profiler import Profiler
 from megalowbit.pretrain.components.registry import COMPONENTS
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import changed_settings, check_same_model
@@ -109,6 +112,11 @@ class Job:
         """Saturation and underflow counts; None if telemetry or quantisation is off."""
         counts = self.find(OverflowCounts)
         return None if counts is None else counts.tracker
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A named range around a phase of a step in the profiler's trace."""
+        profiler = self.find(Profiler)
+        return nullcontext() if profiler is None else profiler.phase(name)
 
     @property
     def counting_tracker(self) -> GradientOverflowTracker | None:
@@ -259,27 +267,36 @@ def _state_of(part: Any) -> dict[str, Any] | None:
     return None if part is None else part.state_dict()
 
 
-def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolder) -> Job:
+def assemble(
+    config: PretrainConfig,
+    identity: ProcessIdentity,
+    folder: RunFolder,
+    *,
+    open_data: Callable[..., ShardedLoader] = build_loader,
+) -> Job:
     """Build a job. Every rank must call it, in an initialised process group.
+
+    `open_data` is called with the arguments of `build_loader`.
 
     Raises:
         UserError: model, data and batch sizes do not fit together.
     """
     settings, parts = config.settings, config.parts
     grid = ProcessGrid.from_config(parts.deepspeed, identity.rank, identity.world_size)
-    loader = build_loader(
+    loader = open_data(
         settings.data,
         micro_batch_size=parts.deepspeed["train_micro_batch_size_per_gpu"],
         rank=grid.data_rank,  # ranks with shards of the same model read the same batches
         world_size=grid.data_size,
     )
     recipe = recipe_of(config.recipe)
-    model, report = _prepared_model(config, recipe, loader, grid)
+    model, report, flops = _prepared_model(config, recipe, loader, grid)
     engine, _, _, _ = initialize(model=model, config=parts)
     # dropout differs between ranks, but is equal between runs and on tensor-parallel ranks of one model
     seed_generators(settings.run.seed, identity.rank // grid.tensor_size)
     if settings.telemetry.timers:
         engine.optimizer.timers = StepTimers(engine.device)
+    components = _components(config, engine, recipe, loader, folder, flops, num_layers=len(report.swapped))
     return Job(
         config=config,
         folder=folder,
@@ -289,12 +306,19 @@ def assemble(config: PretrainConfig, identity: ProcessIdentity, folder: RunFolde
         recipe=recipe,
         store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
         weight_cache=cache_weights(engine.module) if report.swapped and _reuses_codes(engine) else None,
-        components=_components(config, engine, recipe, num_layers=len(report.swapped)),
+        components=components,
     )
 
 
 def _components(
-    config: PretrainConfig, engine: Any, recipe: Recipe, *, num_layers: int
+    config: PretrainConfig,
+    engine: Any,
+    recipe: Recipe,
+    loader: ShardedLoader,
+    folder: RunFolder,
+    flops: ModelFlops,
+    *,
+    num_layers: int,
 ) -> tuple[Component, ...]:
     settings = config.settings
     built: list[Component] = []
@@ -302,6 +326,10 @@ def _components(
         engine=engine,
         recipe=recipe,
         num_layers=num_layers,
+        precision=config.parts.settings.precision,
+        flops=flops,
+        tokens_per_step=loader.tokens_per_batch * config.parts.deepspeed["gradient_accumulation_steps"],
+        folder=folder.path,
         run=settings.run,
         telemetry=settings.telemetry,
         earlier=built,
@@ -315,8 +343,8 @@ def _components(
 
 def _prepared_model(
     config: PretrainConfig, recipe: Recipe, loader: ShardedLoader, grid: ProcessGrid
-) -> tuple[Any, ConversionReport]:
-    """The model for the engine: sharded over tensor ranks, converted, and divided into stages."""
+) -> tuple[Any, ConversionReport, ModelFlops]:
+    """The model for the engine: sharded over tensor ranks, converted, and divided into stages; its FLOPs."""
     settings, parts = config.settings, config.parts
     model = build_model(settings.model, seed=settings.run.seed)
     check_fits(
@@ -324,6 +352,7 @@ def _prepared_model(
         vocab_size=loader.tokenizer.vocab_size,
         sequence_length=settings.data.sequence_length,
     )
+    flops = ModelFlops.of(model, settings.data.sequence_length)  # of the full model
     shard_model(model, parts)  # before conversion: low-bit layers are built from shards
     report = convert(model, recipe, seed=settings.run.seed, rank=grid.data_rank)
     check_all_projections_seen(model.config, report)
@@ -335,7 +364,7 @@ def _prepared_model(
             activation_checkpoint_interval=interval_of(parts.deepspeed),
             dynamic_shape=False,  # all batches of the loader have the same shape
         )
-    return model, report
+    return model, report, flops
 
 
 def _reuses_codes(engine: Any) -> bool:

@@ -47,7 +47,7 @@ class TakenStep:
 def take_step(job: Job) -> TakenStep:
     """Forward, backward and optimizer step over the next micro-batches; every rank must call it."""
     max_retries = job.config.settings.run.overflow_retries
-    batches = (next(job.loader) for _ in range(job.accumulation_steps))
+    batches = (_next_batch(job) for _ in range(job.accumulation_steps))
     if not max_retries:
         facts, numbers = _attempt(job, batches)
         return TakenStep(facts=facts, numbers=numbers)
@@ -66,6 +66,11 @@ def take_step(job: Job) -> TakenStep:
     )
     overflows = tuple(filter(None, lines))
     return TakenStep(facts=facts, numbers=numbers, retries=retries, overflows=overflows)
+
+
+def _next_batch(job: Job) -> dict[str, torch.Tensor]:
+    with job.phase("data"):
+        return next(job.loader)
 
 
 def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
@@ -91,11 +96,13 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     optimizer.also_read = also_read
     try:
         for batch in batches:
-            with one_sequence_a_row():
+            with job.phase("forward"), one_sequence_a_row():
                 loss = engine(**batch).loss
-            engine.backward(loss)
+            with job.phase("backward"):
+                engine.backward(loss)
             loss_sum += loss.detach()
-            engine.step()
+            with job.phase("optimizer step"):  # only after the last micro-batch; reduces gradients first
+                engine.step()
     finally:
         optimizer.also_read = None
     (facts,) = made  # there was one optimizer step
@@ -105,7 +112,9 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
 def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     """All micro-batches in one call; the loss is known only after the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
-    job.engine.train_batch(iter(list(batches)))
+    micro_batches = list(batches)
+    with job.phase("pipeline"):
+        job.engine.train_batch(iter(micro_batches))
     facts = _pending_facts(job, job.engine.dp_group_loss.double())
     return facts, facts.numbers.tolist()
 
@@ -113,12 +122,13 @@ def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> A
 def _pending_facts(job: Job, loss: torch.Tensor) -> PendingFacts:
     """Reduce the step's facts over the ranks."""
     regularizer = job.engine.regularizer
-    return PendingFacts(
-        loss,
-        tracker=job.counting_tracker,
-        regularization=None if regularizer is None else regularizer.value,
-        is_stop_asked=pending_stop_signal() is not None,
-    )
+    with job.phase("facts"):
+        return PendingFacts(
+            loss,
+            tracker=job.counting_tracker,
+            regularization=None if regularizer is None else regularizer.value,
+            is_stop_asked=pending_stop_signal() is not None,
+        )
 
 
 def upload(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

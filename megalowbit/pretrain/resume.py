@@ -43,6 +43,7 @@ MAY_CHANGE = (
     "csv_monitor.*",
     "megalowbit.run.steps",
     "megalowbit.run.name",
+    "megalowbit.run.deterministic",
     "megalowbit.run.max_consecutive_skips",
     "megalowbit.run.overflow_retries",
     "megalowbit.watchdog.*",
@@ -85,7 +86,8 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     unwritten = {
         "megalowbit": {
             **EngineSettings().model_dump(mode="json", include=set(ADDED_LATER)),
-            "run": {"overflow_retries": 0},
+            "run": {"overflow_retries": 0, "deterministic": False},
+            "watchdog": {"silence": EngineSettings().watchdog.silence},
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }

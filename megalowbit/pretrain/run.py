@@ -16,7 +16,11 @@ from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhere
 from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights
-from megalowbit.engine.process_start import start_process_group
+from megalowbit.engine.process_start import (
+    compute_deterministically,
+    naming_nondeterministic_operations,
+    start_process_group,
+)
 from megalowbit.engine.run_checks.ranks_agree import (
     check_ranks_agree,
     configuration_facts,
@@ -75,6 +79,8 @@ def pretrain(
     """
     with ExitStack() as stack:
         stack.enter_context(report_lost_ranks(identity))
+        if config.settings.run.deterministic:
+            compute_deterministically()
         start_process_group(identity)
         folder = _lock_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
@@ -106,7 +112,7 @@ def pretrain(
 def _train(
     job: Job, recorder: Recorder, watchdog: Watchdog, has_launcher_ended: Callable[[], bool] | None
 ) -> Ending:
-    with recorder:
+    with recorder, naming_nondeterministic_operations():
         ending = train(job, recorder, watchdog)
         if ending is Ending.STOPPED:
             _raise_if_launcher_ended(has_launcher_ended, job.step)

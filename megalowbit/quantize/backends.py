@@ -209,4 +209,8 @@ def _why_not(backend: str, device: torch.device) -> str | None:
         if device.type == "cuda":
             return "Triton is not installed: pip install triton"
         return "it runs on CUDA devices (on a CPU in Triton's interpreter, with TRITON_INTERPRET=1)"
+    if backend == "triton":
+        from megalowbit.quantize.triton.probe import why_unusable
+
+        return why_unusable(device)
     return None

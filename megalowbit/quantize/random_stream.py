@@ -5,7 +5,7 @@ layer, role, use and rank; the upper half of the counter is the micro-batch. Dra
 earlier draws, the device or other layers, and a resumed run repeats them. For tensors that all ranks share
 (weights), the key has no rank, so all ranks round them in the same way. A stream without a given rank looks
 up the process's rank in torch.distributed's default group at each draw, because models may be converted
-before the group exists.
+before the group exists. Layers that share an input draw its numbers under one name (`layers.siblings`).
 
 The micro-batch is stored in a CPU tensor, because a compiled model must read and advance it at run time; a
 Python number would become a constant of the graph.

@@ -10,8 +10,8 @@ a pure function). A failure that a rank has reported ends the search at once. Bl
 3. If all ranks wait, the line says so and names likely reasons.
 
 If the store does not answer, a rank describes its own state after one attempt to connect, which distinguishes
-a process that has ended from a machine that cannot be reached. Every operation has a time limit; all together
-take less than four intervals.
+a process that has ended from a machine that cannot be reached. Every operation has a time limit: healthy
+ranks publish heartbeats between the readings, and everything else may take as long as an answer of the store.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from megalowbit.supervision.heartbeat_store import (
 from megalowbit.values import counted
 
 INTERVALS_BETWEEN_READINGS = 2.5
-INTERVALS_FOR_READERS = 2.5
+ANSWERS_TO_READ = 0.75  # for noticing a published diagnosis; together with the readings
+ANSWERS_FOR_READERS = 1.25
 POLLS_AN_INTERVAL = 4
 SECONDS_TO_CONNECT = 2.0
 SHOWN_PLACES = 4  # if ranks wait in different places
@@ -59,6 +60,10 @@ class Diagnosis(NamedTuple):
     is_hang: bool = False
     is_open: bool = False
 
+    def with_note(self, note: str) -> Diagnosis:
+        """The same diagnosis with a note in parentheses at the end of its line."""
+        return self._replace(line=f"{self.line} ({note})")
+
 
 def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat], *, rank: int) -> Diagnosis:
     """Find out why the run makes no progress; every rank that notices calls this once.
@@ -75,10 +80,10 @@ def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat]
 
 
 def wait_for_readers(thread: HeartbeatThread) -> None:
-    """If the store ends with this process, wait until all ranks have read it; a few intervals at most."""
+    """If the store ends with this process, wait until all ranks have read it, for a limited time."""
     if not thread.store.is_hosted_here:
         return
-    end = time.monotonic() + INTERVALS_FOR_READERS * thread.interval
+    end = time.monotonic() + ANSWERS_FOR_READERS * thread.seconds_to_answer
     try:
         while time.monotonic() < end and not thread.execute(lambda store: store.is_read_by_all()):
             time.sleep(thread.interval / POLLS_AN_INTERVAL)
@@ -108,7 +113,8 @@ def _publish(thread: HeartbeatThread, rank: int) -> Diagnosis:
 
 def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int) -> Diagnosis:
     # as long as the diagnosing rank may take, plus the time to notice its result
-    end = time.monotonic() + (INTERVALS_BETWEEN_READINGS + 1.5) * thread.interval
+    seconds = INTERVALS_BETWEEN_READINGS * thread.interval + ANSWERS_TO_READ * thread.seconds_to_answer
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         published = thread.execute(lambda store: store.read_diagnosis())
         if published is not None:

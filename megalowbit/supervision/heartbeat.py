@@ -4,6 +4,10 @@ While the network is down, requests to the store block in C, where nothing can i
 therefore hand their requests to this thread and wait for a limited time; if no result comes, they get a
 `StoreSilentError`. A heartbeat costs one small write and one read of the alarm. Training steps
 add no cost.
+
+With each heartbeat, a rank also reads that of one other rank, the next one that has not left training
+(`NeighbourWatch`). NCCL does not notice that a peer is gone, so a lost rank is found here, and a lost node by
+the rank before its first one. A rank that has lost the store itself raises the alarm, too.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10 has two of that name
@@ -22,11 +27,46 @@ from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatStore
 T = TypeVar("T")
 Request = tuple[Callable[[HeartbeatStore], Any], "Future[Any]"]
 
-INTERVALS_TO_ANSWER = 2.0
-
 
 class StoreSilentError(RuntimeError):
     """The store did not answer in time, or its connection was closed."""
+
+
+class NeighbourWatch:
+    """Notices that the next rank that has not left training is silent.
+
+    Time counts only while this rank itself looks: if the whole job was stopped and continued, all ranks get
+    the time to publish a new heartbeat.
+    """
+
+    def __init__(self, rank: int, world_size: int, *, limit: float, interval: float) -> None:
+        """Create the watch of `rank`: silence for `limit` seconds is reported; it looks each `interval`."""
+        self._ranks = deque((rank + offset) % world_size for offset in range(1, world_size))
+        self._limit, self._longest_look = limit, 2 * interval
+        self._count: int | None = None
+        self._silence, self._looked = 0.0, 0.0
+
+    def find_silent(self, read: Callable[[int], Heartbeat | None], now: float) -> int | None:
+        """The neighbour, if it has been silent for too long; `read` returns a rank's heartbeat.
+
+        A neighbour without a first heartbeat is not silent yet: it may still be starting.
+        """
+        while self._ranks:
+            heartbeat = read(self._ranks[0])
+            if heartbeat is None:
+                return None
+            if not heartbeat.is_done:
+                break
+            self._ranks.popleft()
+            self._count = None
+        else:
+            return None
+        if heartbeat.count != self._count:
+            self._count, self._silence = heartbeat.count, 0.0
+        else:
+            self._silence += min(now - self._looked, self._longest_look)
+        self._looked = now
+        return self._ranks[0] if self._silence >= self._limit else None
 
 
 class HeartbeatThread:
@@ -34,6 +74,7 @@ class HeartbeatThread:
 
     Attributes:
         lost: why the connection to the store was closed; None while it is open.
+        silent: the rank whose silence has raised the alarm, if any.
     """
 
     def __init__(
@@ -42,7 +83,9 @@ class HeartbeatThread:
         describe: Callable[[int], Heartbeat],
         *,
         interval: float,
+        seconds_to_answer: float,
         on_alarm: Callable[[], None],
+        neighbour_watch: NeighbourWatch | None = None,
     ) -> None:
         """Create the thread.
 
@@ -50,14 +93,18 @@ class HeartbeatThread:
             store: used by this thread only from now on.
             describe: returns the heartbeat with a given number; called in the thread.
             interval: seconds between heartbeats.
-            on_alarm: called in the thread, once, when another rank has raised an alarm.
+            seconds_to_answer: after which a request to the store has failed; at least two intervals.
+            on_alarm: called in the thread, once, when another rank has raised an alarm or is silent, or the
+                connection to the store is lost.
+            neighbour_watch: looks for a silent rank with each heartbeat; None: nothing does.
         """
         self.store = store
-        self.interval = interval
-        self._describe, self._on_alarm = describe, on_alarm
+        self.interval, self.seconds_to_answer = interval, seconds_to_answer
+        self._describe, self._on_alarm, self._neighbour_watch = describe, on_alarm, neighbour_watch
         self._count, self._has_alarmed = 0, False
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._busy_since: float | None = None
+        self.silent: int | None = None
         self.lost: str | None = None
         self._thread = threading.Thread(target=self._run, name="megalowbit-heartbeat", daemon=True)
 
@@ -67,18 +114,18 @@ class HeartbeatThread:
         self._thread.start()
 
     def stop(self, *, is_done: bool) -> None:
-        """Publish a last heartbeat and end; if `is_done`, wait for that, two intervals at most."""
+        """Publish a last heartbeat and end; if `is_done`, wait for that, `seconds_to_answer` at most."""
         self._requests.put(None)
         if is_done:
-            self._thread.join(INTERVALS_TO_ANSWER * self.interval)
+            self._thread.join(self.seconds_to_answer)
 
     def execute(self, request: Callable[[HeartbeatStore], T]) -> T:
-        """Run a short request in the thread and return its result, within two intervals.
+        """Run a short request in the thread and return its result, within `seconds_to_answer`.
 
         Raises:
             StoreSilentError: no result came in time.
         """
-        limit = INTERVALS_TO_ANSWER * self.interval
+        limit = self.seconds_to_answer
         since = self._busy_since
         if since is not None:  # a request already hangs: subtract the time it has taken
             limit = max(0.0, limit - (time.monotonic() - since))
@@ -89,18 +136,20 @@ class HeartbeatThread:
         try:
             return cast("T", future.result(limit))
         except FutureTimeout:
-            raise StoreSilentError(f"no answer for {INTERVALS_TO_ANSWER * self.interval:.1f} s") from None
+            raise StoreSilentError(f"no answer for {self.seconds_to_answer:.1f} s") from None
         except RuntimeError as error:  # the connection was closed
             raise StoreSilentError(_first_line(error)) from error
 
     def _run(self) -> None:
         due = time.monotonic() + self.interval
         while self.lost is None:
+            if time.monotonic() >= due:  # before any request: a late heartbeat would look like silence
+                self._safely(self._publish)
+                due = time.monotonic() + self.interval
+                continue
             try:
                 request = self._requests.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
-                self._safely(self._publish)
-                due = time.monotonic() + self.interval
                 continue
             if request is None:
                 self._safely(self._publish)
@@ -114,13 +163,29 @@ class HeartbeatThread:
             work()
         except RuntimeError as error:
             self.lost = _first_line(error)
+            self._alarm()
         finally:
             self._busy_since = None
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long the present request to the store has taken; 0 if there is none."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def _publish(self) -> None:
         self._count += 1
         self.store.publish(self._describe(self._count))
-        if not self._has_alarmed and self.store.is_alarmed():
+        if not self._has_alarmed and (self.store.is_alarmed() or self._is_neighbour_silent()):
+            self._alarm()
+
+    def _is_neighbour_silent(self) -> bool:
+        if self._neighbour_watch is not None:
+            self.silent = self._neighbour_watch.find_silent(self.store.heartbeat, time.monotonic())
+        return self.silent is not None
+
+    def _alarm(self) -> None:
+        if not self._has_alarmed:
             self._has_alarmed = True
             self._on_alarm()
 

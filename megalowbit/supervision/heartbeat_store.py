@@ -166,6 +166,11 @@ class HeartbeatStore:
         texts = self._store.multi_get([_key_of(rank) for rank in ranks]) if ranks else []
         return {rank: Heartbeat.from_text(text) for rank, text in zip(ranks, texts, strict=True)}
 
+    def heartbeat(self, rank: int) -> Heartbeat | None:
+        """The heartbeat of one rank, or None if it has not published any."""
+        key = _key_of(rank)
+        return Heartbeat.from_text(self._store.get(key)) if self._has(key) else None
+
     def _present(self, ranks: Sequence[int]) -> Sequence[int]:
         """Those of `ranks` that have published a heartbeat; a single request if all have."""
         if self._store.check([_key_of(rank) for rank in ranks]):

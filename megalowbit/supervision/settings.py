@@ -12,6 +12,8 @@ SHORTEST_TIMEOUT = 5.0  # seconds; below this, a busy machine would look broken
 LONGEST_TIMEOUT = 7 * 86400.0  # a week; far above it, timers in libraries overflow
 SHORTEST_INTERVAL, LONGEST_INTERVAL = 0.5, 5.0  # seconds
 HEARTBEATS_IN_A_TIMEOUT = 12
+ANSWERS_IN_A_TIMEOUT = 6
+HEARTBEATS_IN_A_SILENCE = 6
 
 
 class WatchdogSettings(SettingsModel):
@@ -22,6 +24,12 @@ class WatchdogSettings(SettingsModel):
         description="longest time that a collective, a step, a load, a save or an export may take. `null`: "
         "torch's own timeouts apply (30 minutes or none), and nothing is watched except a step that does not "
         "end after SIGTERM",
+        json_schema_extra=unit("seconds"),
+    )
+    silence: Annotated[float, Field(ge=3.0, le=LONGEST_TIMEOUT)] | None = Field(
+        default=15.0,
+        description="a rank without a new heartbeat for this long is lost, even if no collective has failed: "
+        "NCCL does not notice that a peer is gone. `null`: only collectives and `timeout` show it",
         json_schema_extra=unit("seconds"),
     )
     slow_step: Annotated[float, Field(gt=1.0)] | None = Field(
@@ -49,4 +57,19 @@ class WatchdogSettings(SettingsModel):
         """Seconds between two heartbeats of a rank."""
         if self.timeout is None:
             return LONGEST_INTERVAL
-        return min(max(self.timeout / HEARTBEATS_IN_A_TIMEOUT, SHORTEST_INTERVAL), LONGEST_INTERVAL)
+        wished = self.timeout / HEARTBEATS_IN_A_TIMEOUT
+        if self.silence is not None:
+            wished = min(wished, self.silence / HEARTBEATS_IN_A_SILENCE)
+        return min(max(wished, SHORTEST_INTERVAL), LONGEST_INTERVAL)
+
+    @property
+    def seconds_to_answer(self) -> float:
+        """How long the store, or a rank on a busy machine, may take to answer before it counts as lost.
+
+        It does not depend on `silence`: frequent heartbeats do not make a busy machine faster. It is at least
+        twice the heartbeat interval.
+        """
+        longest = 2 * LONGEST_INTERVAL
+        if self.timeout is None:
+            return longest
+        return min(max(self.timeout / ANSWERS_IN_A_TIMEOUT, 2 * SHORTEST_INTERVAL), longest)

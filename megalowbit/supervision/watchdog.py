@@ -5,7 +5,8 @@ threads supervise the main thread. The heartbeat thread (`supervision.heartbeat`
 the other ranks. The watchdog thread in this file needs no network. It ends the process if
 
 - the training loop has made no progress for 1.1 timeouts,
-- another rank has raised the alarm and the main thread does not return on its own, or
+- another rank has raised the alarm or is silent, and the main thread does not return on its own,
+- the store does not answer, or
 - SIGTERM is pending and no step ends. Without a timeout this is the only check, and there is no heartbeat.
 
 If a collective raises an error, the `with` block raises a `TransientError` with the diagnosis instead. A rank
@@ -48,7 +49,8 @@ from megalowbit.supervision.diagnosis import (
     name_ranks,
     wait_for_readers,
 )
-from megalowbit.supervision.heartbeat import HeartbeatThread, StoreSilentError
+from megalowbit.supervision.flight_recorder import record_prefix, write_record
+from megalowbit.supervision.heartbeat import HeartbeatThread, NeighbourWatch, StoreSilentError
 from megalowbit.supervision.heartbeat_store import (
     DEFECT,
     INTERRUPT,
@@ -66,7 +68,7 @@ EXIT_TERMINATED = 128 + signal.SIGTERM
 EXIT_CODES = MappingProxyType({MISTAKE: EXIT_USER_ERROR, INTERRUPT: 128 + signal.SIGINT})
 TIMEOUTS_WITHOUT_PROGRESS = 1.1  # a little after the collectives' timeout, which ends a run more cleanly
 INTERVALS_TO_UNWIND = 0.5
-INTERVALS_TO_END = 6.0  # `wait_for_readers` takes 4.5 if the store stops answering; the rest is for printing
+ANSWERS_TO_END = 3.0  # `wait_for_readers` takes 2.25 if the store stops answering; the rest is for printing
 BEGINNING = "the start"
 STEPS_REMEMBERED, STEPS_NEEDED = 50, 10
 LONGEST_LINE = 300  # characters of another rank's error
@@ -137,15 +139,23 @@ class Watchdog:
         if self._settings.timeout is not None:
             set_group_timeouts(timedelta(seconds=self._settings.timeout), is_watched=True)
         if self._settings.timeout is not None and process_group.world_size() > 1:
-            self._heartbeat_thread = HeartbeatThread(
-                HeartbeatStore(self._rank, process_group.world_size()),
-                self._describe,
-                interval=self._settings.interval,
-                on_alarm=self._alarmed.set,
-            )
+            self._heartbeat_thread = self._new_heartbeat_thread()
             self._heartbeat_thread.start()
         self._thread.start()
         return self
+
+    def _new_heartbeat_thread(self) -> HeartbeatThread:
+        settings, size, watch = self._settings, process_group.world_size(), None
+        if settings.silence is not None:
+            watch = NeighbourWatch(self._rank, size, limit=settings.silence, interval=settings.interval)
+        return HeartbeatThread(
+            HeartbeatStore(self._rank, size),
+            self._describe,
+            interval=settings.interval,
+            seconds_to_answer=settings.seconds_to_answer,
+            on_alarm=self._alarmed.set,
+            neighbour_watch=watch,
+        )
 
     def mark(self, what: str, *, is_save: bool = False) -> None:
         """Report progress: the loop begins `what`, such as `"step 8"`; costs about a microsecond.
@@ -211,7 +221,7 @@ class Watchdog:
         self._leaving.set()
         diagnosis = self._diagnose()
         if diagnosis.is_open:
-            diagnosis = diagnosis._replace(line=f"{diagnosis.line} ({_one_line(error)})")
+            diagnosis = diagnosis.with_note(_one_line(error))
         wait_for_readers(self._heartbeat_thread)
         raise _error(diagnosis) from error
 
@@ -250,10 +260,24 @@ class Watchdog:
                     self._heartbeat_thread, lambda: self._describe(0), rank=self._rank
                 )
                 if self._diagnosis.is_hang and self._folder is not None:
-                    self._diagnosis = self._diagnosis._replace(
-                        line=f"{self._diagnosis.line} (its stack: {self._folder / 'stack-rank*.txt'})"
+                    self._diagnosis = self._diagnosis.with_note(
+                        f"its stack: {self._folder / 'stack-rank*.txt'}"
                     )
+                silent = self._heartbeat_thread.silent
+                if self._diagnosis.is_open and silent is not None:  # it answers again, but too late
+                    self._diagnosis = self._diagnosis.with_note(
+                        f"rank {silent} was silent for {self._settings.silence:g} s"
+                    )
+                self._write_flight_record()
             return self._diagnosis
+
+    def _write_flight_record(self) -> None:
+        """Write this rank's last collectives, after a loss or hang, and name the ranks' files in the line."""
+        prefix = record_prefix()
+        if prefix is None or self._diagnosis is None or self._diagnosis.kind != LOSS:
+            return
+        if write_record(prefix, self._rank, seconds=self._settings.interval):
+            self._diagnosis = self._diagnosis.with_note(f"last collectives of each rank: {prefix}*")
 
     def _describe(self, count: int) -> Heartbeat:
         mark, place, is_waiting = self._mark, self._place, True
@@ -278,7 +302,7 @@ class Watchdog:
                 continue  # the main thread has left the block; from there on every operation has a time limit
             if timeout is not None:
                 self._arm_backstop(timeout)
-            if self._alarmed.is_set() and not self._is_finished:
+            if self._is_alarmed() and not self._is_finished:
                 self._end_after_alarm()
             elif timeout and time.monotonic() - self._mark.time > TIMEOUTS_WITHOUT_PROGRESS * timeout:
                 self._end_without_progress()
@@ -288,6 +312,16 @@ class Watchdog:
     def _arm_backstop(self, seconds: float) -> None:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
+
+    def _is_alarmed(self) -> bool:
+        """Whether another rank has failed or is silent, or the store is lost or silent.
+
+        After SIGTERM a lost store is no alarm: the signal ends the main process, and soon this one.
+        """
+        thread, silence = self._heartbeat_thread, self._settings.silence
+        if thread is None or (thread.lost is not None and signal.SIGTERM in signal.sigpending()):
+            return False
+        return self._alarmed.is_set() or (silence is not None and thread.busy_seconds > silence)
 
     def _end_after_alarm(self) -> None:
         """End after an alarm, unless the main thread returns on its own."""
@@ -326,7 +360,7 @@ class Watchdog:
 
     def _end_by_signal(self) -> None:
         assert self._sigterm is not None
-        self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
+        self._arm_backstop(ANSWERS_TO_END * self._settings.seconds_to_answer)
         since = f"no step has ended for {self._settings.termination_seconds:g} s"
         what = self._state_since(self._sigterm.heartbeats or {})
         error = TransientError(f"ended by SIGTERM without a checkpoint: {since}; {what}")
@@ -348,7 +382,7 @@ class Watchdog:
 
     def _end(self, diagnosis: Diagnosis) -> None:
         # printing to a terminal or writing to a disk may hang as well
-        self._arm_backstop(INTERVALS_TO_END * self._settings.interval)
+        self._arm_backstop(ANSWERS_TO_END * self._settings.seconds_to_answer)
         error = _error(diagnosis)
         if isinstance(error, UserError):
             self._report(error)

@@ -1,7 +1,7 @@
 """Formats the figures of a training step as a table row in plain ASCII, for logs and terminals.
 
 Every figure has a fixed width, so the lines of a run form columns, and a line of at most 78 characters fits
-any terminal. Unknown values are shown as a dash.
+any terminal; with the column for MFU it has seven more. Unknown values are shown as a dash.
 """
 
 from __future__ import annotations
@@ -114,23 +114,31 @@ COLUMNS = (
     Column("saturated", 10, SATURATION_RATE, percent_text),
     Column("tok/s", 7, "tokens_per_second", amount_text),
 )
+MFU = Column("MFU", 7, "mfu", percent_text)  # only in runs on a device whose peak is known
 _ETA_WIDTH = 10
+
+
+def columns_of(facts: Facts) -> tuple[Column, ...]:
+    """The columns of a run whose steps have these facts."""
+    return (*COLUMNS, MFU) if MFU.fact in facts else COLUMNS
 
 
 def _step_width(total_steps: int) -> int:
     return max(2 * len(str(total_steps)) + 1, len("step"))
 
 
-def heading(total_steps: int) -> str:
-    """Headings of the columns."""
-    titles = "".join(column.title.rjust(column.width) for column in COLUMNS)
+def heading(total_steps: int, facts: Facts | None = None) -> str:
+    """Headings of the columns of a run whose steps have `facts`."""
+    titles = "".join(column.title.rjust(column.width) for column in columns_of(facts or {}))
     return "step".rjust(_step_width(total_steps)) + titles + "ETA".rjust(_ETA_WIDTH)
 
 
 def line(step: int, total_steps: int, facts: Facts, *, eta: float | None, is_skipped: bool) -> str:
     """Step 1 … `total_steps` as a line below `heading`, `eta` in seconds; a skipped step ends in `SKIP`."""
     # the space is added separately, so a figure wider than its column does not touch the one before
-    figures = "".join(" " + column.text(facts.get(column.fact)).rjust(column.width - 1) for column in COLUMNS)
+    figures = "".join(
+        " " + column.text(facts.get(column.fact)).rjust(column.width - 1) for column in columns_of(facts)
+    )
     place = f"{step}/{total_steps}".rjust(_step_width(total_steps))
     text = f"{place}{figures} {duration_text(eta).rjust(_ETA_WIDTH - 1)}"
     return f"{text} {SKIP}" if is_skipped else text

@@ -42,6 +42,14 @@ class TelemetrySettings(SettingsModel):
         "of the run always writes one; 0: only the end",
         json_schema_extra=unit("steps"),
     )
+    peak_tflops: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="peak of one device, the divisor of MFU. `null`: the vendor's dense figure in the run's "
+        "`precision`; without one, there is no MFU",
+        json_schema_extra=unit("TFLOP/s"),
+    )
     timers: bool = Field(
         default=False,
         description="measure the phases of the optimizer step (`milliseconds/…`), without synchronising the "

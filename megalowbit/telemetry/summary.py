@@ -126,7 +126,7 @@ class RunSummary:
             file.write("\n")
 
     def render(self) -> str:
-        """The summary as ASCII text of at most 23 lines of 80 characters."""
+        """The summary as ASCII text of at most 24 lines of 80 characters."""
         blocks = [self._render_run()]
         if self.overflow is not None:
             is_sample = self.counted_steps < self.totals.steps

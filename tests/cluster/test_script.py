@@ -123,6 +123,7 @@ def test_ranks_get_the_clusters_environment_variables():
     assert {"OMP_NUM_THREADS=12", "NCCL_SOCKET_IFNAME=ib0", "GLOO_SOCKET_IFNAME=ib1"} <= {*exported}
     assert {"NCCL_IB_HCA=mlx5", "A='b c'"} <= {*exported}
     assert "DS_ACCELERATOR" not in text
+    assert {"TORCH_FR_BUFFER_SIZE=2000", "TORCH_NCCL_DUMP_ON_TIMEOUT=1"} <= {*exported}
     assert "export DS_ACCELERATOR=cpu" in script("gpus_per_node=0")
     assert "export OMP_NUM_THREADS=3" in script("environment.OMP_NUM_THREADS=3")
 

@@ -22,6 +22,7 @@ from megalowbit.layers.conversion.convert import (
     plain_state_dict,
     restore,
     set_chooser,
+    share_inputs,
 )
 from megalowbit.layers.matmul.context import SplitOperand
 from megalowbit.layers.matmul.quantizations import Quantization
@@ -202,6 +203,30 @@ def numbers_drawn():
     return found
 
 
+def gradients_of_siblings():
+    """Input gradients that are summed over ranks in a backward, without and with shared inputs; gradients."""
+    found = []
+    for is_shared in (False, True):
+        engine, *_ = make(make_model(CASES["llama"]), config_of(CASES["llama"], size))
+        share_inputs(engine.module, is_on=is_shared)
+        loss = engine(**batch(0, engine.process_grid.data_rank)).loss
+        summed, all_reduce = [], dist.all_reduce
+
+        def counting(tensor, *args, **kwargs):
+            summed.append(tensor.ndim)  # noqa: B023
+            return all_reduce(tensor, *args, **kwargs)  # noqa: B023
+
+        dist.all_reduce = counting
+        try:
+            engine.backward(loss)
+        finally:
+            dist.all_reduce = all_reduce
+        gradients = {name: p.grad.double().norm().item() for name, p in engine.module.named_parameters()}
+        found.append({"summed": summed.count(3), "gradients": gradients})
+        engine.destroy()
+    return found
+
+
 def variants():
     if part == "quick":
         return {
@@ -331,6 +356,7 @@ if size == world_size and part == "quick":
     result["refusals"] = refusals()
     result["client"] = clients_optimizer()
     result["drawn"] = numbers_drawn()
+    result["siblings"] = gradients_of_siblings()
 if size < world_size and part == "quick":
     result["kept codes"] = kept_codes()
 report(result)

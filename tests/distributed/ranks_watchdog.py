@@ -28,7 +28,7 @@ from megalowbit.pretrain.command_line import _report
 from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.supervision.watchdog import Watchdog
 
-PATIENCE = 3.0  # timeouts, after which the test ends what has not ended by itself
+PATIENCE = 3.0  # timeouts or silences, after which the test ends what has not ended by itself
 
 
 def hang_in_a_lock():
@@ -61,6 +61,7 @@ def terminate_when_all_hang(watchdog, folder, rank):
     def send():
         if thread is not None:
             wait_until(is_seen, 120)
+        time.sleep(1.5 * rank)  # the main process ends first, and the store with it
         strike_time(folder, rank)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -175,7 +176,11 @@ def train(case, folder, training, watchdog, rank):
 def run_rank(case, folder, rank):
     """What a command line does: a run that is lost ends at once, whatever the libraries still wait for."""
     torch.set_num_threads(1)
-    settings = WatchdogSettings(timeout=case["timeout"], termination_seconds=3.0)
+    settings = WatchdogSettings(
+        timeout=case["timeout"], silence=case.get("silence", 15.0), termination_seconds=3.0
+    )
+    if case.get("is_recorded"):
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "flight-rank")
     identity = ProcessIdentity(rank=rank, local_rank=rank, world_size=case["size"], launcher="environment")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -246,9 +251,12 @@ def watch(cases, results, running):
     wait_until(lambda: len(list(results.glob("*/ready*"))) == expected, 120)
     for name in cases:
         (results / name / "go").touch()
-    longest = max(case["timeout"] or 0 for case in cases.values())
+    longest = max(case.get("patience", case["timeout"]) or 0 for case in cases.values())
+    stopped = {
+        (name, rank) for name, case in cases.items() if case["fault"] == "stop" for rank in case["victims"]
+    }
     end, ended = time.monotonic() + PATIENCE * longest, {}
-    while running and time.monotonic() < end:
+    while not stopped.issuperset(running.values()) and time.monotonic() < end:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             time.sleep(0.02)

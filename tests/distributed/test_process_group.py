@@ -5,7 +5,13 @@ import sys
 
 import pytest
 
-from megalowbit.distributed.process_group import ProcessIdentity, export, identify
+from megalowbit.distributed.process_group import (
+    ProcessIdentity,
+    check_local_devices,
+    export,
+    identify,
+    local_size,
+)
 from megalowbit.errors import UserError
 
 
@@ -195,3 +201,38 @@ def test_an_invalid_port_is_rejected(port):
     with pytest.raises(UserError, match="MASTER_PORT") as caught:
         export(identify(environ), environ)
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({}, 1),
+        ({"LOCAL_SIZE": "2"}, 2),  # the DeepSpeed launcher
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_NTASKS_PER_NODE": "1"}, 4),  # torchrun in a task of srun
+    ],
+)
+def test_launchers_say_how_many_processes_a_node_has(environ, size):
+    assert local_size(environ) == size
+
+
+def test_a_process_without_a_device_is_told_in_one_line(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    def check(local_rank, num_devices):
+        identity = ProcessIdentity(rank=local_rank, local_rank=local_rank, world_size=4)
+        check_local_devices(identity, num_devices)
+
+    for local_rank in range(4):
+        check(local_rank, 4)
+    check(1, 2)
+    with pytest.raises(UserError) as seen:
+        check(2, 2)
+    message = str(seen.value)
+    assert message.startswith(f"4 processes on {socket.gethostname()}, but local rank 2 sees 2 cuda devices")
+    assert ", CUDA_VISIBLE_DEVICES='0,1': start one process for each device" in message
+    assert "deepspeed --num_accelerators 2" in message
+    assert not seen.value.is_reported
+    with pytest.raises(UserError) as seen:
+        check(3, 2)
+    assert seen.value.is_reported  # local rank 2 prints the line

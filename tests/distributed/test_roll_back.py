@@ -5,14 +5,14 @@ import signal
 
 import pytest
 
-from launchers import write_config
+from launchers import SPEEDS, write_config
 
 pytestmark = pytest.mark.slow
 
 
 def rows(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "tokens_per_second"} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if k not in SPEEDS} for line in lines]
 
 
 @pytest.fixture(scope="module")

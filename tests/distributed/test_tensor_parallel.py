@@ -191,6 +191,15 @@ def test_ranks_round_shards_with_different_numbers_and_full_operands_equally(see
         assert is_equal == (role in whole), role
 
 
+def test_siblings_sum_their_input_gradients_in_one_all_reduce(seen):
+    for rank in seen:
+        alone, shared = rank["siblings"]
+        # two blocks: q, k and v, gate and up; each layer for itself, and each group at once
+        assert (alone["summed"], shared["summed"]) == (10, 4)
+        # another order of sums moves a gradient to the next code now and then
+        assert shared["gradients"] == pytest.approx(alone["gradients"], rel=1e-3)
+
+
 def zeros_by_structure(step):
     """Gradients in "gpt2 norms and zeros" of tokens and positions that the loss does not depend on."""
     tokens = batch(step, 0)["input_ids"][:, :-1]  # the last one predicts nothing

@@ -5,6 +5,7 @@ steps and seconds.
 """
 
 import json
+import pickle
 import re
 from functools import cache
 
@@ -25,6 +26,8 @@ CASES = {
     "killed_zero_2": case("2", "kill", [1]),
     "stopped": case("0", "stop", [1]),
     "stopped_zero_2": case("2", "stop", [1]),
+    "silent": case("0", "stop", [1], size=3, timeout=60.0, silence=6.0, patience=15.0, is_recorded=True),
+    "main_silent": case("0", "stop", [0], timeout=60.0, silence=6.0, patience=15.0),
     "sleeping": case("0", "sleep", [1]),
     "locked": case("2", "lock", [1]),
     "keeping": case("0", "keep", [1]),
@@ -48,8 +51,8 @@ CASES = {
     "healthy": case("0", "nothing", []),
 }
 QUICK = {
-    "killed_zero_2", "sleeping", "main_killed", "failing", "refusing", "interrupted_stage", "terminated",
-    "saving", "finished", "healthy",
+    "killed_zero_2", "silent", "main_silent", "sleeping", "main_killed", "failing", "refusing",
+    "interrupted_stage", "terminated", "saving", "finished", "healthy",
 }  # fmt: skip
 HERE, NAME = r"\(host [\w.-]+\)", "distributed/ranks_watchdog.py"
 ZERO_0 = r"all_reduce \(deepspeed/runtime/engine.py:\d+ allreduce_bucket\)"
@@ -105,12 +108,12 @@ def errors(found, ranks):
     return [line for rank in ranks for line in found[rank][2].splitlines() if line.startswith("error")]
 
 
-def check_end(found, survivors, codes=(TRANSIENT,)):
+def check_end(found, survivors, codes=(TRANSIENT,), limit=LIMIT):
     """Survivors end in time, and nothing is printed but one line of one of them; it is returned."""
     for rank in survivors:
         code, seconds, output = found[rank]
         assert code in codes, output
-        assert seconds <= LIMIT, f"rank {rank} took {seconds:.1f} s"
+        assert seconds <= limit, f"rank {rank} took {seconds:.1f} s"
         assert "Traceback" not in output
         assert "gloo" not in output
     lines = errors(found, survivors)
@@ -132,6 +135,24 @@ def test_a_rank_that_does_not_answer_is_named(runs, name, survivors, seen):
     found, _ = runs(name)
     line = check_end(found, survivors)
     assert re.fullmatch(rf"{SILENT}; rank [02] {HERE} waited \d+ s in {seen}; {AGAIN}", line), line
+
+
+def test_a_silent_rank_is_found_by_its_heartbeat_and_not_by_the_timeout(runs):
+    found, folder = runs("silent")
+    line = check_end(found, [0, 2], limit=30.0)
+    records = re.escape(str(folder / "flight-rank"))
+    note = rf" \(last collectives of each rank: {records}\*\)"
+    assert re.fullmatch(rf"{SILENT}; rank [02] {HERE} waited \d+ s in {ZERO_0}{note}; {AGAIN}", line), line
+    for rank in (0, 2):  # written by the ranks that are left, as torch writes it
+        record = pickle.loads((folder / f"flight-rank{rank}").read_bytes())
+        assert record["entries"][-1]["profiling_name"] == "gloo:all_reduce"
+        assert any(frame["name"] == "allreduce_bucket" for frame in record["entries"][-1]["frames"])
+    assert not (folder / "flight-rank1").exists()
+
+
+def test_a_store_that_does_not_answer_ends_the_run_before_the_timeout(runs):
+    found, _ = runs("main_silent")
+    assert "does not answer, though its machine does" in check_end(found, [1], limit=30.0)
 
 
 def test_a_killed_rank_is_named_long_before_the_timeout(runs):

@@ -87,3 +87,29 @@ def test_a_missing_network_interface_raises_a_one_line_error(monkeypatch):
         start_process_group()
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     start_process_group()
+
+
+def test_deterministic_algorithms_are_set_up_and_operations_without_one_are_named(tmp_path):
+    code = (
+        "import os, torch\n"
+        "from megalowbit.engine import process_start\n"
+        "from megalowbit.errors import UserError\n"
+        "process_start.compute_deterministically()\n"
+        "print(os.environ['CUBLAS_WORKSPACE_CONFIG'], torch.are_deterministic_algorithms_enabled(),\n"
+        "      torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark)\n"
+        "try:\n"
+        "    with process_start.naming_nondeterministic_operations():\n"
+        "        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))\n"
+        "except UserError as error:\n    print(error)\n"
+        "os.environ['CUBLAS_WORKSPACE_CONFIG'] = ':0:0'\n"
+        "try:\n    process_start.compute_deterministically()\n"
+        "except UserError as error:\n    print(error)\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    done = run(tmp_path, code, environ)
+    flags, operation, workspace = done.stdout.splitlines()
+    assert flags == ":4096:8 True False False"
+    assert operation.startswith("run.deterministic: put_ has no deterministic algorithm on this device")
+    assert workspace.startswith(
+        "CUBLAS_WORKSPACE_CONFIG=':0:0' is not deterministic: use one of :4096:8, :16:8"
+    )

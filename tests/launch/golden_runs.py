@@ -37,7 +37,7 @@ from pathlib import Path
 
 from golden_matrix import RUNS, write_inputs
 
-from launchers import free_port
+from launchers import SPEEDS, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300  # that one program may take
@@ -57,7 +57,7 @@ IMPORTED = (
 UNCOMPARED = "not-compared"
 # What two runs of one version do not have in common: only the names are kept.
 NOT_COMPARED = {
-    "tokens_per_second": "a speed",
+    **dict.fromkeys(SPEEDS, "a speed"),
     "seconds": "a duration",
     "milliseconds": "durations of the optimizer's phases",
     "digest": "a hash over a checkpoint's file, which holds durations",
@@ -65,7 +65,7 @@ NOT_COMPARED = {
 LINES_NOT_COMPARED = {
     r"^ *\d+/\d+ ": "rows of the table of steps, with speed and time left; metrics.jsonl has their figures",
     r"\btime +\d": "the summary's duration",
-    r"tokens/s": "the summary's speed",
+    r"tokens/s|TFLOP/s": "the summary's speeds",
     r"^done: ": "has the duration of the run",
     r"^\[\d{4}-|^\[rank\d|\.(py|cpp):\d+": "the libraries' own log lines, with times or numbers of lines",
     r"<work>.* → |^[^ ]+ → <work>|<tree>.* → <tree>": "a path that changed because the folder is another",

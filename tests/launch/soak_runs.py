@@ -5,11 +5,11 @@ import json
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from launchers import write_config
+from launchers import SPEEDS, write_config
 from megalowbit.checkpoints.shards import ORIGIN_KEY
 
 # measured with a clock, and so of the process that measured it
-TIMES = {"tokens_per_second", "seconds"}
+TIMES = {*SPEEDS, "seconds"}
 DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
 # gradients overflow at the start, and again each time the scale has grown
 RESTLESS = {"type": "dynamic", "initial_scale": 2.0**22, "growth_interval": 2, "hysteresis": 1}

@@ -22,6 +22,7 @@ STEP_KEYS = {
     "loss_scale",
     "skipped_steps",
     "tokens_per_second",
+    "tflops_per_device",
     "gradient_overflow/element_overflow_rate",
     "gradient_overflow/batch_overflow_rate",
     "gradient_overflow/total_overflow_elements",

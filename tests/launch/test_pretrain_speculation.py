@@ -7,7 +7,7 @@ import statistics
 import pytest
 from forked_ranks import Ranks, run_ranks
 
-from launchers import ROOT, metrics, write_config
+from launchers import ROOT, SPEEDS, metrics, write_config
 
 STEPS, EVERY = 14, 4
 SPECULATION = {"every": 2, "lookahead": 2, "verify_every": 2, "cooldown": 4, "threshold_db": 20}
@@ -27,9 +27,7 @@ def check_rows(folder):
 
 
 def rows(folder):
-    return [
-        {key: value for key, value in row.items() if key != "tokens_per_second"} for row in metrics(folder)
-    ]
+    return [{key: value for key, value in row.items() if key not in SPEEDS} for row in metrics(folder)]
 
 
 def summary(folder):

@@ -3,6 +3,7 @@
 How their attempts end is in test_slurm_attempts.py; what a real SLURM does with them in tests/slurm."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def test_each_rank_is_a_task_of_srun(tmp_path):
     assert environ["OMP_NUM_THREADS"] == "3"
     assert environ["MEGALOWBIT_REFUSAL"] == str(job.run / "slurm" / "refusal-123456-0")
     assert "RANK" not in environ
+    assert environ["TRITON_CACHE_DIR"] == f"/tmp/megalowbit-triton-{os.getuid()}"
+    assert environ["TORCH_FR_DUMP_TEMP_FILE"] == str(job.run / "slurm" / "flight-123456-0-rank")
+
+
+def test_the_clusters_settings_replace_the_scripts_folders(tmp_path):
+    job = Job(tmp_path, "environment.TRITON_CACHE_DIR=/fast/triton")
+    job.start(DONE)
+    assert "TRITON_CACHE_DIR=/fast/triton" in job.words("environment")
 
 
 def test_torchrun_starts_the_ranks_of_a_node_from_one_task(tmp_path):

@@ -119,7 +119,7 @@ def test_passed_events_are_freed_without_a_report(device):
     assert len(timers._pending) <= 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_the_devices_time_is_measured_without_waiting_for_it():
     timers = StepTimers("cuda")
     with timers("warm-up"):

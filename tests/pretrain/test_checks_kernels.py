@@ -31,6 +31,14 @@ def test_a_run_without_a_usable_gemm_is_rejected_with_a_remedy():
         check_kernels(FP4)
 
 
+@pytest.mark.parametrize(("accelerator", "device"), [("cpu", CPU), ("cuda", torch.device("cuda"))])
+def test_deepspeeds_variable_leaves_gpus_unused(monkeypatch, accelerator, device):
+    monkeypatch.setenv("DS_ACCELERATOR", accelerator)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert this_device() == device
+
+
 def test_a_backend_that_does_not_exist_is_refused(monkeypatch):
     monkeypatch.setenv("MEGALOWBIT_BACKEND", "cpu")
     with pytest.raises(UserError, match="unknown MEGALOWBIT_BACKEND 'cpu'"):

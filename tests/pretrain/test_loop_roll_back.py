@@ -11,6 +11,7 @@ import torch
 from quick_cases import slow_except
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.pretrain.job import assemble
@@ -20,7 +21,7 @@ from megalowbit.pretrain.run_folder.folder import RunFolder
 from megalowbit.pretrain.stopping.signals import STOP_SIGNALS
 from megalowbit.telemetry.sinks.console import Console
 
-VARYING = {"tokens_per_second", "rollbacks"}
+VARYING = {*SPEEDS, "rollbacks"}
 AT_ONCE = 'megalowbit.loss_guard={"nonfinite": "rollback", "patience": 1}'
 EVERY = ("megalowbit.run.steps=9", "megalowbit.checkpoint.every=4", "megalowbit.checkpoint.keep=null")
 SPECULATION = 'megalowbit.speculation={"candidates": ["int8", "fp8", "bf16"], "threshold_db": 15, "every": 3}'

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.layers.precision_switch import switched
+from megalowbit.layers.conversion.precision_switch import switched
 from megalowbit.layers.recipe import Recipe, operand_quantizers, recipe, recipes
 from megalowbit.quantize.names import quantizer
 from megalowbit.spectral.settings import OperandSplit, ParameterSplit

@@ -16,6 +16,7 @@ from megalowbit.supervision.heartbeat_store import (
 )
 
 INTERVAL = 0.2
+ANSWER = 2 * INTERVAL
 REDUCE = "all_reduce (a.py:1 f)"
 
 
@@ -24,13 +25,17 @@ def start(monkeypatch):
     """`start(count, beating) -> ({rank: thread}, stores)`: ranks of one process, of which some beat."""
     started = []
 
-    def begin(count, beating, describe=heartbeat):
+    def begin(count, beating, describe=heartbeat, seconds_to_answer=ANSWER):
         opened = stores(count, monkeypatch)
         hearts = {}
         for rank in beating:
             describe_rank = describe if rank == 0 else heartbeat
             hearts[rank] = HeartbeatThread(
-                opened[rank], describe_rank, interval=INTERVAL, on_alarm=lambda: None
+                opened[rank],
+                describe_rank,
+                interval=INTERVAL,
+                seconds_to_answer=seconds_to_answer,
+                on_alarm=lambda: None,
             )
             hearts[rank].start()
         started.extend(hearts.values())
@@ -91,6 +96,26 @@ def test_a_hung_rank_is_diagnosed_as_a_hang(start):
     diagnosis = diagnose_together(hearts[1], lambda: heartbeat(0), rank=1)
     assert diagnosis.is_hang
     assert diagnosis.line.startswith("rank 0 (host n1) has hung since step 7, in loader.py:3 read; rank 1 ")
+
+
+def test_a_store_that_answers_slowly_is_not_lost(start):
+    """Each request takes longer than two heartbeat intervals; the lost rank is named all the same."""
+    hearts, opened = start(3, beating=(0, 1), seconds_to_answer=20.0)
+    opened[2].publish(heartbeat(5, host="n2"))
+    for rank in (0, 1):
+        opened[rank].claim = slowly(opened[rank].claim)
+        opened[rank].publish_diagnosis = slowly(opened[rank].publish_diagnosis)
+    diagnoses, _ = ask_all(hearts)
+    assert all(each.line.startswith("rank 2 (host n2) does not answer: ") for each in diagnoses.values())
+    assert sum(each.is_local for each in diagnoses.values()) == 1
+
+
+def slowly(request):
+    def answer(*arguments):
+        time.sleep(2.5 * INTERVAL)
+        return request(*arguments)
+
+    return answer
 
 
 def test_ranks_do_not_wait_forever_if_the_diagnosing_rank_ends(start):

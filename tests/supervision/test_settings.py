@@ -15,7 +15,8 @@ def read(watchdog):
 
 
 def test_a_configuration_without_the_block_waits_ten_minutes():
-    assert read({}) == WatchdogSettings(timeout=600.0, slow_step=10.0, termination_seconds=20.0)
+    expected = WatchdogSettings(timeout=600.0, silence=15.0, slow_step=10.0, termination_seconds=20.0)
+    assert read({}) == expected
 
 
 def test_null_turns_both_off():
@@ -30,6 +31,7 @@ def test_null_turns_both_off():
         ("timeout", "60", "without quotes"),
         ("timeout", True, "not true or false"),
         ("timeout", float("inf"), "finite number"),
+        ("silence", 2.9, "greater than or equal to 3"),
         ("slow_step", 1, "greater than 1"),
         ("termination_seconds", 0.5, "greater than or equal to 1"),
         ("termination_seconds", None, "valid number"),
@@ -47,4 +49,17 @@ def test_an_unknown_key_names_its_nearest():
 
 @pytest.mark.parametrize(("timeout", "interval"), [(5, 0.5), (6, 0.5), (12, 1.0), (60, 5.0), (600, 5.0)])
 def test_there_are_twelve_heartbeats_per_timeout_within_bounds(timeout, interval):
-    assert WatchdogSettings(timeout=timeout).interval == interval
+    assert WatchdogSettings(timeout=timeout, silence=None).interval == interval
+
+
+@pytest.mark.parametrize(("timeout", "seconds"), [(5, 1.0), (12, 2.0), (600, 10.0), (None, 10.0)])
+def test_the_time_to_answer_does_not_depend_on_the_silence(timeout, seconds):
+    for silence in (None, 3.0, 600.0):
+        settings = WatchdogSettings(timeout=timeout, silence=silence)
+        assert settings.seconds_to_answer == seconds
+        assert timeout is None or settings.seconds_to_answer >= 2 * settings.interval
+
+
+@pytest.mark.parametrize(("silence", "interval"), [(3.0, 0.5), (15.0, 2.5), (600.0, 5.0)])
+def test_a_silent_rank_misses_several_heartbeats(silence, interval):
+    assert WatchdogSettings(silence=silence).interval == interval

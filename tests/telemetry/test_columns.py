@@ -95,3 +95,12 @@ def test_any_facts_make_nine_separate_ascii_figures(facts, eta):
 )
 def test_figures_are_short_and_correctly_rounded(text, value, expected):
     assert text(value) == expected
+
+
+def test_runs_with_a_known_peak_have_a_column_for_mfu():
+    facts = {**FACTS, "mfu": 0.41678}
+    heading = columns.heading(500, facts)
+    line = columns.line(120, 500, facts, eta=133, is_skipped=False)
+    assert heading.split()[-3:] == ["tok/s", "MFU", "ETA"]
+    assert line.split()[-3:] == ["12.3k", "41.68%", "0:02:13"]
+    assert len(line) == len(heading) == len(columns.heading(500)) + 7

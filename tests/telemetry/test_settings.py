@@ -15,6 +15,7 @@ def test_defaults_record_everything():
         "overflow": True,
         "count_every": 10,
         "layers_every": 100,
+        "peak_tflops": None,
         "timers": False,
     }
 

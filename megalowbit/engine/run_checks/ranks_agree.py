@@ -33,6 +33,7 @@ DISTRIBUTIONS = ("torch", "deepspeed", "transformers", "triton")
 # these select the kernels and their rounding
 ENVIRONMENT = (
     "MEGALOWBIT_BACKEND",
+    "MEGALOWBIT_APEX",
     "TRITON_INTERPRET",
     "DS_ACCELERATOR",
     "NVIDIA_TF32_OVERRIDE",

@@ -33,6 +33,7 @@ from megalowbit.layers.matmul.weight_cache import WeightCache, WeightSlot
 from megalowbit.layers.parameter_split.split_linear import RESIDUAL, SPLIT_NAMES
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.siblings import SharedInput, find_siblings
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT, ParallelBitLinear
 from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalowbit.quantize.random_stream import RandomStream
@@ -77,6 +78,7 @@ def convert(
     swapped = _swap(model, selection.to_swap, chosen)
     for name, layer in bit_layers(model).items():
         layer.layer_name, layer.random_stream = name, stream
+    share_inputs(model)
     model.register_forward_pre_hook(AdvanceStream(stream, tuple(selection.to_swap)))
     if selection.missed:
         logger.warning("%s; it stays in high precision", describe_missed(selection.missed, chosen))
@@ -165,6 +167,20 @@ def random_stream(model: nn.Module) -> RandomStream | None:
         if layer.random_stream is not None:
             return layer.random_stream
     return None
+
+
+def share_inputs(model: nn.Module, *, is_on: bool = True) -> None:
+    """Make sibling layers of a model share the quantised forms of their input; `convert` does it.
+
+    With `is_on=False`, every layer quantises and keeps its own. The codes are the same in both cases.
+    """
+    layers = bit_layers(model)
+    siblings = find_siblings(
+        {name: layer.in_features for name, layer in layers.items() if not getattr(layer, "is_row", False)}
+    )
+    shared = SharedInput() if is_on and siblings else None
+    for name, layer in layers.items():
+        layer.siblings, layer.shared_input = siblings.get(name, ()), shared
 
 
 def cache_weights(model: nn.Module) -> WeightCache:

@@ -28,7 +28,8 @@ second copy: its codes serve `output` and `grad_input`, because transposing a ti
 
 Forward keeps the operand of `grad_weight` (the input) and that of `grad_input` (the weight) for backward, as
 packed codes and scales: 4.5 bits an element for NVFP4 (4 + 8/16), 4.25 for MXFP4 (4 + 8/32), 8 for E4M3 with
-one scale a tensor. The output gradient is quantised in backward and kept nowhere.
+one scale a tensor. Sibling layers (q, k and v; gate and up) quantise and keep their common input once, see
+`layers.siblings`. The output gradient is quantised in backward, and each copy is dropped after its product.
 
     forward      BitLinear.forward ─► MatmulContext ─► LowbitLinear.forward ─► forward_products
     backward                                           LowbitLinear.backward ─► backward_products

@@ -18,11 +18,14 @@ from megalowbit.layers.matmul.slots import Probe
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.siblings import InputForms, shares_input
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import split
 from megalowbit.spectral.state import SplitState
+
+Observe = Callable[[str, Tensor, Tensor], None]
 
 
 class SplitOperand(NamedTuple):
@@ -43,6 +46,13 @@ class SplitOperand(NamedTuple):
     def for_quantizer(self, quantizer: Quantizer) -> SplitOperand:
         """The operand for this quantizer: unsplit if the quantizer changes nothing."""
         return SplitOperand(self.whole) if self.whole is not None and quantizer.is_identity else self
+
+
+class Made(NamedTuple):
+    """A quantised operand, and its counts and error if they were requested."""
+
+    operand: MatmulOperand
+    facts: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +77,14 @@ class MatmulContext:
         maxima: role → amax of the full operand, of which this rank has a shard; see `exchange_maxima`.
         probe: inspects operands and products, or `None`; see `slots`.
         probed_maxima: operand → its amax, if the probe has computed it.
+        input_forms: quantised forms of the input that sibling layers share, or `None`; see `siblings`.
     """
 
     recipe: Recipe
     compute_dtype: torch.dtype
     random_key: Callable[[str, torch.device], RandomKey]
     hadamard_signs: int = 0
-    observe: Callable[[str, Tensor, Tensor], None] | None = None
+    observe: Observe | None = None
     count: Callable[[str, str], None] | None = None
     weights: WeightSlot | None = None
     keeps_until_cleared: bool = False
@@ -86,6 +97,7 @@ class MatmulContext:
     maxima: dict[str, Tensor] = field(default_factory=dict)
     probe: Probe | None = None
     probed_maxima: dict[str, Tensor] = field(default_factory=dict)
+    input_forms: InputForms | None = None
 
     @cached_property
     def quantizations(self) -> Quantizations:
@@ -165,13 +177,24 @@ class MatmulContext:
                 stored transposed.
             is_reported: false if the observer has this operand's counts already.
         """
+        observe = self._observer(quantization) if is_reported else None
+        made = self._quantized(operand, quantization, operand_dtype, with_counts=observe is not None)
+        return _reported(made, quantization, observe)
+
+    def _quantized(
+        self,
+        operand: SplitOperand,
+        quantization: Quantization,
+        operand_dtype: torch.dtype | None,
+        *,
+        with_counts: bool,
+    ) -> Made:
         quantizer = quantization.quantizer
         operand = operand.for_quantizer(quantizer)
         x = operand.tensor
-        observe = self._observer(quantization) if is_reported else None
         arguments: dict[str, Any] = {
             "random_key": self._key(quantization, x),
-            "with_counts": observe is not None,
+            "with_counts": with_counts,
             "tensor_amax": self._amax(operand, quantization),
         }
         result: OperandTensor
@@ -181,9 +204,46 @@ class MatmulContext:
             result = quantizer.quantize_transposed(x, signs=self._signs(quantization), **arguments)
         else:
             result = quantizer.quantize(transposed_values(x).values, **arguments)
-        if observe is not None:
-            _report(observe, quantization.operand, result, operand)
-        return MatmulOperand(result, is_transposed=quantization.is_transposed, low_rank=operand.low_rank)
+        facts = _facts(result, operand) if with_counts else None
+        return Made(MatmulOperand(result, quantization.is_transposed, low_rank=operand.low_rank), facts)
+
+    def input(
+        self,
+        input: Tensor,
+        quantization: Quantization,
+        split: Callable[[], SplitOperand],
+        *,
+        operand_dtype: torch.dtype | None = None,
+    ) -> MatmulOperand:
+        """A quantised input: a form that a sibling layer has made, or a new one.
+
+        Args:
+            input: as the layer got it.
+            quantization: role, quantizer and block axis.
+            split: returns `input` from `split`; not called if a sibling has made this form.
+            operand_dtype: as for `quantize`.
+        """
+        if self.input_forms is None or not self._may_be_shared(quantization):
+            return self.quantize(split(), quantization, operand_dtype=operand_dtype)
+        observe, forms = self._observer(quantization), self.input_forms.forms
+        # all that the result depends on, besides the tensor
+        request = (
+            quantization,
+            self.recipe.split_input,
+            operand_dtype,
+            self._key(quantization, input),
+            self._signs(quantization),
+        )
+        made = forms.get(request)
+        if made is None or (made.facts is None and observe is not None):
+            made = self._quantized(split(), quantization, operand_dtype, with_counts=observe is not None)
+            forms[request] = made
+        return _reported(made, quantization, observe)
+
+    def _may_be_shared(self, quantization: Quantization) -> bool:
+        """Whether the form is the same for all siblings, and more than the input itself."""
+        is_own = quantization.quantizer.is_identity or quantization.role in self.maxima
+        return not is_own and shares_input(self.recipe)
 
     def weight(
         self, weight: Tensor, quantization: Quantization, quantize: Callable[[], MatmulOperand]
@@ -226,7 +286,7 @@ class MatmulContext:
         is_drawn = quantization.quantizer.is_stochastic and x.numel()
         return self.random_key(quantization.role, x.device) if is_drawn else None
 
-    def _observer(self, quantization: Quantization) -> Callable[[str, Tensor, Tensor], None] | None:
+    def _observer(self, quantization: Quantization) -> Observe | None:
         """The observer of this operand's counts, or `None`.
 
         Each operand is reported once. When a forward is repeated, only output gradients are.
@@ -256,14 +316,17 @@ def _is_maximum_of(quantizer: Quantizer, largest: Tensor) -> bool:
     return encoding.format.scale == "e4m3" and largest.device.type == "cpu" and bool(largest.isfinite())
 
 
-def _report(
-    observe: Callable[[str, Tensor, Tensor], None],
-    role: str,
-    result: OperandTensor,
-    operand: SplitOperand,
-) -> None:
-    """Pass on the counts and the error; the squared norm is that of the operand before it was split."""
-    assert result.counts is not None  # made if there is an observer
+def _reported(made: Made, quantization: Quantization, observe: Observe | None) -> MatmulOperand:
+    """Pass counts and error on to the observer, if there is one; returns the operand."""
+    if observe is not None:
+        assert made.facts is not None  # requested, because there is an observer
+        observe(quantization.operand, *made.facts)
+    return made.operand
+
+
+def _facts(result: OperandTensor, operand: SplitOperand) -> tuple[Tensor, Tensor]:
+    """The counts and the error; the squared norm is that of the operand before it was split."""
+    assert result.counts is not None  # requested
     assert result.error is not None
     error, whole = result.error, operand.whole
     if operand.factors is not None:
@@ -271,4 +334,4 @@ def _report(
     elif whole is not None:
         norm = torch.linalg.vector_norm(whole, dtype=torch.promote_types(whole.dtype, torch.float32)).double()
         error = torch.stack([error[0], norm.square()])
-    observe(role, result.counts, error)
+    return result.counts, error

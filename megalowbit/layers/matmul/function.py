@@ -73,8 +73,8 @@ def forward_products(
     the weight or of a factor is needed, and `keeps_weight` if that of the input is needed.
     """
     plan = context.quantizations
-    split_input = context.split(input, "input")
-    # Evaluated once, and only if the cache lacks a quantised form of the weight.
+    # Evaluated once, and only if no sibling or no cache has the quantised forms.
+    split_input = functools.cache(lambda: context.split(input, "input"))
     split_weight = functools.cache(lambda: context.split(weight, "weight")._replace(factors=factors))
     wanted = [plan.input, plan.backward_input] if keeps_input else [plan.input]
     wanted += [plan.weight, plan.backward_weight] if keeps_weight else [plan.weight]
@@ -82,7 +82,7 @@ def forward_products(
     context.probe_operands(input=input, weight=weight)
 
     ready = _ready_dtype(context, "output", input.device)
-    x = context.quantize(split_input, plan.input, operand_dtype=ready)
+    x = context.input(input, plan.input, split_input, operand_dtype=ready)
     w = context.weight(
         weight, plan.weight, lambda: context.quantize(split_weight(), plan.weight, operand_dtype=ready)
     )
@@ -94,16 +94,18 @@ def forward_products(
         output = context.shards.sum_output(output, bias)
     return Forward(
         output.view(*input.shape[:-1], weight.shape[0]),  # (M, N) → (…, out_features)
-        _input_for_backward(context, split_input, x) if keeps_input else None,
+        _input_for_backward(context, input, split_input, x) if keeps_input else None,
         _weight_for_backward(context, weight, split_weight, w) if keeps_weight else None,
     )
 
 
-def _input_for_backward(context: MatmulContext, input: SplitOperand, forward: MatmulOperand) -> MatmulOperand:
+def _input_for_backward(
+    context: MatmulContext, input: Tensor, split: Callable[[], SplitOperand], forward: MatmulOperand
+) -> MatmulOperand:
     wanted = context.quantizations.backward_input
     if wanted == context.quantizations.input:  # the same codes: keep them, drop the decoded operand
         return forward.packed()
-    return context.quantize(input, wanted)
+    return context.input(input, wanted, split)
 
 
 def _weight_for_backward(
@@ -151,12 +153,14 @@ def backward_products(
         whole = weight if factors is None else factors.attach_to(weight)
         grad_input = _product(context, "grad_input", grad, whole, out_dtype=dtypes.input)
         grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
+    grad = None  # with separate copies, this one is not needed any more
     summing = None if context.shards is None else context.shards.start_sum_grad_input(grad_input)
     if input is not None:
         assert grad_t is not None  # made above
         grad_weight = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
     if needs_bias and dtypes.bias is not None:
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
+    grad_t = None
     if summing is not None:  # the all-reduce ran while the other gradients were computed
         summing.wait()
     if factors is None:

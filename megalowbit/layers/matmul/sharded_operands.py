@@ -10,6 +10,9 @@ A sharded operand may need the amax of the full tensor for its scale. The ranks 
 in one all-reduce for all operands of a pass. Scales, and codes rounded to nearest, are therefore those of a
 single process. With stochastic rounding, all ranks use the same random numbers for a full operand, and
 different ones for shards.
+
+Column-parallel siblings (q, k and v; gate and up) read one input. Their input gradients are added up on each
+rank, and the sum is summed over the ranks once: see `SumGradient`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.layers.matmul.quantizations import OPERANDS, Quantization
+from megalowbit.layers.siblings import InputForms
 from megalowbit.quantize.quantized_tensor import matrix_shape
 from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.quantize.tensor_statistics import needs_maximum, tensor_maximum
@@ -61,10 +65,13 @@ class ShardedOperands:
     Attributes:
         group: the tensor-parallel ranks.
         is_row: row-parallel: the input features are sharded, not the output features.
+        sums_grad_input: whether the layer sums its input gradient itself; otherwise `sum_for_siblings` has
+            arranged it.
     """
 
     group: TensorGroup
     is_row: bool
+    sums_grad_input: bool = True
 
     def holds(self, role: str) -> bool:
         """Whether this operand is a shard; otherwise it is the same on all ranks."""
@@ -98,4 +105,27 @@ class ShardedOperands:
 
     def start_sum_grad_input(self, grad_input: Tensor | None) -> Any:
         """Start to sum grad_input in place, if needed; returns an object to `wait()` for, or `None`."""
-        return None if self.is_row or grad_input is None else self.group.start_sum(grad_input)
+        is_summed = self.is_row or not self.sums_grad_input
+        return None if is_summed or grad_input is None else self.group.start_sum(grad_input)
+
+    def sum_for_siblings(self, input: Tensor, forms: InputForms) -> Tensor | None:
+        """The input as siblings read it, whose gradient is summed once; `None`: the layer sums its own."""
+        if forms.summed is None:
+            forms.summed = input, SumGradient.apply(input, self.group)
+        # another tensor with the same memory may have another history, so its gradient goes elsewhere
+        return forms.summed[1] if forms.summed[0] is input else None
+
+
+class SumGradient(torch.autograd.Function):
+    """The identity; its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, group: TensorGroup) -> Tensor:
+        """Return a view of the input."""
+        ctx.group = group
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Sum a copy of the gradient."""
+        return ctx.group.sum(grad_output.clone(memory_format=torch.contiguous_format)), None

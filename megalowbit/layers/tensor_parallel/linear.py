@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
+from megalowbit.layers.matmul.sharded_operands import SumGradient
 from megalowbit.layers.state_dict_layout import HFStateDict
 
 
@@ -105,7 +106,7 @@ class ColumnParallelLinear(_ShardedLinear):
     def forward(self, input: Tensor) -> Tensor:
         """(…, in_features), the same on all ranks → (…, out_features), this rank's shard."""
         if self.tensor_group.size > 1:
-            input = _SumGradient.apply(input, self.tensor_group)
+            input = SumGradient.apply(input, self.tensor_group)
         return nn.functional.linear(input, self.weight, self.bias)
 
 
@@ -120,19 +121,6 @@ class RowParallelLinear(_ShardedLinear):
         if self.tensor_group.size > 1:
             output = _SumOutput.apply(output, self.tensor_group)
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-class _SumGradient(torch.autograd.Function):
-    """The identity; its gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return input.view_as(input)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(grad_output.clone(memory_format=torch.contiguous_format)), None
 
 
 class _SumOutput(torch.autograd.Function):

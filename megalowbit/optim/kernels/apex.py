@@ -1,17 +1,19 @@
 """Adam on GPUs with the kernels of NVIDIA's apex: one launch unscales, skips or steps, and writes half
 weights.
 
-The package named `apex` on PyPI is another one, so NVIDIA's is recognised by `apex.multi_tensor_apply` and
-its compiled `amp_C`. If they cannot be imported, this path is not used. The kernels take one step count for a
-list of tensors, but torch's state has one for each tensor; `TensorLists` groups tensors of equal count.
+They are used only if the variable `MEGALOWBIT_APEX` is 1, because they have never run on a machine with apex,
+and round differently from torch. The package named `apex` on PyPI is another one, so NVIDIA's is recognised
+by `apex.multi_tensor_apply` and its compiled `amp_C`. The kernels take one step count for a list of tensors,
+but torch's state has one for each tensor; `TensorLists` groups tensors of equal count.
 
-Tested only with a stand-in that does what `amp_C` documents, never on a machine with apex. apex rounds
-differently from torch in the last bits, so a run that switches between them is not bitwise reproducible.
+Tested only with a stand-in that does what `amp_C` documents. A run that switches between apex and torch is
+not bitwise reproducible.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -19,15 +21,35 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from megalowbit.errors import UserError, shown
 from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
 
+VARIABLE = "MEGALOWBIT_APEX"
 L2, DECOUPLED = 0, 1  # values of the kernels' argument `mode`
 Launch = Callable[..., object]
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether the kernels can be launched on a device."""
-    return device.type == "cuda" and _library() is not None
+    """Whether the kernels are to be launched on a device.
+
+    Raises:
+        UserError: `MEGALOWBIT_APEX` asks for them and they are not installed, or it has another value.
+    """
+    if not _is_requested() or device.type != "cuda":
+        return False
+    if _library() is None:
+        raise UserError(
+            f"{VARIABLE}=1, but NVIDIA's apex with its kernels (amp_C) cannot be imported: install it from "
+            "github.com/NVIDIA/apex (the package `apex` on PyPI is another one), or unset the variable"
+        )
+    return True
+
+
+def _is_requested() -> bool:
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise UserError(f"{VARIABLE}={shown(value)} must be 1 to use NVIDIA's apex, or 0")
+    return value == "1"
 
 
 class TensorLists:

@@ -2,7 +2,7 @@
 
 - "one_pass": Adam and AdamW on CPUs, with `kernels.cpu`. One pass over memory unscales, steps and writes the
   half weights. Bits and state are those of torch's fused Adam, so either can continue the other.
-- "apex": the same on GPUs with NVIDIA's apex, if it is installed.
+- "apex": the same on GPUs with NVIDIA's apex, if `MEGALOWBIT_APEX` is 1.
 - "fused": torch's fused optimizers, then one copy of the masters to the half weights.
 - "plain": any other optimizer. It cannot skip a step on the device, so the host reads the flag first. The
   other paths need no host read.

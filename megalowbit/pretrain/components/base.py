@@ -25,6 +25,7 @@ from megalowbit.telemetry.settings import TelemetrySettings
 from megalowbit.values import SettingsModel, unit
 
 if TYPE_CHECKING:
+    from megalowbit.families.model_flops import ModelFlops
     from megalowbit.layers.recipe import Recipe
 
 RUN_NAME = r"[\w.-]*[\w-][\w.-]*"  # dots alone would be another folder
@@ -44,6 +45,11 @@ class RunSettings(SettingsModel):
     )
     seed: int = Field(
         default=1234, ge=0, lt=2**63, description="seed of weights, data order, dropout and rounding"
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="use deterministic algorithms only, so that a resumed run on GPUs has the same bits as "
+        "an uninterrupted one; slower. On CPUs, runs are reproducible without it",
     )
     max_consecutive_skips: int = Field(
         default=50,
@@ -68,6 +74,10 @@ class RunParts:
         engine: DeepSpeed's engine around the converted model.
         recipe: how the layers quantise.
         num_layers: low-bit layers of the full model; this process may hold a part of them.
+        precision: of the model: `"fp16"`, `"bf16"` or `"fp32"`.
+        flops: of one token of the full model.
+        tokens_per_step: of one optimizer step, over all ranks.
+        folder: the run folder.
         run: the `run` section.
         telemetry: the `telemetry` section.
         earlier: components built so far.
@@ -76,6 +86,10 @@ class RunParts:
     engine: Any
     recipe: Recipe
     num_layers: int
+    precision: str
+    flops: ModelFlops
+    tokens_per_step: int
+    folder: Path
     run: RunSettings
     telemetry: TelemetrySettings
     earlier: Sequence[Component] = ()

@@ -89,7 +89,7 @@ class LateSwitch(Component):
         total_steps: int,
         num_layers: int,
     ) -> None:
-        from megalowbit.layers.precision_switch import switched
+        from megalowbit.layers.conversion.precision_switch import switched
 
         self.recipe = switched(recipe, settings.scope)
         self.step, self.is_switched = settings.step(total_steps), False
@@ -122,7 +122,7 @@ class LateSwitch(Component):
     @classmethod
     def check_recipe(cls, settings: LateSwitchSettings, recipe: Recipe) -> None:
         """Reject a recipe that quantises nothing that could be switched."""
-        from megalowbit.layers.precision_switch import switched
+        from megalowbit.layers.conversion.precision_switch import switched
 
         switched(recipe, settings.scope)
 
@@ -211,7 +211,7 @@ class LateSwitch(Component):
 
     def _switch(self) -> None:
         from megalowbit.layers.conversion.convert import bit_layers
-        from megalowbit.layers.precision_switch import switch_precision
+        from megalowbit.layers.conversion.precision_switch import switch_precision
 
         if self.is_switched:
             return

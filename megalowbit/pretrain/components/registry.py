@@ -12,10 +12,18 @@ from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.pretrain.components.loss_guard import LossGuard
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
+from megalowbit.pretrain.components.profiler import Profiler
 from megalowbit.pretrain.components.speculation import Speculation
+from megalowbit.pretrain.components.throughput import Throughput
 
 # off if their section is null or left out
-OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation)
+OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation, Profiler)
 # part of every run; without a section they use default settings
 ALWAYS_ON: tuple[type[Component], ...] = (LossGuard,)
-COMPONENTS: tuple[type[Component], ...] = (OverflowCounts, *OPTIONAL, *ALWAYS_ON, ParameterSplitting)
+COMPONENTS: tuple[type[Component], ...] = (
+    OverflowCounts,
+    *OPTIONAL,
+    *ALWAYS_ON,
+    ParameterSplitting,
+    Throughput,
+)

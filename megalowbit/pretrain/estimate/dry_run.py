@@ -19,7 +19,7 @@ from megalowbit.families.config_checks import check_fits
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
-from megalowbit.layers.precision_switch import switched
+from megalowbit.layers.conversion.precision_switch import switched
 from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, this_device, why_not

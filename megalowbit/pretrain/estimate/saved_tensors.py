@@ -27,7 +27,7 @@ from megalowbit.engine.pipeline.parts import (
     run_parts,
 )
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.conversion.convert import bit_layers, share_inputs
 from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.precisions import quantizers_of, recipe_with
@@ -88,6 +88,8 @@ def _with_largest_recipes(
         layer.recipe = largest.input_saved if is_kept(inputs[0]) else largest.input_unsaved
 
     layers = [] if largest is None else list(bit_layers(model).values())
+    if layers:
+        share_inputs(model, is_on=False)  # siblings may run at different precisions and then share nothing
     handles = [layer.register_forward_pre_hook(choose) for layer in layers]
     try:
         yield

@@ -71,27 +71,39 @@ def zero_rate_warning(job: Job) -> str | None:
 
 def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
     """The lines printed before the first step; `changes` are the settings that a resumed run changed."""
-    count = sum(map(full_numel, job.engine.module.parameters()))
-    count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
-    settings, report = job.config.settings, job.report
+    data = job.config.settings.data
     return "\n".join(
         [
             f"run       {job.folder.path}" + (f", resumed after step {job.step}" if is_resumed else ""),
-            f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
-            f"{job.config.parts.settings.precision}",
-            f"recipe    {job.recipe.name}: {counted(len(report.swapped), 'layer')} converted, "
-            f"{len(report.kept)} kept",
-            *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
-            f"data      {settings.data.corpus}, {job.loader.num_samples:,} sequences of "
-            f"{settings.data.sequence_length} tokens ({job.loader.tokenizer.name})",
-            f"batch     {job.tokens_per_step:,} tokens per step on {identity.world_size} "
-            f"process{'es' if identity.world_size > 1 else ''}" + layout_text(job),
-            *filter(None, (component.startup_line() for component in job.components)),
+            *job_lines(
+                job,
+                identity,
+                f"{data.corpus}, {job.loader.num_samples:,} sequences of {data.sequence_length} tokens "
+                f"({job.loader.tokenizer.name})",
+            ),
             *([f"schedule  {warning}"] if (warning := zero_rate_warning(job)) is not None else []),
             *(f"changed   {change}" for change in changes),
             "",
         ]
     )
+
+
+def job_lines(job: Job, identity: ProcessIdentity, data: str) -> list[str]:
+    """Lines that describe model, recipe, data and components."""
+    count = sum(map(full_numel, job.engine.module.parameters()))
+    count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
+    report = job.report
+    return [
+        f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
+        f"{job.config.parts.settings.precision}",
+        f"recipe    {job.recipe.name}: {counted(len(report.swapped), 'layer')} converted, "
+        f"{len(report.kept)} kept",
+        *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
+        f"data      {data}",
+        f"batch     {job.tokens_per_step:,} tokens per step on {identity.world_size} "
+        f"process{'es' if identity.world_size > 1 else ''}" + layout_text(job),
+        *filter(None, (component.startup_line() for component in job.components)),
+    ]
 
 
 def skip_line(step: int, report: StepReport, loss_scale: float, *, verb: str = "skipped") -> str | None:

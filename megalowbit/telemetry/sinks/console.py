@@ -144,7 +144,7 @@ class Console:
 
     def _print_line(self) -> None:
         if self._lines % HEADING_EVERY == 0:
-            self.print(columns.heading(self._total), "bold")
+            self.print(columns.heading(self._total, self._facts), "bold")
         self._lines += 1
         text = columns.line(self._step, self._total, self._facts, eta=self._eta, is_skipped=self._is_skipped)
         self.print(text, "bold yellow" if self._is_skipped else "")
@@ -165,7 +165,8 @@ class Console:
             Text(f"ETA {columns.duration_text(self._eta)}", style="bold"),
         )
         figures = Text(no_wrap=True, overflow="crop")
-        for index, column in enumerate(columns.COLUMNS[:-1]):  # the last one, tok/s, stands in the bar
+        shown = [each for each in columns.columns_of(self._facts) if each.fact != "tokens_per_second"]
+        for index, column in enumerate(shown):  # tok/s stands in the bar
             is_alarming = self._is_skipped and column.fact == "skipped_steps"
             figures.append("  " if index else "")
             figures.append(

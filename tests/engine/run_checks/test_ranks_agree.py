@@ -2,6 +2,7 @@
 
 import importlib.metadata
 
+import pytest
 import torch
 
 from megalowbit.config.deepspeed_json import read_deepspeed_config
@@ -55,14 +56,13 @@ def test_an_installation_is_described_by_short_texts():
     assert all(isinstance(value, str) and len(value) < 100 for value in facts.values())
 
 
-def test_the_description_includes_the_choice_of_kernels(monkeypatch):
-    monkeypatch.delenv("MEGALOWBIT_BACKEND", raising=False)
+@pytest.mark.parametrize(("name", "value"), [("MEGALOWBIT_BACKEND", "torch"), ("MEGALOWBIT_APEX", "1")])
+def test_the_description_includes_the_choice_of_kernels(monkeypatch, name, value):
+    monkeypatch.delenv(name, raising=False)
     before = installation_facts()
-    monkeypatch.setenv("MEGALOWBIT_BACKEND", "torch")
+    monkeypatch.setenv(name, value)
     after = installation_facts()
-    assert {name for name in before if before[name] != after[name]} == {
-        "environment variable MEGALOWBIT_BACKEND"
-    }
+    assert {each for each in before if before[each] != after[each]} == {f"environment variable {name}"}
 
 
 def test_configurations_compare_key_by_key_with_defaults_filled_in():

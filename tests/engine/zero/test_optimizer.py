@@ -1,9 +1,12 @@
 import pytest
 import torch
+from tiny_models import tiny_model
 
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.zero.optimizer import PhaseTimers, replace_optimizer_class
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.optim.kernels import cpu as cpu_kernels
 from megalowbit.optim.timers import StepTimers
 
@@ -126,3 +129,27 @@ def test_a_step_without_a_backward_is_rejected_and_the_run_can_continue(stage):
     assert engine.optimizer.report.is_applied
     with pytest.raises(UserError, match="before any backward"):
         engine.step()
+
+
+def test_siblings_share_their_input_although_stage_3_gives_each_its_own_tensor(monkeypatch):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_optimization": {"stage": 3},
+        "megalowbit": {"precision": "bf16", "recipe": "nvfp4"},
+    }
+    engine = initialize(model=tiny_model("llama", num_layers=1), config=config)[0]
+    given, made, quantized = [], [], MatmulContext._quantized
+    for layer in bit_layers(engine.module).values():
+        layer.register_forward_pre_hook(lambda layer, args: given.append(args[0]))
+
+    def recording(self, operand, quantization, *args, **kwargs):
+        made.append(quantization.role)
+        return quantized(self, operand, quantization, *args, **kwargs)
+
+    monkeypatch.setattr(MatmulContext, "_quantized", recording)
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    assert len({id(each) for each in given}) == 7
+    assert made.count("input") == 4
+    engine.destroy()

@@ -30,9 +30,9 @@ from megalowbit.layers.conversion.convert import (
     set_chooser,
     set_observer,
 )
+from megalowbit.layers.conversion.precision_switch import switch_precision
 from megalowbit.layers.matmul.context import SplitOperand
 from megalowbit.layers.matmul.quantizations import Quantization
-from megalowbit.layers.precision_switch import switch_precision
 from megalowbit.layers.recipe import recipe
 
 

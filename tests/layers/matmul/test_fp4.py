@@ -136,6 +136,7 @@ def test_products_of_unquantised_operands_run_in_bf16():
     assert product_counts(layer) == {"output": {"bf16": 1}}
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not has_fp4(), reason="needs a GPU with FP4 tensor cores")
 @pytest.mark.parametrize("name", ["nvfp4e2m1bnosr", "mxfp4e2m1bnosr"])
 def test_native_products_equal_those_of_decoded_operands(name):

@@ -288,7 +288,7 @@ def test_a_device_without_fp8_is_refused_whatever_the_sizes(monkeypatch):
             layer(torch.randn(16, size))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with FP8")
+@pytest.mark.gpu
 def test_accumulation_on_the_gpu_stays_close_to_fp32():
     generator = torch.Generator().manual_seed(0)
     left, right = (factor_of(torch.randn(1024, 4096, generator=generator).cuda()) for _ in range(2))

@@ -1,4 +1,6 @@
+import gc
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -6,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalowbit.layers.matmul import function
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.recipe import Recipe, recipe
@@ -213,3 +216,31 @@ def test_operands_of_the_present_products_are_made_while_they_are_quantised(monk
     assert decoded == []
     output.backward(g)
     assert decoded == [24, 12]  # weight and input, which were kept packed
+
+
+def test_an_output_gradient_is_dropped_after_its_last_product(monkeypatch):
+    """With one copy for each product, that of grad_input is gone when grad_weight is computed."""
+    made, alive, quantize, gemm = {}, [], MatmulContext.quantize, function._gemm
+
+    def recorded(self, operand, quantization, **options):
+        result = quantize(self, operand, quantization, **options)
+        made[quantization.role] = weakref.ref(result.tensor.codes)
+        return result
+
+    def checked(context, product, *args, **options):
+        if product == "grad_weight":
+            alive.extend(role for role, codes in made.items() if "grad" in role and codes() is not None)
+        return gemm(context, product, *args, **options)
+
+    monkeypatch.setattr(MatmulContext, "quantize", recorded)
+    monkeypatch.setattr(function, "_gemm", checked)
+    x, w, _, g = operands(tokens=16)
+    gc.disable()
+    try:
+        output = lowbit_linear(x, w, None, context_with(recipe({"base": "nvfp4", "layout": "per_gemm"})))
+        output.backward(g)
+        assert alive == ["grad_output_transposed"]
+        del output
+        assert all(codes() is None for codes in made.values())
+    finally:
+        gc.enable()

@@ -4,11 +4,13 @@ from types import ModuleType
 import pytest
 import torch
 
+from megalowbit.errors import UserError
 from megalowbit.optim.kernels import apex as apex_kernels
 from megalowbit.optim.kernels.cpu import AdamSettings, AdamTensors
 from megalowbit.optim.optimizers.inner_step import InnerStep
 
 SHAPES = ((33, 17), (64,), (5,))
+IS_AVAILABLE = apex_kernels.is_available  # the fixture replaces it
 CLEAN, FLAGGED = torch.tensor(0.0), torch.tensor(1.0)
 
 
@@ -185,3 +187,19 @@ def test_an_unrelated_or_old_apex_package_is_ignored(amp_c, monkeypatch):
     monkeypatch.setitem(sys.modules, "amp_C", ModuleType("amp_C"))
     monkeypatch.delitem(sys.modules, "apex.multi_tensor_apply")
     assert apex_kernels._library() is None  # `apex` is no package of this kind
+
+
+def test_apex_is_used_only_if_asked_for(amp_c, monkeypatch):
+    monkeypatch.setattr(apex_kernels, "is_available", IS_AVAILABLE)
+    gpu = torch.device("cuda")
+    monkeypatch.delenv("MEGALOWBIT_APEX", raising=False)
+    assert not apex_kernels.is_available(gpu)
+    monkeypatch.setenv("MEGALOWBIT_APEX", "1")
+    assert apex_kernels.is_available(gpu)
+    assert not apex_kernels.is_available(torch.device("cpu"))
+    monkeypatch.delattr(sys.modules["amp_C"], "multi_tensor_adam_capturable_master")
+    with pytest.raises(UserError, match=r"MEGALOWBIT_APEX=1, but NVIDIA's apex .* cannot be imported"):
+        apex_kernels.is_available(gpu)
+    monkeypatch.setenv("MEGALOWBIT_APEX", "yes")
+    with pytest.raises(UserError, match="MEGALOWBIT_APEX='yes' must be 1"):
+        apex_kernels.is_available(gpu)

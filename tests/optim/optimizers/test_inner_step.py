@@ -354,7 +354,7 @@ def test_without_kernels_torchs_fused_adam_takes_the_step(monkeypatch):
     agrees(trainee, *by_torch(ONE_PASS["adamw"], [gradients(0)]), **EXACTLY)
 
 
-def test_apex_is_not_chosen_where_it_is_not_installed():
+def test_apex_is_not_chosen_on_a_cpu():
     assert not apex_kernels.is_available(torch.device("cpu"))
 
 

@@ -9,6 +9,7 @@ from megalowbit.values import SettingsModel
 
 SWITCH = "megalowbit.late_switch.at=4"
 SPECULATION = ("megalowbit.recipe=speculative-int8", "megalowbit.speculation={}")
+PROFILE = "megalowbit.profile={}"
 SPLIT = 'megalowbit.recipe={"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 3}}'
 
 
@@ -30,10 +31,11 @@ def test_keys_and_files_of_components_are_their_own():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), ["OverflowCounts", "LossGuard"]),
-        ((SWITCH, *SPECULATION), ["OverflowCounts", "LateSwitch", "Speculation", "LossGuard"]),
-        ((SWITCH, SPLIT), ["OverflowCounts", "LateSwitch", "LossGuard", "ParameterSplitting"]),
-        (("megalowbit.recipe=bf16",), ["LossGuard"]),
+        ((), ["OverflowCounts", "LossGuard", "Throughput"]),
+        ((PROFILE,), ["OverflowCounts", "Profiler", "LossGuard", "Throughput"]),
+        ((SWITCH, *SPECULATION), ["OverflowCounts", "LateSwitch", "Speculation", "LossGuard", "Throughput"]),
+        ((SWITCH, SPLIT), ["OverflowCounts", "LateSwitch", "LossGuard", "ParameterSplitting", "Throughput"]),
+        (("megalowbit.recipe=bf16",), ["LossGuard", "Throughput"]),
     ],
 )
 def test_a_run_has_its_configured_components_in_registry_order(build_job, overrides, expected):
@@ -49,8 +51,10 @@ def test_component_columns_are_in_the_order_in_which_components_act(build_job):
         columns = list(train_step(job).facts)
         assert columns[0] == "loss"
         names = dict.fromkeys(name.partition("/")[0] for name in columns[columns.index("tokens") + 1 :])
-        order = ["precision_switched", "speculation", "rollbacks", "weights_split"]
-        assert list(names) == [name for name in order if name in {"precision_switched", "rollbacks", more}]
+        order = ["precision_switched", "speculation", "rollbacks", "weights_split", "tflops_per_device"]
+        assert list(names) == [
+            name for name in order if name in {"precision_switched", "rollbacks", "tflops_per_device", more}
+        ]
 
 
 @pytest.mark.parametrize("kind", COMPONENTS)

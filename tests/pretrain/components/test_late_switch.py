@@ -6,6 +6,7 @@ import torch
 from quick_cases import slow_except
 from torch import nn
 
+from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import read_checkpoint
@@ -47,7 +48,7 @@ def run(config, folder, *, is_resume=False):
 
 
 def without_time(rows):
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in SPEEDS} for row in rows]
 
 
 def weights(folder, step):

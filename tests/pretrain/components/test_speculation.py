@@ -7,7 +7,7 @@ import pytest
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.conversion.convert import bit_layers, convert
-from megalowbit.layers.precision_switch import switched
+from megalowbit.layers.conversion.precision_switch import switched
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.checks import check_config
 from megalowbit.pretrain.components.speculation import (

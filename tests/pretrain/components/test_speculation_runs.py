@@ -9,6 +9,7 @@ import pytest
 import torch
 from quick_cases import slow_except
 
+from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, product_counts
@@ -42,7 +43,7 @@ def checks_of(folder):
 
 
 def without_time(rows):
-    return [{key: value for key, value in row.items() if key != "tokens_per_second"} for row in rows]
+    return [{key: value for key, value in row.items() if key not in SPEEDS} for row in rows]
 
 
 def shares_by_step(folder, steps):

@@ -18,7 +18,9 @@ def test_the_startup_lines_name_folder_model_recipe_data_and_batch(build_job):
     job = build_job()
     text = startup_lines(job, ProcessIdentity(), is_resumed=False, changes=["run.steps 5 -> 6"])
     first_words = [line.split()[0] for line in text.splitlines() if line]
-    assert first_words == ["run", "model", "recipe", "kernels", "data", "batch", "schedule", "changed"]
+    assert first_words == [
+        "run", "model", "recipe", "kernels", "data", "batch", "flops", "schedule", "changed"
+    ]  # fmt: skip
     parameters = sum(p.numel() for p in job.engine.module.parameters())
     assert f"{parameters:,} parameters" in text
     assert f"{2 * 2 * 32:,} tokens per step on 1 process" in text

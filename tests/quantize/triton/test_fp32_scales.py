@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from triton_comparison import compare_in_a_process
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -20,7 +19,7 @@ def test_8_bit_formats_have_the_bits_of_the_reference_in_the_interpreter(group):
     compare_in_a_process("cpu", group, PROGRAM, TRITON_INTERPRET="1")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("group", GROUPS)
 def test_8_bit_formats_have_the_bits_of_the_reference_on_a_gpu(group):
     compare_in_a_process("cuda", group, PROGRAM)

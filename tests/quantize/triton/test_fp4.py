@@ -1,5 +1,4 @@
 import pytest
-import torch
 from triton_comparison import compare_in_a_process
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -14,7 +13,7 @@ def test_encoding_gives_the_bits_of_the_reference_in_the_interpreter(group):
     compare_in_a_process("cpu", group, TRITON_INTERPRET="1")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("group", GROUPS)
 def test_encoding_gives_the_bits_of_the_reference_on_a_gpu(group):
     compare_in_a_process("cuda", group)

@@ -16,7 +16,7 @@ from megalowbit.layers.conversion.convert import (
     restore,
     set_observer,
 )
-from megalowbit.layers.precision_switch import switch_precision, switched
+from megalowbit.layers.conversion.precision_switch import switch_precision, switched
 from megalowbit.layers.recipe import Recipe, recipe, recipes
 
 NEAREST = {"base": "nvfp4", "name": "nearest", "q_backward_outputgrad": "nvfp4e2m1bnosr"}

@@ -1,0 +1,138 @@
+"""Sibling layers: layers of one module that read the same input and share its quantised forms.
+
+The q, k and v projections of an attention read one tensor, the gate and up projections of an MLP another. The
+first of them to run quantises it. The others multiply the same codes and keep the same memory for backward:
+of a LLaMA block's seven inputs, four are quantised and saved.
+
+`convert` tells each layer the names of its siblings, and gives all layers of a model one `SharedInput`. The
+names decide only how long the forms of a tensor are held: until the last sibling has run, or until a layer
+of the model reads another input, whichever is first. Whether a layer may use a form is decided by what the
+codes depend on, so a wrong guess costs time but cannot change a number:
+
+- the tensor: its memory, shape, strides and dtype, and its version, which every in-place operation changes;
+- the micro-batch;
+- the request (`MatmulContext.input`): quantizer, layout, split, random key, dtype of the decoded operand.
+
+Layers with different recipes or precisions therefore share what is equal and quantise the rest themselves.
+
+Siblings draw the random numbers of their input under the name of the first sibling. Stochastic rounding
+therefore gives the same codes whether they are shared or made several times.
+
+Not shared: inputs of compiled layers, because the results of an operator must not be another one's memory;
+inputs in inference mode, which have no version; splits that start from a layer's own directions (all but the
+mean); inputs sharded over tensor-parallel ranks. Hooks that copy saved tensors, such as `save_on_cpu`, copy
+the codes once for each layer. As for the tensors that autograd saves, a write that does not change the
+version (through `.data` or NumPy) between two siblings goes unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalowbit.layers.recipe import Recipe
+
+# Names of layers in one module that get the same input, in the order in which transformers' models run them.
+# In a cross attention they get two inputs, and share what is equal.
+ROWS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("gate_proj", "up_proj"),
+)
+INPUT_ROLES = ("input", "backward_input")
+
+
+def find_siblings(in_features: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """The siblings of each layer that has any, itself included, in the order of `ROWS`.
+
+    `in_features` holds the low-bit layers by name; those without a common size have no common input.
+    """
+    found = {}
+    for name, size in in_features.items():
+        module, dot, last = name.rpartition(".")
+        for row in ROWS:
+            names = tuple(f"{module}{dot}{each}" for each in row)
+            siblings = tuple(each for each in names if in_features.get(each) == size)
+            if last in row and len(siblings) > 1:
+                found[name] = siblings
+    return found
+
+
+def shares_input(recipe: Recipe) -> bool:
+    """Whether the quantised forms of an input depend on nothing that differs between siblings."""
+    return recipe.split_input is None or recipe.split_input.method == "mean"
+
+
+class InputForms:
+    """The quantised forms of one tensor, by what was requested.
+
+    Attributes:
+        forms: request → what was made for it.
+        summed: (the tensor, a view of it whose gradient is summed over tensor-parallel ranks), or `None`.
+    """
+
+    def __init__(self, input: Tensor, siblings: tuple[str, ...], step: int) -> None:
+        # held, so no other tensor can get the same memory
+        self._storage: torch.UntypedStorage | None = input.untyped_storage()
+        self._identity = _identity(input, siblings, step)
+        self._waiting = set(siblings)
+        self.forms: dict[tuple[object, ...], Any] = {}
+        self.summed: tuple[Tensor, Tensor] | None = None
+
+    def is_of(self, input: Tensor, siblings: tuple[str, ...], step: int) -> bool:
+        """Whether `input` is this tensor, not changed since, in the same micro-batch and for these layers."""
+        return self._identity == _identity(input, siblings, step)
+
+    def end(self, layer: str) -> bool:
+        """Record that a sibling has run; true if all have."""
+        self._waiting.discard(layer)
+        return not self._waiting
+
+    def close(self) -> None:
+        """Drop all tensors; contexts that are kept for backward still hold this object."""
+        self._storage = self.summed = None
+        self.forms.clear()
+
+
+def _identity(input: Tensor, siblings: tuple[str, ...], step: int) -> tuple[object, ...]:
+    storage = input.untyped_storage()._cdata
+    view = input.storage_offset(), input.shape, input.stride(), input.dtype, input.is_neg()
+    return storage, *view, input._version, siblings, step
+
+
+class SharedInput:
+    """The input that a model's layers read last, if siblings share it; one for all layers of a model."""
+
+    def __init__(self) -> None:
+        self._current: InputForms | None = None
+
+    def begin(self, input: Tensor, siblings: tuple[str, ...], step: int) -> InputForms | None:
+        """The forms of a layer's input, to use and to add to; `None`: they are not shared.
+
+        Args:
+            input: what the layer multiplies.
+            siblings: names of the layer and its siblings; empty if it has none.
+            step: the micro-batch.
+        """
+        current = self._current
+        can_share = siblings and not torch.is_inference_mode_enabled() and not input.is_inference()
+        if current is not None and can_share and current.is_of(input, siblings, step):
+            return current
+        if current is not None:
+            current.close()
+        self._current = InputForms(input, siblings, step) if can_share else None
+        return self._current
+
+    def end(self, forms: InputForms, layer: str) -> None:
+        """A layer has run; drop the forms after the last sibling."""
+        if forms.end(layer):
+            forms.close()
+            if self._current is forms:
+                self._current = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for copies and pickles: they hold no tensors."""
+        return {"_current": None}

@@ -1,0 +1,129 @@
+"""Throughput: TFLOP/s of the model on one device, and the share of the device's peak that this is (MFU).
+
+Every run has this component; it has no section. `families/model_flops.py` counts the FLOPs of a token. The
+peak is the vendor's (`telemetry/peak_tflops.py`), or the setting `telemetry.peak_tflops`.
+
+For any layout: tokens per second of all ranks × FLOPs of the full model for a token ÷ number of devices.
+Tensor and pipeline ranks share their tokens, and `tokens_per_second` counts these once. The peak is that of
+the run's `precision`, also if products run in FP8 or FP4: bf16 and FP4 runs can then be compared by MFU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from megalowbit.pretrain.components.base import Component, RunParts, Summary
+from megalowbit.telemetry import columns
+from megalowbit.telemetry.facts import Fact, Facts
+from megalowbit.telemetry.moving_rate import MovingRate
+from megalowbit.telemetry.peak_tflops import peak_tflops
+
+if TYPE_CHECKING:
+    import torch
+
+    from megalowbit.families.model_flops import ModelFlops
+
+KEY = "megalowbit.telemetry.peak_tflops"
+
+
+class Throughput(Component):
+    """TFLOP/s and MFU of a run.
+
+    Args:
+        flops: of one token.
+        tokens_per_step: of one optimizer step, over all ranks.
+        num_devices: processes of the run, each with one device.
+        device: what they are called.
+        dtype: precision whose peak is used.
+        peak: of one device, in TFLOP/s; None: unknown.
+    """
+
+    def __init__(
+        self,
+        flops: ModelFlops,
+        *,
+        tokens_per_step: int,
+        num_devices: int,
+        device: str,
+        dtype: str,
+        peak: float | None,
+    ) -> None:
+        self.flops, self.peak = flops, peak
+        self._num_devices, self._device, self._dtype = num_devices, device, dtype
+        self._tokens_per_step, self._speed = tokens_per_step, MovingRate()
+
+    @classmethod
+    def build(cls, settings: None, parts: RunParts) -> Throughput:
+        device = name_of(parts.engine.device)
+        dtype = matrix_dtype(parts.precision)
+        peak = parts.telemetry.peak_tflops
+        return cls(
+            parts.flops,
+            tokens_per_step=parts.tokens_per_step,
+            num_devices=parts.engine.process_grid.world_size,
+            device=device,
+            dtype=dtype,
+            peak=peak_tflops(device, dtype) if peak is None else peak,
+        )
+
+    def startup_line(self) -> str:
+        """The FLOPs of a token and the peak, or how to set it."""
+        flops = f"flops     {columns.amount_text(self.flops.counted)} FLOP per token"
+        if self.peak is None:
+            return (
+                f"{flops}; no MFU, because the peak of {self._device} in {self._dtype} is unknown: set {KEY}"
+            )
+        return f"{flops}, peak of {self._device} {self.peak:g} TFLOP/s in {self._dtype}"
+
+    def of_speed(self, tokens_per_second: float | None) -> dict[str, Fact]:
+        """Columns for a speed over all ranks; None if it is unknown, and no MFU if the peak is."""
+        names = ("tflops_per_device", *(("mfu", "mfu_palm") if self.peak is not None else ()))
+        if tokens_per_second is None:
+            return dict.fromkeys(names)
+        counted, palm = (
+            flops * tokens_per_second / self._num_devices / 1e12
+            for flops in (self.flops.counted, self.flops.palm)
+        )
+        facts: dict[str, Fact] = {"tflops_per_device": counted}
+        if self.peak is not None:
+            facts |= {"mfu": counted / self.peak, "mfu_palm": palm / self.peak}
+        return facts
+
+    def facts(self, known: Facts) -> Facts:
+        """TFLOP/s of one device in this step, and with a known peak MFU."""
+        return self.of_speed(columns.number(known["tokens_per_second"]))
+
+    def after_step(self, step: int, facts: Facts) -> Iterable[str]:
+        self._speed.add(self._tokens_per_step)
+        return ()
+
+    def summary(self) -> Summary:
+        """Averages over the steps of this process without its first, as for `tokens_per_second`."""
+        averages = self.of_speed(self._speed.average)
+        mfu, tflops = averages.get("mfu"), columns.number(averages["tflops_per_device"])
+        figure = columns.UNKNOWN if tflops is None else f"{tflops:.4g} per device"
+        return Summary(
+            entries={
+                **averages,
+                "peak_tflops": self.peak,
+                "flops_per_token": self.flops.counted,
+                "flops_per_token_palm": self.flops.palm,
+            },
+            row=("TFLOP/s", figure, "MFU", columns.percent_text(mfu)),
+        )
+
+
+def name_of(device: torch.device) -> str:
+    """The name of an accelerator, as the driver gives it; `"cpu"`."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def matrix_dtype(precision: str) -> str:
+    """The dtype in which a run of this `precision` multiplies matrices on a GPU: fp32 may be TF32."""
+    import torch
+
+    is_tf32 = precision == "fp32" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if is_tf32 else precision

@@ -1,0 +1,99 @@
+"""Benchmarks need no data and write only what is asked for; their figures follow from their times."""
+
+import json
+from statistics import median
+
+import pytest
+
+from launchers import write_config
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.errors import UserError
+from megalowbit.pretrain.command_line import main
+from megalowbit.pretrain.estimate.benchmark import BenchmarkResult, benchmark
+
+FLOPS_PER_TOKEN = 6 * (2 * 12 * 32 * 32 + 256 * 32) + 12 * 2 * 32 * 32  # of the tiny GPT-2
+TOKENS = 2 * 2 * 32  # micro-batch, micro-batches, sequence length
+
+
+def files(folder):
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_benchmark_needs_no_data_and_leaves_no_files(resolve, tmp_path, capsys, monkeypatch):
+    config = resolve("megalowbit.telemetry.peak_tflops=0.25")
+    (tmp_path / "text.txt").unlink()
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path)
+    benchmark(config, ProcessIdentity(), steps=3, folder=tmp_path / "out")
+    assert files(tmp_path) - before == {"out/benchmark.json"}
+    found = json.loads((tmp_path / "out" / "benchmark.json").read_text())
+    speed = TOKENS / median(found["seconds"])
+    assert len(found["seconds"]) == 3
+    assert found["tokens_per_second"] == pytest.approx(speed)
+    assert found["speeds"]["tflops_per_device"] == pytest.approx(FLOPS_PER_TOKEN * speed / 1e12)
+    assert found["speeds"]["mfu"] == pytest.approx(FLOPS_PER_TOKEN * speed / 0.25e12)
+    output = capsys.readouterr().out
+    assert "random tokens" in output
+    assert " Benchmark " in output
+    assert "MFU (PaLM)" in output
+
+
+@pytest.mark.slow
+def test_a_profile_is_written_to_the_folder(resolve, tmp_path):
+    config = resolve('megalowbit.profile={"first_step": 2, "steps": 1}')
+    benchmark(config, ProcessIdentity(), steps=1, folder=tmp_path / "out")
+    assert (tmp_path / "out" / "profile" / "steps-2-2-rank-0.trace.json.gz").exists()
+
+
+def test_a_profile_without_a_folder_is_rejected(resolve):
+    config = resolve("megalowbit.profile={}")
+    with pytest.raises(UserError, match="needs a folder for the trace"):
+        benchmark(config, ProcessIdentity(), steps=1, folder=None)
+
+
+def test_steps_to_profile_after_the_benchmark_are_rejected(resolve, tmp_path):
+    config = resolve("megalowbit.run.steps=90", "megalowbit.profile.first_step=80")
+    with pytest.raises(UserError, match="ends after step 7, the last of this benchmark"):
+        benchmark(config, ProcessIdentity(), steps=2, folder=tmp_path / "out")
+
+
+def test_the_summary_is_ascii_that_fits_a_screen():
+    result = BenchmarkResult(
+        seconds=(0.25, 0.5, 2.0),
+        tokens_per_step=1_048_576,
+        skipped_steps=1,
+        speeds={"tflops_per_device": 412.34, "mfu": 0.4168, "mfu_palm": 0.43},
+        peak_memory=61 * 2**30,
+    )
+    text = result.render()
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= 80
+    for part in (
+        "3 (1 skipped)",
+        "0.5 s median",
+        "0.25 to 2 s",
+        "2.10M",
+        "412.3 per device",
+        "41.68%",
+        "61.00 GiB",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--benchmark", "0"], "--benchmark 0 must be at least 1 step"),
+        (["--benchmark", "--resume", "auto"], "--benchmark and --resume auto cannot be combined"),
+        (["--benchmark", "--dry-run"], "--benchmark and --dry-run cannot be combined"),
+        (["--benchmark", "--profile"], "name it with --run-dir"),
+        (["--profile", "late"], "--profile 'late' is not FIRST or FIRST:STEPS"),
+        (["--profile", "0"], "megalowbit.profile.first_step"),
+        (["--profile", "5:3"], "megalowbit.profile ends with step 7"),
+    ],
+)
+def test_wrong_options_are_one_line(tmp_path, capsys, arguments, message):
+    assert main(["--ds-config", str(write_config(tmp_path)), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
