@@ -6,7 +6,9 @@
         --recipe '{"base": "nvfp4", "split_grad_output": {"rank": 60}}'
 
 Candidates run interleaved; the ratio is the median over rounds of candidate / bf16 nn.Linear. If a recipe
-splits output gradients, a peer does the same in plain PyTorch operations.
+splits output gradients, a peer does the same in plain PyTorch operations. With --main-grad, all layers sum
+their gradients in fp32, as under the optimizers of this package. MEGALOWBIT_CPU_GEMM sets the dtype of our
+products on a CPU.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from collections.abc import Callable
 
 import torch
 from eager_split import EagerSplitLinear
-from timing import interleaved, keep_freed_memory, parser, print_table
+from timing import cache_note, interleaved, keep_freed_memory, parser, print_table
 
 import megalowbit as mlb
+from megalowbit.optim.gradients.buffer import GradBuffer
 
 SHAPES = ((1024, 128, 512), (4096, 768, 3072), (4096, 2048, 2048))  # tokens, in_features, out_features
 
@@ -29,6 +32,7 @@ def main() -> None:
     options.add_argument("--shape", action="append", type=shape, help="tokens x in_features x out_features")
     options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")
     options.add_argument("--counts", action="store_true", help="also time each recipe with saturation counts")
+    options.add_argument("--main-grad", action="store_true", help="sum gradients in fp32 main_grads")
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     print(f"torch {torch.__version__}, {chosen.device}, {chosen.threads} threads, {chosen.rounds} rounds")
@@ -56,6 +60,8 @@ def recipe(text: str) -> mlb.Recipe:
 def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace) -> None:
     x = torch.randn(tokens, inputs, device=options.device)
     grad = torch.randn(tokens, outputs, device=options.device)
+    if note := cache_note(2 * tokens * min(inputs, outputs), options.device):
+        print(note)
     layers = {
         "nn.Linear bf16": torch.nn.Linear(inputs, outputs, device=options.device, dtype=torch.bfloat16),
         "nn.Linear fp32": torch.nn.Linear(inputs, outputs, device=options.device),
@@ -70,6 +76,9 @@ def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace)
         rank = splits[0].rank_of(inputs, outputs)
         peer = EagerSplitLinear(inputs, outputs, rank=rank, device=options.device)
         layers["split in eager PyTorch, fp32"] = peer
+    if options.main_grad:
+        for layer in layers.values():
+            GradBuffer(layer.parameters())
     runs = {name: training_step(layer, x, grad) for name, layer in layers.items()}
     times = interleaved(runs, options.rounds, options.device)
     print_table(f"forward + backward, {tokens} tokens × {inputs}→{outputs}", times, "nn.Linear bf16")
@@ -84,7 +93,8 @@ def training_step(layer: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor) -
     x, grad = x.to(dtype, copy=True).requires_grad_(), grad.to(dtype)
 
     def step() -> None:
-        layer.zero_grad()
+        if not hasattr(layer.weight, "main_grad"):  # otherwise a further micro-batch of the same step
+            layer.zero_grad()
         x.grad = None
         layer(x).backward(grad)
 

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-from timing import interleaved, keep_freed_memory, parser, positive, print_table
+from timing import cache_note, interleaved, keep_freed_memory, parser, positive, print_table
 
 import megalowbit as mlb
 from megalowbit.quantize import reference
@@ -46,13 +46,18 @@ PLAIN = ("int8", "fp8e4m3", "int8e5m2b")  # quantizers that are also timed witho
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--size", type=positive, default=4096, help="rows and columns of the matrix")
+    arguments.add_argument(
+        "--size", type=positive, help="rows and columns of the matrix (default: 4096, and 16384 on a GPU)"
+    )
     arguments.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     options = arguments.parse_args()
+    options.size = options.size or (4096 if options.device == "cpu" else 16384)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     x = torch.randn(options.size, options.size, device=options.device).to(getattr(torch, options.dtype))
     print(f"torch {torch.__version__}, {options.device}, {options.threads} threads, {options.rounds} rounds")
+    if note := cache_note(x.nbytes, options.device):
+        print(note)
 
     candidates: dict[str, Callable[[], object]] = {"clone": x.clone}
     for name in NAMES:

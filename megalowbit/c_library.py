@@ -129,10 +129,10 @@ def find_or_build(source: Path, headers: Sequence[str] = ()) -> ctypes.CDLL:
     compiler = _compiler()
     try:
         version = _run([*compiler, "--version"], deadline)
-        settings = repr((FLAGS, EXTRA_FLAGS, compiler, version, platform.machine(), _cpu())).encode()
+        settings = repr((FLAGS, EXTRA_FLAGS, compiler, version, platform.machine(), cpu_lines())).encode()
         sources = [source.read_bytes(), *(source.with_name(header).read_bytes() for header in headers)]
         name = f"{source.stem}-{hashlib.sha256(b''.join(sources) + settings).hexdigest()[:24]}.so"
-        folder = _cache_folder()
+        folder = cache_folder()
         if folder is not None:
             kept = _load_cached(folder / name, source.stem) or _build_cached(
                 compiler, source, folder, name, deadline
@@ -253,7 +253,7 @@ def _forbids_programs(folder: Path) -> bool:
     return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0))
 
 
-def _cache_folder() -> Path | None:
+def cache_folder() -> Path | None:
     """The cache folder, created if missing; `None` and a warning if it cannot be used or trusted."""
     named, base = os.environ.get("MEGALOWBIT_CACHE"), os.environ.get("XDG_CACHE_HOME")
     try:
@@ -287,7 +287,7 @@ def _compiler() -> list[str]:
     return command
 
 
-def _cpu() -> list[str]:
+def cpu_lines() -> list[str]:
     """Lines that distinguish this CPU from others of its architecture that share the cache."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else [platform.processor()]

@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("busy machine")
 
+# Products of bf16 layers are bf16 in all tests and in the processes that they start, whatever is faster here.
+os.environ["MEGALOWBIT_CPU_GEMM"] = "bf16"
+
 # Folders and files whose tests start processes, longest first. Workers take files in this order; otherwise
 # one of them would still run a long file when the others have finished.
 LONGEST_FIRST = (

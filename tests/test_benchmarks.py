@@ -30,6 +30,12 @@ def test_linear_compares_every_recipe_with_a_bf16_layer():
 
 
 @pytest.mark.slow
+def test_linear_sums_gradients_in_fp32():
+    printed = run("linear.py", "--rounds", "2", "--shape", "64x32x48", "--main-grad")
+    assert "BitLinear nvfp4" in printed
+
+
+@pytest.mark.slow
 def test_linear_has_a_peer_for_recipes_that_split_the_output_gradient_and_counts_on_request():
     block = '{"base": "nvfp4", "name": "split", "split_grad_output": {"rank": 4}}'
     printed = run("linear.py", "--rounds", "2", "--shape", "64x32x48", "--recipe", block, "--counts")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from megalowbit.layers.settings import RegularizerSettings
+from megalowbit.layers.settings import ActivationCheckpointingSettings, RegularizerSettings
 from megalowbit.optim.loss_scale.base import GradScalerSettings
 from megalowbit.optim.loss_scale.registry import (
     AnyGradScalerSettings,
@@ -68,6 +68,17 @@ class EngineSettings(SettingsModel):
     fp32_norms: bool = Field(
         default=False,
         description="layer norms and RMS norms keep fp32 parameters and compute in fp32. Needs ZeRO stage 0",
+    )
+    activation_checkpointing: ActivationCheckpointingSettings = Field(
+        default=ActivationCheckpointingSettings(),
+        description="blocks that recompute their activations in backward; none. In a pipeline use "
+        "`pipeline.activation_checkpoint_interval`",
+    )
+    chunked_cross_entropy: bool | None = Field(
+        default=None,
+        description="compute output projection and loss in chunks of the vocabulary: the logits never exist "
+        "whole, and the model returns none in training. `null`: a pretraining run does so from a vocabulary "
+        "of 65,536 on, unless it is a pipeline; `mlb.initialize` does not",
     )
     watchdog: WatchdogSettings = Field(
         default=WatchdogSettings(), description="when to end a run that cannot continue, and how long to wait"

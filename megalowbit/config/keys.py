@@ -156,7 +156,8 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "activation_checkpointing",
         _is_any_on,
-        "Hugging Face models never call DeepSpeed's checkpointing, so it would save no memory: remove it",
+        "Hugging Face models never call DeepSpeed's checkpointing, so it would save no memory: remove it and "
+        "set megalowbit.activation_checkpointing.every",
     ),
     ("checkpoint.writer", _is_on, "checkpoints are written atomically by megalowbit: remove it"),
     ("checkpoint.load_universal", _is_on, "universal checkpoints are not supported yet: remove it"),

@@ -111,6 +111,12 @@ def check_pipeline(config: Mapping[str, Any], settings: EngineSettings, stages: 
         problems.add(UserError(f"megalowbit.layer_scaling.enabled = true {where}: set it to false"))
     if strength:
         problems.add(UserError(f"megalowbit.regularizer.strength = {strength} {where}: set 0"))
+    if settings.activation_checkpointing.every:
+        message = f"megalowbit.activation_checkpointing.every = {settings.activation_checkpointing.every}"
+        remedy = "set it to 0, and pipeline.activation_checkpoint_interval instead"
+        problems.add(UserError(f"{message} {where}: {remedy}"))
+    if settings.chunked_cross_entropy:
+        problems.add(UserError(f"megalowbit.chunked_cross_entropy = true {where}: set it to false"))
     recipe: Any = settings.recipe
     while isinstance(recipe, Mapping):
         if recipe.get("parameter_split") is not None:

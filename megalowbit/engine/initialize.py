@@ -21,7 +21,7 @@ from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.pipeline import set_by_user
 from megalowbit.config.zero import zero_stage
 from megalowbit.distributed import process_group
-from megalowbit.distributed.agreement import succeed_together
+from megalowbit.distributed.agreement import agree, succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank, adapt_mpu, find_grid
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.build_optimizer import OptimizerStart
@@ -50,6 +50,7 @@ from megalowbit.engine.run_checks.ranks_agree import (
     model_facts,
 )
 from megalowbit.engine.tensor_parallel.same_batch import check_first_batch
+from megalowbit.layers.cpu_gemm import cpu_gemm, use_cpu_gemm
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.precision.autocast import attach_autocast
@@ -155,6 +156,8 @@ def initialize(
         config={**QUIET, **parts.deepspeed, **start.deepspeed_keys},
     )
     start.finish(engine)
+    if engine.device.type == "cpu":
+        use_cpu_gemm(agree(cpu_gemm))
     _attach(engine, parts.settings, start.regularizer, grid)
     succeed_together(check_prepared, engine, prepared)
     release_full_model(engine.module)

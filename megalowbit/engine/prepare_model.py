@@ -23,6 +23,8 @@ from megalowbit.engine.pipeline.setup import begin_stage, full_model_of, groups_
 from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError
+from megalowbit.hf.activation_checkpointing import recompute_blocks
+from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.kept_layers import missed_weights
 from megalowbit.layers.conversion.report import refuse_missed
@@ -77,6 +79,9 @@ def _prepare_part(
     refuse_former_attribute(model)
     recipe = _convert_if_asked(full_model_of(model), parts.settings.recipe, seed)
     begin_stage(model, parts)
+    recompute_blocks(model, parts.settings.activation_checkpointing)
+    if parts.settings.chunked_cross_entropy:
+        chunk_cross_entropy(model)
     set_random_ranks(model, grid)
     if parts.settings.fp32_norms:
         keep_fp32(full_model_of(model))  # the full model, because a stage may have no norm

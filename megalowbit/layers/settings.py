@@ -11,6 +11,28 @@ from megalowbit.values import SettingsModel
 NotNegative = Annotated[float, Field(ge=0)]
 
 
+class ActivationCheckpointingSettings(SettingsModel):
+    """Which blocks recompute their activations in backward instead of keeping them. Losses and gradients do
+    not change by a bit; a recomputed block costs its forward once more.
+    """
+
+    every: int = Field(default=0, ge=0, description="recompute blocks 0, n, 2n, … 1: all blocks. 0: none")
+    first: int | None = Field(
+        default=None, ge=1, description="of these, only blocks among the first so many. `null`: all of them"
+    )
+
+    @model_validator(mode="after")
+    def _has_blocks_to_choose_from(self) -> ActivationCheckpointingSettings:
+        if self.first is not None and not self.every:
+            raise ValueError("first has no effect without every: set every to 1")
+        return self
+
+    def is_recomputed(self, index: int) -> bool:
+        """Whether the block with this index, counted from 0, is recomputed."""
+        is_chosen = self.every > 0 and index % self.every == 0
+        return is_chosen and (self.first is None or index < self.first)
+
+
 class RegularizerSettings(SettingsModel):
     """The dual-range regulariser of the low-bit layers' weights (`layers/regularizer.py`). Off by default."""
 

@@ -43,6 +43,7 @@ ENGINE_KEYS = tuple(EngineSettings.model_fields)
 FILE_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "cache_dir"))
 NAME_OR_FILE_KEYS = (("data", "corpus"), ("data", "tokenizer"))
 NOT_PATHS = {"stdlib", "byte", "bpe"}
+LARGE_VOCABULARY = 2**16  # from here on, the loss is computed in chunks by default
 DEFAULT_RECIPE = "nvfp4"  # of the loop only: an engine without the loop converts no layers by default
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -143,6 +144,12 @@ class PretrainConfig:
         """The recipe, as a name or a block."""
         recipe = self.parts.settings.recipe
         return DEFAULT_RECIPE if recipe is None else recipe
+
+    def chunks_loss(self, vocab_size: int) -> bool:
+        """Whether the loss of a model with this vocabulary is computed in chunks."""
+        chosen = self.parts.settings.chunked_cross_entropy
+        is_default = vocab_size >= LARGE_VOCABULARY and self.grid.pipeline_size == 1
+        return is_default if chosen is None else chosen
 
     def to_dict(self) -> dict[str, Any]:
         """The resolved configuration as one JSON object, which can be used as a configuration file."""

@@ -30,6 +30,7 @@ from megalowbit.families.config_checks import check_fits
 from megalowbit.families.model_flops import ModelFlops
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.generation import stored_generation
 from megalowbit.hf.training_checkpoint import FORMAT
 from megalowbit.layers.carried_state import (
@@ -356,6 +357,8 @@ def _prepared_model(
     shard_model(model, parts)  # before conversion: low-bit layers are built from shards
     report = convert(model, recipe, seed=settings.run.seed, rank=grid.data_rank)
     check_all_projections_seen(model.config, report)
+    if config.chunks_loss(model.config.vocab_size):
+        chunk_cross_entropy(model)
     if grid.pipeline_size > 1:
         model = pipeline_module(
             model,

@@ -68,6 +68,8 @@ SPLIT = {"base": {"base": "nvfp4", "parameter_split": {"warmup_steps": 1, "rank"
         ({"layer_scaling": {"enabled": True}, "precision": "fp16"}, {}, "layer_scaling"),
         ({"recipe": "nvfp4", "regularizer": {"strength": 0.1}}, {}, "regularizer"),
         ({"recipe": SPLIT}, {}, "parameter_split"),
+        ({"activation_checkpointing": {"every": 1}}, {}, "pipeline.activation_checkpoint_interval"),
+        ({"chunked_cross_entropy": True}, {}, "chunked_cross_entropy"),
     ],
 )
 def test_settings_that_need_all_layers_are_rejected_with_stages(block, more, part):

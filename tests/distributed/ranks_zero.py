@@ -18,11 +18,15 @@ from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.overflow_retry import retry_engine_step
 from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.errors import UserError
+from megalowbit.hf import chunked_cross_entropy
 from megalowbit.layers.conversion.convert import cache_weights
 
 IS_QUICK = sys.argv[1] == "quick"
 STAGES = ("0", "2", "3 offload") if IS_QUICK else ("0", "1", "2", "3", "1 offload", "2 offload", "3 offload")
 PRECISIONS = ("fp16",) if IS_QUICK else ("fp16", "bf16", "fp32")
+VOCABULARY = 300
+CHUNKED = {"chunked_cross_entropy": True, "activation_checkpointing": {"every": 2}}
+chunked_cross_entropy.CHUNK_ELEMENTS = 0  # chunks of 128 rows
 rank, world_size = rank_and_size()
 
 
@@ -344,13 +348,15 @@ def uneven(stage):
     return run_of(settings, steps=3, make_model=Uneven)
 
 
-def checkpointing(stage):
+def checkpointing(stage, **block):
     """A GPT-2 with dropout that recomputes its blocks, low-bit weights kept over all uses in a step."""
     torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16, "vocab_size": VOCABULARY}
     model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
-    model.gradient_checkpointing_enable()
-    settings = staged(config("fp16", steps=2, scaler={"initial_scale": 256.0}), stage, recipe="nvfp4")
+    if not block:
+        model.gradient_checkpointing_enable()
+    settings = config("fp16", steps=2, scaler={"initial_scale": 256.0})
+    settings = staged(settings, stage, recipe="nvfp4", **block)
     engine, optimizer, _, _ = make(model, settings)
     cache = cache_weights(engine.module)
     torch.manual_seed(rank)
@@ -358,7 +364,7 @@ def checkpointing(stage):
     for step in range(3):
         for micro_batch in range(2):
             generator = torch.Generator().manual_seed(step * 8 + micro_batch * 2 + rank)
-            tokens = torch.randint(64, (2, 16), generator=generator)
+            tokens = torch.randint(VOCABULARY, (2, 16), generator=generator)
             loss = engine(input_ids=tokens, labels=tokens).loss
             engine.backward(loss)
             engine.step()
@@ -380,6 +386,7 @@ for stage in STAGES:
         "layers": lambda: layers(stage),  # noqa: B023
         "uneven": lambda: uneven(stage),  # noqa: B023
         "checkpointing": lambda: checkpointing(stage),  # noqa: B023
+        "chunked": lambda: checkpointing(stage, **CHUNKED),  # noqa: B023
         "retries": lambda: retries(stage),  # noqa: B023
     }
     result[stage] = {name: case() for name, case in cases.items()}

@@ -52,6 +52,11 @@ CASES = {
     },
     "gpt2 chosen": {"family": "gpt2", "recipe": "fp8", "has_chooser": True},
     "llama chosen, stage 3": {"family": "llama", "recipe": "fp8", "has_chooser": True, "stage": 3},
+    "llama, loss in chunks": {
+        "family": "llama",
+        "recipe": NEAREST,
+        "block": {"chunked_cross_entropy": True, "activation_checkpointing": {"every": 2}},
+    },
     "gpt2, kept by name": {"family": "gpt2", "recipe": {**NEAREST, "keep": ["*.mlp.*", "*.1.attn.c_proj"]}},
 }
 CASES |= {kind: {"family": kind, "recipe": NEAREST} for kind in FURTHER_KINDS}

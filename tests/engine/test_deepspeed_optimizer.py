@@ -1,5 +1,6 @@
 import pytest
 import torch
+from small_engines import make_engine
 
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
@@ -75,3 +76,23 @@ def test_the_other_arguments_of_deepspeeds_load_are_accepted():
     other, fresh = make()
     fresh.load_state_dict(optimizer.state_dict(), load_optimizer_states=False, load_from_fp32_weights=True)
     assert torch.equal(other, parameter)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_layers_add_to_the_fp32_sums_of_stage_0_only(stage, monkeypatch):
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", "fp32")  # GEMMs that can add to fp32
+    engine = make_engine(stage, recipe="nvfp4", micro_batches=2)
+    weight = engine.module[0].weight
+    before = weight.detach().clone()
+    for seed in range(2):
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        engine.backward(engine(x).float().square().mean())
+        if stage == 0:
+            assert weight.grad.data_ptr() == weight.main_grad.data_ptr()
+            assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+        else:
+            assert not hasattr(weight, "main_grad")
+        assert torch.equal(weight, before)
+        engine.step()
+    assert not torch.equal(weight, before)
+    assert weight.grad is None

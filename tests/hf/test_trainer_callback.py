@@ -124,6 +124,15 @@ def test_gradient_checkpointing_repeats_the_weights(whole, tmp_path):
     assert differing(whole[1], weights(trainer)) == []
 
 
+def test_a_loss_in_chunks_trains_and_evaluates(whole, tmp_path):
+    trainer = make(tmp_path, mlb.chunk_cross_entropy(llama()))
+    trainer.train()
+    for name, value in weights(trainer).items():
+        torch.testing.assert_close(value, whole[1][name], rtol=0, atol=1e-3)
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert trainer.predict(DATASET[:2]).predictions.shape == (2, 8, 64)  # evaluation returns logits
+
+
 @pytest.mark.slow
 def test_autocast_to_bf16_trains_in_low_precision(tmp_path):
     trainer = make(tmp_path, bf16=True)

@@ -36,6 +36,10 @@ OURS = {
     "regularizer.strength": ["true", "-1", '"0"'],
     "layer_scaling.every": ["true", "0"],
     "layer_scaling.enabled": ["1", '"true"'],
+    "activation_checkpointing": ["true", "2"],
+    "activation_checkpointing.every": ["true", "-1", '"2"', "1.5"],
+    "activation_checkpointing.first": ["true", "0", "4"],  # the last has no effect without every
+    "chunked_cross_entropy": ["1", '"true"', "{}"],
     "precision": ["true", '"fp8"', "16", "{}"],
     "grad_scaler.type": ["true", '"none_such"'],
     "gradient_norm": ["true", '"max"'],

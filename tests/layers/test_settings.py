@@ -4,7 +4,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from megalowbit.layers.settings import RegularizerSettings
+from megalowbit.layers.settings import ActivationCheckpointingSettings, RegularizerSettings
 
 
 def test_the_regularizer_is_off_by_default():
@@ -37,3 +37,17 @@ def test_an_implausible_value_is_rejected(values, key):
 def test_importing_the_settings_does_not_import_torch():
     code = "import sys, megalowbit.layers.settings; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [({}, []), ({"every": 1}, range(6)), ({"every": 2}, [0, 2, 4]), ({"every": 2, "first": 3}, [0, 2])],
+)
+def test_blocks_to_recompute_are_every_nth_of_the_first(values, expected):
+    settings = ActivationCheckpointingSettings(**values)
+    assert [index for index in range(6) if settings.is_recomputed(index)] == list(expected)
+
+
+def test_the_first_blocks_alone_choose_nothing():
+    with pytest.raises(ValidationError, match="set every to 1"):
+        ActivationCheckpointingSettings(first=2)

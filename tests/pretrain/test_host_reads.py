@@ -26,6 +26,7 @@ PACKAGES = ("megalowbit", "deepspeed", "transformers")
 DEVICE = {"megalowbit.optim.gradients.norm.read": 1}  # norm, flag, loss, counts: one copy
 ON_THE_HOST = {
     "megalowbit.layers.matmul.gemms._alpha",  # CPUs: tensor scales as an argument of a bf16 GEMM
+    "megalowbit.layers.matmul.gemms.add_product",  # CPUs: as a factor of a sum in main_grad
     "megalowbit.layers.matmul.gemms.finish",  # CPUs: the same for the C kernel, in fp16 and fp32
     "megalowbit.spectral.orthogonal.cholesky_rows",  # CPUs: whether LAPACK failed
     "deepspeed.runtime.utils.is_invalid_grad_norm",  # ZeRO: the norm has been read before

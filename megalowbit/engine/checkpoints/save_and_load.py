@@ -42,6 +42,7 @@ from megalowbit.engine.checkpoints.reshape import check_fits, load_reshaped
 from megalowbit.engine.run_checks.model import check_scaler
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.cpu_gemm import UNRECORDED, cpu_gemm, use_cpu_gemm
 from megalowbit.layers.state_dict_layout import parameter_layout
 from megalowbit.optim.schedules.scheduler import LRScheduler
 
@@ -220,6 +221,9 @@ def load_together(
             logger.warning("%s", how)
         load_reshaped(engine, contents, present)
         state = contents.header
+    recorded = own.get("cpu_gemm", UNRECORDED)
+    if engine.device.type == "cpu" and recorded is not None:  # None: saved on another device
+        use_cpu_gemm(recorded)
     if isinstance(engine.lr_scheduler, LRScheduler):
         engine.lr_scheduler.write_rates()  # from stage 1 on, DeepSpeed loads the groups after the schedule
     if takes_states:
@@ -325,6 +329,7 @@ def _engine_state(
             "grad_scaler": None if scaler is None else scaler.state_dict(),
             "optimizer": update_rule(engine),
             "recipe": recipes_of(engine),
+            "cpu_gemm": cpu_gemm() if engine.device.type == "cpu" else None,
         }
     states = gather_bytes(own["random_states"])
     rank_files = [name for name in gather(None if rank_file is None else rank_file[0]) if name is not None]

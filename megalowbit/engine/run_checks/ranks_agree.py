@@ -33,6 +33,7 @@ DISTRIBUTIONS = ("torch", "deepspeed", "transformers", "triton")
 # these select the kernels and their rounding
 ENVIRONMENT = (
     "MEGALOWBIT_BACKEND",
+    "MEGALOWBIT_CPU_GEMM",
     "MEGALOWBIT_APEX",
     "TRITON_INTERPRET",
     "DS_ACCELERATOR",

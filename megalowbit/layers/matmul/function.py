@@ -12,6 +12,10 @@ Forward keeps packed operands for backward (4.5 bits an element for NVFP4), not 
 from. Backward decodes them again. Only requested gradients are computed, and only what they need is saved.
 
 The gradient is the straight-through estimator: rounding and clipping count as the identity.
+
+If the weight's gradients are summed in fp32 (`slots.GradientSums`), the GEMM adds grad_weight to that sum in
+fp32, and autograd gets no gradient of the weight. Products on FP8 and FP4 tensor cores cannot add, and a
+weight split into parameters needs the gradient for its factors: in these cases autograd gets it.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ from torch.autograd.function import once_differentiable
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
-from megalowbit.layers.matmul.gemms import column_sums, gemm_dtype, multiply
+from megalowbit.layers.matmul.gemms import add_product, column_sums, gemm_dtype, multiply
 from megalowbit.layers.matmul.operand import MatmulOperand, exact_dtype, restore_operands, save_operands
 from megalowbit.layers.matmul.quantizations import Quantization
-from megalowbit.layers.matmul.split import Side, multiply_split
+from megalowbit.layers.matmul.slots import GradientSums
+from megalowbit.layers.matmul.split import Side, add_split_product, multiply_split
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import operand_quantizers
 from megalowbit.quantize.quantized_tensor import matrix_shape
@@ -117,6 +122,10 @@ def _weight_for_backward(
     return context.weight(weight, wanted, lambda: context.quantize(split(), wanted)).packed()
 
 
+# Calls its argument with an fp32 sum and a factor, if the gradient may be added there; see `GradientSums`.
+AddToSum = Callable[[Callable[[Tensor, float], bool]], bool]
+
+
 class Dtypes(NamedTuple):
     """Dtypes of the tensors that get a gradient; each gradient has its tensor's dtype."""
 
@@ -135,11 +144,13 @@ def backward_products(
     in_features: int,
     dtypes: Dtypes,
     needs_bias: bool,
+    add_to_sum: AddToSum | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of input, weight and bias; if the weight is split into parameters, also those of U, S and V.
 
     `input` and `weight` are what `Forward` kept, `grad_output` is (…, out_features), and `dtypes` are those
-    of the gradients. The other arguments are those of `forward_products`.
+    of the gradients. The weight's gradient is `None` if `add_to_sum` has added it. The other arguments are
+    those of `forward_products`.
     """
     grad_input = grad_weight = grad_bias = None
     grad, grad_t = _quantize_gradient(
@@ -157,7 +168,11 @@ def backward_products(
     summing = None if context.shards is None else context.shards.start_sum_grad_input(grad_input)
     if input is not None:
         assert grad_t is not None  # made above
-        grad_weight = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
+        is_added = add_to_sum is not None and add_to_sum(
+            functools.partial(_add_grad_weight, context, grad_t, input)
+        )
+        if not is_added:
+            grad_weight = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
     if needs_bias and dtypes.bias is not None:
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
     grad_t = None
@@ -215,22 +230,78 @@ def _product(
     if left.low_rank is None and right.low_rank is None:
         result = gemm(left, right, out_dtype=out_dtype, bias=bias)
     else:
-        if context.recipe.gemm == "bf16":  # the thin products read the residuals' decoded operands as well
-            exact = left.tensor.exact_dtype, right.tensor.exact_dtype
-            dtype = gemm_dtype(exact, context.compute_dtype, left.device)
-            left, right = left.decoded(dtype), right.decoded(dtype)
-        is_transformed = product == "grad_weight" and context.recipe.hadamard
+        if context.recipe.gemm == "bf16":
+            left, right = _decoded(context, left, right)
         result = multiply_split(
             lambda wide_dtype, bias: gemm(left, right, out_dtype=wide_dtype, bias=bias),
-            Side(left, TRANSPOSES[product][0]),
-            Side(right, TRANSPOSES[product][1]),
+            *_sides(product, left, right),
             compute_dtype=context.compute_dtype,
             out_dtype=out_dtype,
             bias=bias,
-            signs=context.hadamard_signs if is_transformed else None,
+            signs=_signs(context, product),
         )
     context.probe_product(product, left, right, result, bias)
     return result
+
+
+def _add_grad_weight(
+    context: MatmulContext, left: MatmulOperand, right: MatmulOperand, total: Tensor, factor: float
+) -> bool:
+    """Add factor · grad_weight to `total`, if the GEMM can add and no probe has to see the product."""
+    product = "grad_weight"
+    if context.recipe.gemm != "bf16" or context.probe is not None:
+        return False
+    is_split = left.low_rank is not None or right.low_rank is not None
+    if is_split:
+        left, right = _decoded(context, left, right)
+    transpose_left, transpose_right = _transposes(product, left, right)
+    settings: dict[str, Any] = {"compute_dtype": context.compute_dtype, "factor": factor}
+    add = functools.partial(
+        add_product,
+        total,
+        left.tensor,
+        right.tensor,
+        transpose_left=transpose_left,
+        transpose_right=transpose_right,
+        **settings,
+    )
+    if is_split:
+        sides = _sides(product, left, right)
+        is_added = add_split_product(total, add, *sides, signs=_signs(context, product), **settings)
+    else:
+        is_added = add()
+    if is_added and context.count is not None:
+        context.count(product, "bf16")
+    return is_added
+
+
+def _decoded(
+    context: MatmulContext, left: MatmulOperand, right: MatmulOperand
+) -> tuple[MatmulOperand, MatmulOperand]:
+    """Split operands with their residuals decoded, because the thin products read these as well."""
+    exact = left.tensor.exact_dtype, right.tensor.exact_dtype
+    dtype = gemm_dtype(exact, context.compute_dtype, left.device)
+    return left.decoded(dtype), right.decoded(dtype)
+
+
+def _sides(product: str, left: MatmulOperand, right: MatmulOperand) -> tuple[Side, Side]:
+    transpose_left, transpose_right = TRANSPOSES[product]
+    return Side(left, transpose_left), Side(right, transpose_right)
+
+
+def _signs(context: MatmulContext, product: str) -> int | None:
+    """Signs of the Hadamard transform along the axis that a product sums over, or `None`."""
+    return context.hadamard_signs if product == "grad_weight" and context.recipe.hadamard else None
+
+
+def _transposes(product: str, left: MatmulOperand, right: MatmulOperand) -> tuple[bool, bool]:
+    """Whether a product takes the transposes of the stored matrices.
+
+    TRANSPOSES refers to the original tensors. With the layout `per_gemm`, grad_weight reads grad_outputᵀ as
+    stored, (N, M), but inputᵀ (K, M) as (M, K).
+    """
+    transpose_left, transpose_right = TRANSPOSES[product]
+    return transpose_left != left.is_transposed, transpose_right != right.is_transposed
 
 
 def _gemm(
@@ -243,12 +314,10 @@ def _gemm(
     bias: Tensor | None,
 ) -> Tensor:
     """Run one GEMM of two stored operands in the recipe's precision, or in bf16 if that is not possible."""
-    transpose_left, transpose_right = TRANSPOSES[product]
-    # TRANSPOSES refers to the original tensors, these arguments to the stored matrices. With the layout
-    # `per_gemm`, grad_weight reads grad_outputᵀ as stored, (N, M), but inputᵀ (K, M) as (M, K).
+    transpose_left, transpose_right = _transposes(product, left, right)
     arguments: dict[str, Any] = {
-        "transpose_left": transpose_left != left.is_transposed,
-        "transpose_right": transpose_right != right.is_transposed,
+        "transpose_left": transpose_left,
+        "transpose_right": transpose_right,
         "out_dtype": out_dtype,
         "bias": bias,
     }
@@ -263,6 +332,16 @@ def _gemm(
     if context.count is not None:
         context.count(product, path)
     return result
+
+
+def _weight_sum(ctx: Any) -> AddToSum | None:
+    """Adds to the sum of the weight's gradients, if the weight is a parameter that has one."""
+    accumulator = ctx.next_functions[1][0]  # of forward's second argument
+    weight: Tensor | None = getattr(accumulator, "variable", None)  # `None`: computed or frozen
+    sums: GradientSums | None = getattr(weight, "grad_buffer", None)
+    if weight is None or sums is None:
+        return None
+    return functools.partial(sums.add_gradient, weight, accumulator)
 
 
 class LowbitLinear(torch.autograd.Function):
@@ -304,6 +383,7 @@ class LowbitLinear(torch.autograd.Function):
             in_features=ctx.in_features,
             dtypes=ctx.dtypes,
             needs_bias=ctx.needs_input_grad[2],
+            add_to_sum=None if factors else _weight_sum(ctx),
         )
         return *gradients[:3], None, *gradients[3:]
 

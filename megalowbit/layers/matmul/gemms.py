@@ -10,6 +10,7 @@ The layer's compute dtype decides what runs:
     compute dtype   device   operands                       sums   GEMM result
     bf16            CUDA     bf16 (fp32 if needed)          fp32   fp32
                     CPU      bf16 (fp32 if needed)          fp32   bf16, scale and bias applied to the sums
+                             fp32, where that is faster     fp32   fp32 (see `cpu_gemm`)
     fp16, fp32      CUDA     bf16; fp16 or fp32, see below  fp32   fp32
                     CPU      fp32                           fp32   fp32
     fp64            any      fp64                           fp64   fp64
@@ -17,8 +18,8 @@ The layer's compute dtype decides what runs:
 The result is then scaled, the bias is added, and it is rounded once to the output's dtype. Exceptions and
 limits:
 
-- bf16 on a CPU: the product is rounded to bf16 before the bias if the output is fp32 (autocast) or the bias
-  is fp32.
+- bf16 operands on a CPU: the product is rounded to bf16 before the bias if the output is fp32 (autocast) or
+  the bias is fp32.
 - fp16 and fp32: NVFP4 operands reach 2688, so a product could overflow fp16. Therefore it is formed in fp32.
 - fp16 and fp32 on CUDA: operands with their tensor's own range stay fp16 in an fp16 layer, also if the other
   operand is not quantised. In an fp32 layer they are fp32.
@@ -39,11 +40,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megalowbit.layers.cpu_gemm import DTYPES, cpu_gemm
 from megalowbit.quantize import backends
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
 from megalowbit.quantize.quantized_tensor import Operand, QuantizedTensor
 
 PIECE_ELEMENTS = 1 << 18
+MOST_OCTAVES = 60  # of a power of two that a GEMM may apply to an operand: none leaves fp32's range by it
 
 
 def multiply(
@@ -82,6 +85,65 @@ def multiply(
         if alpha is not None:
             return _scaled_product(a, b, alpha, bias, out_dtype)
         return finish(_product(a, b), scale, bias, out_dtype)
+
+
+def add_product(
+    total: Tensor,
+    left: Operand,
+    right: Operand,
+    *,
+    transpose_left: bool = False,
+    transpose_right: bool = False,
+    compute_dtype: torch.dtype,
+    factor: float,
+) -> bool:
+    """Add factor · left · right to `total` (m, n), fp32, without rounding the product to half precision.
+
+    The GEMM adds (beta = 1). It could apply a tensor scale only with a further rounding, and not at all if
+    the scale is on a GPU. Therefore one further pass adds the fp32 product times a scale, except on a CPU if
+    the scale is a power of two. The arguments are otherwise those of `multiply`.
+
+    Returns:
+        Whether it was added. False, and nothing is changed, where GEMMs have half-precision results (bf16 on
+        a CPU) and for fp64.
+    """
+    device = total.device
+    dtype = gemm_dtype([left.exact_dtype, right.exact_dtype], compute_dtype, device)
+    if not can_add(dtype, device):
+        return False
+    scale = _combined_scale(left, right)
+    if scale is not None and device.type == "cpu":
+        factor *= scale.item()
+        scale = None
+    a = left.operand(dtype, transpose=transpose_left)
+    b = right.operand(dtype, transpose=transpose_right)
+    with no_autocast(device.type):
+        if scale is not None:
+            total.addcmul_(_product(a, b), scale, value=factor)
+        elif _is_power_of_two(factor):
+            add_matrix_product(total, a, b, factor)
+        else:
+            total.add_(_product(a, b), alpha=factor)
+    return True
+
+
+def _is_power_of_two(factor: float) -> bool:
+    """Whether a GEMM may multiply an operand by this factor, which is then exact."""
+    mantissa, exponent = math.frexp(factor)
+    return mantissa == 0.5 and abs(exponent) <= MOST_OCTAVES
+
+
+def can_add(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a GEMM of operands of this dtype can add to an fp32 matrix."""
+    return dtype == torch.float32 or (dtype != torch.float64 and _has_wide_output(device))
+
+
+def add_matrix_product(total: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
+    """Add factor · a · b to `total` (m, n), fp32, with operands that `can_add`."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b, alpha=factor)
+    else:
+        torch.addmm(total, a, b, out_dtype=torch.float32, alpha=factor, out=total)
 
 
 def _alpha(a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> float | None:
@@ -134,7 +196,7 @@ def column_sums(matrix: Tensor, out_dtype: torch.dtype) -> Tensor:
     wide = torch.promote_types(matrix.dtype, torch.float32)
     total = torch.zeros(matrix.shape[1], dtype=wide, device=matrix.device)
     for (rows,) in _in_rows(matrix):
-        total += rows.to(wide).sum(0)
+        total += rows.sum(0, dtype=wide)  # on a GPU without a wide copy
     return total.to(out_dtype)
 
 
@@ -161,7 +223,7 @@ def gemm_dtype(
     if compute_dtype == torch.float64 or torch.float32 in exact:
         return torch.promote_types(compute_dtype, torch.float32)
     if compute_dtype == torch.bfloat16:
-        return compute_dtype
+        return DTYPES[cpu_gemm()] if device.type == "cpu" else compute_dtype
     if not _has_wide_output(device):
         return torch.float32
     if torch.float16 in exact and (compute_dtype == torch.float32 or torch.bfloat16 not in exact):

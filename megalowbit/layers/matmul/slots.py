@@ -2,7 +2,7 @@
 
 Telemetry implements `Observer`, speculation implements `Chooser` and `Probe`. Layers depend on these
 protocols only, and an empty slot costs nothing. A chooser returns each layer's recipe for the step and may
-inspect single uses with a probe.
+inspect single uses with a probe. The optimizer implements `GradientSums`, an attribute of the weight.
 
 Order of the calls in one use:
 
@@ -24,9 +24,11 @@ Not covered: weights split into parameters, whose products are wider than the we
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.layers.matmul.use_counter import Use
@@ -93,3 +95,22 @@ class Chooser(Protocol):
 
     def probe(self, layer: str, use: Use) -> Probe | None:
         """The probe for a use of a layer, or `None`; called in training mode, never for repeated forwards."""
+
+
+class GradientSums(Protocol):
+    """Sums the gradients of parameters in fp32; a parameter's `grad_buffer`, if it has one."""
+
+    def add_gradient(
+        self, parameter: Tensor, accumulator: Node, add: Callable[[Tensor, float], bool]
+    ) -> bool:
+        """Let a layer add a gradient to a parameter's sum instead of returning it; called in backward.
+
+        Args:
+            parameter: with this buffer as its `grad_buffer`.
+            accumulator: autograd's node that would get the gradient.
+            add: takes the sum, fp32 in the parameter's shape, and a factor. It adds factor · gradient and
+                returns true, or it changes nothing and returns false.
+
+        Returns:
+            Whether the gradient was added. False also if autograd has to see it, for example for a hook.
+        """

@@ -9,7 +9,7 @@ A split operand is gain · residual + low-rank part. With left = g·R + A·B and
 
 k is the rank of the split and `inner` the axis that the product sums over. The first term is a product of
 quantised operands and runs in the precision that the recipe sets. The other terms have an inner or outer
-size of k. They run in the layer's dtype on the quantised factors, with B·(…) and R·C rounded to it once. No
+size of k. They run in the GEMM's dtype on the quantised factors, with B·(…) and R·C rounded to it once. No
 operand is ever reassembled: backward keeps codes, and FP4 hardware could do the same.
 
 If A is a column of ones (a mean row), A·(B·…) is one row (1, n) and is added like a bias, without another
@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalowbit.layers.matmul.gemms import gemm_dtype, no_autocast
+from megalowbit.layers.matmul.gemms import add_matrix_product, can_add, gemm_dtype, no_autocast
 from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand
 from megalowbit.quantize.hadamard import GROUP, hadamard
 
@@ -52,6 +52,17 @@ class Side(NamedTuple):
     def is_row(self) -> bool:
         """Whether the low-rank part adds the same row to every row."""
         return self.low_rank is not None and self.low_rank.is_row and not self.transpose
+
+    def factors(self, compute_dtype: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
+        """The factors of the low-rank part in `dtype`, or `None`.
+
+        In a bf16 layer they are rounded to bf16, as for the residual, also if they are multiplied in fp32.
+        """
+        if self.low_rank is None:
+            return None
+        rounded = compute_dtype if compute_dtype == torch.bfloat16 else dtype
+        left, right = self.low_rank.matrices(rounded, transpose=self.transpose)
+        return left.to(dtype), right.to(dtype)
 
     def residual(self, dtype: torch.dtype) -> Tensor:
         """The residual's element × block scale as a matrix, without the tensor scale.
@@ -93,7 +104,7 @@ def multiply_split(
     gains = [side.low_rank.gain for side in (left, right) if side.low_rank is not None]
     scaled = [gain for gain in gains if gain is not None]
     with no_autocast(device.type):
-        terms = _thin_terms(left, right, dtype, signs)
+        terms = _thin_terms(left, right, compute_dtype, signs)
         rows = [wide for tall, wide in terms if tall is None]
         if rows:
             row = rows[0].flatten().to(torch.promote_types(dtype, torch.float32))
@@ -114,14 +125,42 @@ def multiply_split(
     return out.to(out_dtype)
 
 
+def add_split_product(
+    total: Tensor,
+    main: Callable[[], bool],
+    left: Side,
+    right: Side,
+    *,
+    compute_dtype: torch.dtype,
+    signs: int | None,
+    factor: float,
+) -> bool:
+    """Add factor · left · right to `total` (m, n), fp32; `main` adds the residuals' product.
+
+    Returns:
+        Whether it was added; see `gemms.add_product`. Products with gains are not.
+    """
+    if any(side.low_rank is not None and side.low_rank.gain is not None for side in (left, right)):
+        return False
+    device = left.operand.device
+    dtype = gemm_dtype([None, None], compute_dtype, device)
+    if left.is_row or not can_add(dtype, device) or not main():
+        return False
+    with no_autocast(device.type):
+        for tall, wide in _thin_terms(left, right, compute_dtype, signs):
+            assert tall is not None  # only a left operand that is a row has none
+            add_matrix_product(total, tall, wide, factor)
+    return True
+
+
 def _thin_terms(
-    left: Side, right: Side, dtype: torch.dtype, signs: int | None
+    left: Side, right: Side, compute_dtype: torch.dtype, signs: int | None
 ) -> list[tuple[Tensor | None, Tensor]]:
     """Pairs (m, k) and (k, n) whose products are added to the result; `None` stands for a column of ones."""
     terms: list[tuple[Tensor | None, Tensor]] = []
+    dtype = gemm_dtype([None, None], compute_dtype, left.operand.device)
     # a (m, k), b (k, inner), c (inner, k), d (k, n)
-    a_b = None if left.low_rank is None else left.low_rank.matrices(dtype, transpose=left.transpose)
-    c_d = None if right.low_rank is None else right.low_rank.matrices(dtype, transpose=right.transpose)
+    a_b, c_d = left.factors(compute_dtype, dtype), right.factors(compute_dtype, dtype)
     if a_b is not None:
         a, b = a_b
         wide = right.scaled(_transformed(b, signs) @ right.residual(dtype), dtype)  # (k, n)

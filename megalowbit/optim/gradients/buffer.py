@@ -12,6 +12,10 @@ does, clears the gradient, assigning a tensor replaces it, and changes in place 
 `.grad` before it adds the next gradient, before a reduction and before a step. `main_grad` may be written at
 any other time. Between steps the buffer contains zeros.
 
+A low-bit layer adds its weight's gradient to `main_grad` itself (`add_gradient`), with the GEMM that computes
+it, so there is no half-precision gradient. If something has to see one (a hook on the parameter,
+`torch.autograd.grad`, anomaly detection), the layer returns it to autograd as usual.
+
 Not covered: overlap of communication with backward; compiled autograd beyond the first micro-batch.
 """
 
@@ -22,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from megalowbit.errors import UserError
 from megalowbit.optim.kernels import cpu as cpu_kernels
@@ -69,6 +74,7 @@ class GradBuffer:
         # by parameter id: the alias of `main_grad` that becomes `.grad`, and its address when it was made
         self._aliases: dict[int, tuple[torch.Tensor, int]] = {}
         self._aliased: set[int] = set()  # ids of parameters whose `.grad` is this alias
+        self._stream = _stream_of(self.flat)
         for parameter in reversed(unique):
             _leave_buffer(parameter)
             view = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
@@ -186,28 +192,74 @@ class GradBuffer:
         return [parameter.main_grad for parameter in self.parameters]  # type: ignore[attr-defined]
 
     @torch.no_grad()
+    def add_gradient(
+        self,
+        parameter: torch.nn.Parameter,
+        accumulator: Node,
+        add: Callable[[torch.Tensor, float], bool],
+    ) -> bool:
+        """Let a layer add a gradient to `main_grad` itself; see `slots.GradientSums` of the layers."""
+        if not self._may_bypass_autograd(parameter, accumulator):
+            return False
+        if parameter.grad is not None or id(parameter) in self._aliased:
+            self._collect_grad(parameter)
+        main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        if not add(main_grad, self._factor(parameter)):
+            return False
+        self._note_arrival(parameter)
+        self._set_alias(parameter)
+        return True
+
+    def _may_bypass_autograd(self, parameter: torch.nn.Parameter, accumulator: Node) -> bool:
+        """Whether nothing but this buffer would see a gradient of the current backward.
+
+        A layer on another CUDA stream would not be ordered with other uses of `main_grad`.
+        """
+        main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
+        hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        return (
+            all(each is not None and len(each) == 1 for each in hooks)  # those of this buffer
+            and parameter.requires_grad
+            and type(main_grad) is torch.Tensor
+            and (main_grad.dtype, main_grad.device) == (torch.float32, parameter.device)
+            and main_grad.shape == parameter.shape
+            and not torch.is_anomaly_enabled()
+            and _stream_of(main_grad) == self._stream
+            and _is_accumulating(accumulator)
+        )
+
+    @torch.no_grad()
     def _accumulate(self, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or self._is_alias(parameter, gradient):  # layers have added theirs themselves
             return
         if gradient.is_sparse:
             raise UserError(SPARSE)
         if gradient.dtype != parameter.dtype:  # torch also rounds fp32 gradients of custom functions
             gradient = gradient.to(parameter.dtype)
-        self._arrivals.pop(id(parameter), None)
-        self._arrivals[id(parameter)] = None
+        self._note_arrival(parameter)
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
-        factor = 1.0 if self.factor_of is None else 1.0 / self.factor_of(parameter)
+        factor = self._factor(parameter)
         if cpu_kernels.can_accumulate(main_grad, gradient) and cpu_kernels.is_available():
             cpu_kernels.accumulate(main_grad, gradient, factor)
         else:
             main_grad.add_(gradient, alpha=factor)
         self._set_alias(parameter)
 
-    def _clear_grad(self, parameter: torch.nn.Parameter, _: torch.Tensor) -> None:
+    def _factor(self, parameter: torch.nn.Parameter) -> float:
+        return 1.0 if self.factor_of is None else 1.0 / self.factor_of(parameter)
+
+    def _note_arrival(self, parameter: torch.nn.Parameter) -> None:
+        self._arrivals.pop(id(parameter), None)
+        self._arrivals[id(parameter)] = None
+
+    def _clear_grad(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Remove `.grad` before autograd adds to it; `_accumulate` then gets only the new gradient."""
+        if gradient is None:  # layers have added theirs themselves
+            return
         # checked first because it is cheaper than checking which backward this is
-        if (parameter.grad is not None or id(parameter) in self._aliased) and _is_accumulating():
+        has_grad = parameter.grad is not None or id(parameter) in self._aliased
+        if has_grad and _is_accumulating(torch._C._current_autograd_node()):
             self._collect_grad(parameter)
             parameter.grad = None
 
@@ -229,6 +281,9 @@ class GradBuffer:
         check_fit((names or {}).get(key, "a parameter"), gradient, main_grad.shape, main_grad.device)
         main_grad.copy_(gradient.detach())
         self._set_alias(parameter)
+
+    def _is_alias(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
+        return id(parameter) in self._aliased and gradient is self._aliases[id(parameter)][0]
 
     def _set_alias(self, parameter: torch.nn.Parameter) -> None:
         """Set `.grad` to an alias of `main_grad`; not a view, because `detach_` fails on views."""
@@ -256,12 +311,17 @@ def check_fit(name: str, gradient: torch.Tensor, shape: torch.Size, device: torc
         )
 
 
-def _is_accumulating() -> bool:
-    """Whether a hook runs in a backward that accumulates gradients; false in `torch.autograd.grad`."""
+def _is_accumulating(accumulator: Node) -> bool:
+    """Whether the backward that runs now adds to a leaf's `.grad`; false in `torch.autograd.grad`."""
     try:
-        return torch._C._will_engine_execute_node(torch._C._current_autograd_node())
+        return torch._C._will_engine_execute_node(accumulator)
     except RuntimeError:  # raised for a leaf in `autograd.grad`
         return False
+
+
+def _stream_of(tensor: torch.Tensor) -> Any:
+    """The stream on which operations on this tensor run now; None on a CPU."""
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def _leave_buffer(parameter: torch.nn.Parameter) -> None:

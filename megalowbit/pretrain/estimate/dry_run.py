@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megalowbit.data.sources import is_on_hub, open_corpus
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.families.config_checks import check_fits
-from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.checkpoint import build_model, read_config
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.precision_switch import switched
@@ -129,6 +129,8 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
         sequence_length=settings.data.sequence_length,
         sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
         layout=ModelLayout.from_config(deepspeed, config.grid),
+        checkpointing=engine.activation_checkpointing,
+        chunks_loss=config.chunks_loss(read_config(settings.model).vocab_size),
     )
 
 

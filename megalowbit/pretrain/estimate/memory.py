@@ -5,16 +5,16 @@ fp32 master weights and the inner optimizer's moments. ZeRO leaves each process 
 it on the host. The tensors saved for backward are counted, not modelled: the model runs forward on PyTorch's
 fake tensors, and a hook adds up each storage that autograd would keep, packed FP4 operands included. The
 device's attention kernel may keep less than the fake one. For tensor parallelism the actual shard is built;
-for a pipeline, the estimate is that of the largest stage.
+for a pipeline, the estimate is that of the largest stage. Temporaries of loss and layers, and what the device
+needs beside tensors, are calculated in `temporaries.py`.
 
-Not covered: temporaries inside kernels, fragmentation, padding, parameters that ZeRO 3 prefetches, and
-communication buffers other than those for reducing gradients.
+Not covered: fragmentation, padding, and parameters that ZeRO 3 gathers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +29,18 @@ from megalowbit.engine.pipeline.parts import parts_of
 from megalowbit.engine.pipeline.stage_bounds import stage_bounds
 from megalowbit.engine.tensor_parallel.single_shard import keep_first_shard
 from megalowbit.families.registry import family
+from megalowbit.hf.activation_checkpointing import recompute_blocks
 from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.settings import ActivationCheckpointingSettings
 from megalowbit.optim.precision.autocast import attach_autocast
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.optim.precision.op_classes import OpClasses
 from megalowbit.pretrain.estimate.saved_tensors import LargestRecipes, saved_by_stage, saved_for_backward
+from megalowbit.pretrain.estimate.temporaries import outside_tensors, temporaries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,7 +138,9 @@ class MemoryEstimate:
     master_parameters: int
     optimizer_moments: int
     saved_for_backward: int
+    temporaries: int = 0
     reduction_buffers: int = 0
+    context_and_communication: int = 0
     on_the_host: int = 0
 
     @property
@@ -147,7 +153,7 @@ class MemoryEstimate:
         rows = [*parts.items(), ("total", self.total)]
         if self.on_the_host:
             rows.append(("on the host", self.on_the_host))
-        return "\n".join(f"  {name.replace('_', ' '):<20} {size / GIB:9.3f} GiB" for name, size in rows)
+        return "\n".join(f"  {name.replace('_', ' '):<25} {size / GIB:9.3f} GiB" for name, size in rows)
 
 
 def estimate_memory(
@@ -164,6 +170,8 @@ def estimate_memory(
     sequence_length: int,
     sharing: ZeroSharing | None = None,
     layout: ModelLayout | None = None,
+    checkpointing: ActivationCheckpointingSettings | None = None,
+    chunks_loss: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory of one process; in a pipeline, of a process in the stage that needs the most.
 
@@ -180,6 +188,8 @@ def estimate_memory(
         sequence_length: tokens per sequence.
         sharing: how ZeRO divides the training state; None: stage 0.
         layout: how the model is divided; None: not at all.
+        checkpointing: which blocks are recomputed in backward; None: none.
+        chunks_loss: whether the loss is computed in chunks of the vocabulary.
 
     Raises:
         UserError: the model cannot be divided in this way.
@@ -189,9 +199,19 @@ def estimate_memory(
         model = _converted(model_settings, recipe, layout, precision, fp32_norms=fp32_norms)
         if op_classes is not None:
             attach_autocast(model, precision, "cpu", op_classes)
+        if checkpointing is not None:
+            recompute_blocks(model, checkpointing)
+        if chunks_loss:
+            chunk_cross_entropy(model)
         stages = _stages(model, layout, micro_batch_size, sequence_length, largest)
+        of_operations = temporaries(model, micro_batch_size * sequence_length, chunks_loss=chunks_loss)
+    axes = (layout.tensor_size, layout.num_stages, zero.data_size)
+    beside = {"temporaries": of_operations, "context_and_communication": outside_tensors(axes)}
     moments = MOMENTS_PER_PARAMETER.get(optimizer_type.lower(), int(has_momentum))
-    estimates = [_of_stage(zero, parameters, saved, precision, moments) for parameters, saved in stages]
+    estimates = [
+        replace(_of_stage(zero, parameters, saved, precision, moments), **beside)
+        for parameters, saved in stages
+    ]
     return max(estimates, key=lambda estimate: estimate.total)
 
 

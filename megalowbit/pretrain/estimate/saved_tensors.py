@@ -3,8 +3,9 @@
 The forward pass runs for its hooks only, usually on PyTorch's fake tensors. Each storage counts once. If
 layers have a choice of recipes, the one that saves more counts (`LargestRecipes`). Of a sequence of equal
 blocks only two are run, and the others count as much as the second; the first also counts the tensors that
-all share. Not covered: temporary allocations of kernels, and what the device's attention kernel does not
-save.
+all share. Of blocks that are recomputed in backward the inputs count, and once what the largest of them keeps
+while it is recomputed. Not covered: temporary allocations of kernels, and what the device's attention kernel
+does not save.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from megalowbit.engine.pipeline.parts import (
     Block,
@@ -98,8 +100,49 @@ def _with_largest_recipes(
             handle.remove()
 
 
+class _Recomputation:
+    """Runs blocks with activation checkpointing, and counts what one of them keeps while it is recomputed.
+
+    Attributes:
+        alive: what autograd keeps, and what the block that runs now would keep.
+        nbytes: of the block that keeps the most.
+    """
+
+    def __init__(self, kept: _Kept, parameters: Iterable[torch.Tensor]) -> None:
+        self.alive = [kept]
+        self.nbytes = 0
+        self._kept = kept
+        self._parameters = list(parameters)
+
+    def run(
+        self, block: nn.Module, forward: Callable[..., torch.Tensor], *args: Any, **options: Any
+    ) -> torch.Tensor:
+        """The block's output."""
+        if not (block.training and getattr(block, "gradient_checkpointing", False)):
+            return forward(*args, **options)
+        for value in tree_leaves((args, options)):
+            if isinstance(value, torch.Tensor):
+                self._kept.add(value)
+        segment = _Kept(self._parameters)
+        self.alive[1:] = [segment]
+        block.gradient_checkpointing = False  # type: ignore[assignment]
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(segment.add, lambda tensor: tensor):
+                output = forward(*args, **options)
+        finally:
+            block.gradient_checkpointing = True  # type: ignore[assignment]
+            del self.alive[1:]
+        self.nbytes = max(self.nbytes, segment.nbytes)
+        return output
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(each.holds(tensor) for each in self.alive)
+
+
 @contextmanager
-def _skip_repeated_blocks(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[None]:
+def _skip_repeated_blocks(
+    blocks: Sequence[nn.Module], kept: _Kept, recomputation: _Recomputation | None = None
+) -> Iterator[None]:
     """Run only the first two of equal consecutive blocks, and count each of the others as the second."""
     seen: list[str] = []
     sizes: dict[str, int] = {}
@@ -116,7 +159,10 @@ def _skip_repeated_blocks(blocks: Sequence[nn.Module], kept: _Kept) -> Iterator[
                 kept.add_bytes(sizes[kind])
                 return torch.empty_like(hidden, requires_grad=True)
             before = kept.nbytes
-            output: torch.Tensor = run(hidden, *args, **options)
+            if recomputation is None:
+                output: torch.Tensor = run(hidden, *args, **options)
+            else:
+                output = recomputation.run(block, run, hidden, *args, **options)
             if is_repeated:
                 sizes[kind] = kept.nbytes - before
             return output
@@ -136,7 +182,8 @@ def _kind(block: nn.Module) -> str:
     """A key for blocks that save equally many bytes: modules, recipes, parameters' shapes and dtypes."""
     layers = [(layer.recipe, layer.is_split) for layer in bit_layers(block).values()]
     parameters = [(name, value.shape, value.dtype) for name, value in block.named_parameters()]
-    return f"{block} {layers} {parameters}"
+    is_recomputed = getattr(block, "gradient_checkpointing", False)
+    return f"{block} {layers} {parameters} {is_recomputed}"
 
 
 def saved_for_backward(
@@ -149,6 +196,8 @@ def saved_for_backward(
 ) -> int:
     """Bytes that autograd keeps between one forward and its backward, without parameters.
 
+    Of blocks with activation checkpointing, the inputs and one recomputation.
+
     Args:
         model: a causal language model that takes `input_ids` and `labels`; may consist of fake tensors.
         micro_batch_size: sequences in the batch.
@@ -158,12 +207,14 @@ def saved_for_backward(
             run. Empty: all modules are run.
     """
     kept = _Kept(model.parameters())
+    recomputation = _Recomputation(kept, model.parameters())
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
-    with hooks, _with_largest_recipes(model, largest, kept.holds), _skip_repeated_blocks(blocks, kept):
+    with_largest = _with_largest_recipes(model, largest, recomputation.holds)
+    with hooks, with_largest, _skip_repeated_blocks(blocks, kept, recomputation):
         loss = model(input_ids=tokens, labels=tokens).loss
     del loss
-    return kept.nbytes
+    return kept.nbytes + recomputation.nbytes
 
 
 def saved_by_stage(

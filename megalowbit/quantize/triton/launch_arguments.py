@@ -1,7 +1,7 @@
 """Arguments of the Triton kernels, shared by all launchers: matrices, tiles, counts, and the launch.
 
 bf16 is passed to the kernels as int16 bits, because shifting those is exact in Triton's interpreter too. A
-program processes 4,096 or 8,192 elements, so each of its 128 threads has whole groups of 16. For column-major
+program processes 2,048 to 8,192 elements, so each of its 128 threads has whole groups of 16. For column-major
 matrices its tile is tall.
 """
 
@@ -19,6 +19,7 @@ from megalowbit.quantize.philox import WORD, RandomKey
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
 TILE = (16, 16)  # rows and 16-groups of a program, for row-major matrices
+COUNTED_ELEMENTS = 2048  # most elements of a program that counts
 
 
 def programs_of(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
@@ -29,11 +30,17 @@ def programs_of(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
 def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int]:
     """Common arguments of all encoding kernels (matrix, strides, blocks, tile), and the number of programs.
 
-    For column-major matrices, a tile is one block wide and has `tall_rows` rows.
+    For column-major matrices, a tile is one block wide and has `tall_rows` rows. With counts, tiles have
+    at most `COUNTED_ELEMENTS`, because a thread would need more registers than there are.
     """
     x, format, signs = request.x.resolve_neg(), request.encoding.format, request.signs
     block_rows, block_cols = format.block or (1, GROUP)
-    tile_rows, tile_groups = TILE if x.stride(1) <= x.stride(0) else (tall_rows, block_cols // GROUP)
+    is_row_major = x.stride(1) <= x.stride(0)
+    tile_rows, tile_groups = TILE if is_row_major else (tall_rows, block_cols // GROUP)
+    if request.with_counts and is_row_major:
+        tile_groups = COUNTED_ELEMENTS // (tile_rows * GROUP)
+    elif request.with_counts:
+        tile_rows = min(tile_rows, COUNTED_ELEMENTS // block_cols)
     rows, cols = x.shape
     return {
         "x": as_stored(x),

@@ -10,6 +10,7 @@ from megalowbit.engine.checkpoints import save_and_load as checkpoint_io
 from megalowbit.engine.checkpoints.save_and_load import remove_checkpoint
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
+from megalowbit.layers.cpu_gemm import VARIABLE, cpu_gemm, use_cpu_gemm
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
@@ -31,6 +32,26 @@ def test_a_different_recipe_is_reported_before_a_different_shape(tmp_path):
         store.load(make_engine(recipe="bf16", width=32), path)
     with pytest.raises(UserError, match=r"does not fit the model: parameter 0\.weight has shape"):
         store.load(make_engine(recipe="nvfp4", width=32), path)
+
+
+@pytest.mark.parametrize(("recorded", "continued"), [("fp32", "fp32"), ("absent", "bf16"), (None, "fp32")])
+def test_a_resumed_run_multiplies_in_the_dtype_of_its_checkpoint(tmp_path, monkeypatch, recorded, continued):
+    engine, store = trained(), CheckpointStore(tmp_path)
+    monkeypatch.delenv(VARIABLE)
+    state = checkpoint_io._engine_state
+    use_cpu_gemm("fp32")
+    if recorded != "fp32":  # an earlier version, or another device
+
+        def other_state(*arguments):
+            own = state(*arguments)
+            del own["cpu_gemm"]
+            return own if recorded == "absent" else {**own, "cpu_gemm": recorded}
+
+        monkeypatch.setattr(checkpoint_io, "_engine_state", other_state)
+    path = store.save(engine, 1, {})
+    use_cpu_gemm("bf16" if recorded == "fp32" else "fp32")
+    store.load(engine, path)
+    assert cpu_gemm() == continued
 
 
 def test_an_interrupted_removal_leaves_no_apparent_checkpoint(tmp_path, monkeypatch):

@@ -34,6 +34,19 @@ def test_tiles_hold_whole_blocks_and_cover_the_padded_matrix(format, is_turned):
     assert (arguments["row_stride"], arguments["col_stride"]) == x.stride()
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_with_counts_a_tile_is_smaller_and_has_whole_blocks(is_turned):
+    x = torch.zeros(300, 37).t() if is_turned else torch.zeros(37, 300)
+    for format in (NVFP4, NVFP4_TILED, MIXED_INT8, ONE_SCALE):
+        request = EncodeRequest(x, Encoding(format=format), with_counts=True)
+        arguments, programs = job.reading(request, tall_rows=256)
+        rows, cols = arguments["TILE_ROWS"], 16 * arguments["TILE_GROUPS"]
+        assert rows * cols == 2048
+        assert programs == -(-format.padded(37, 300)[1] // cols) * -(-37 // rows)
+        block_rows, block_cols = format.block or (1, 16)
+        assert rows % block_rows == cols % block_cols == 0
+
+
 def test_a_transposed_result_is_written_column_by_column():
     out = torch.zeros(5, 7, dtype=torch.bfloat16)
     assert job.writing(out, transpose=False) | {"out": 0} == {"out": 0, "row_stride": 7, "col_stride": 1}

@@ -1,0 +1,92 @@
+"""Findings: what one check of a step has measured, its limit and the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.timing import GpuState
+
+# "info" has no limit; "skip" could not be checked, and `note` says why
+Status = Literal["pass", "warn", "fail", "info", "skip"]
+STATUSES: tuple[Status, ...] = ("fail", "warn", "skip", "info", "pass")
+Value = float | int | str | bool | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        check: what was checked, unique in its step.
+        limit: the limit in words, such as "≤ 65 µs"; empty if there is none.
+        note: for a skipped check the reason, in a line.
+        clock_mhz: of the GPU's multiprocessors during the measurement.
+        power_watts: of the GPU, likewise.
+    """
+
+    check: str
+    status: Status
+    value: Value = None
+    limit: str = ""
+    note: str = ""
+    clock_mhz: float | None = None
+    power_watts: float | None = None
+
+
+def at_most(
+    check: str, value: float, limit: float, unit: str = "", *, warn: float | None = None, note: str = "",
+    state: GpuState | None = None,
+) -> Finding:  # fmt: skip
+    """Fail above `limit`, warn above `warn`; NaN fails."""
+    good = value <= limit if warn is None else value <= min(warn, limit)
+    status: Status = "pass" if good else "warn" if value <= limit else "fail"
+    words = (
+        f"≤ {_number(limit)}{unit}" if warn is None else f"≤ {_number(warn)}, fail > {_number(limit)}{unit}"
+    )
+    return Finding(check, status, _rounded(value), words, note, *_state(state))
+
+
+def at_least(
+    check: str, value: float, limit: float, unit: str = "", *, warn: float | None = None, note: str = "",
+    state: GpuState | None = None,
+) -> Finding:  # fmt: skip
+    """Fail below `limit`, warn below `warn`; NaN fails."""
+    good = value >= limit if warn is None else value >= max(warn, limit)
+    status: Status = "pass" if good else "warn" if value >= limit else "fail"
+    words = (
+        f"≥ {_number(limit)}{unit}" if warn is None else f"≥ {_number(warn)}, fail < {_number(limit)}{unit}"
+    )
+    return Finding(check, status, _rounded(value), words, note, *_state(state))
+
+
+def expect(
+    check: str, is_good: bool, value: Value, limit: str, *, note: str = "", is_hard: bool = True
+) -> Finding:
+    """A condition; if it is not hard, it warns only."""
+    return Finding(check, "pass" if is_good else "fail" if is_hard else "warn", value, limit, note)
+
+
+def info(
+    check: str, value: float | str, unit: str = "", *, note: str = "", state: GpuState | None = None
+) -> Finding:
+    """A figure without a limit."""
+    shown = value if isinstance(value, str) else f"{_number(value)}{unit}"
+    return Finding(check, "info", shown, "", note, *_state(state))
+
+
+def skip(check: str, reason: str) -> Finding:
+    """A check that cannot be made here."""
+    return Finding(check, "skip", None, "", reason)
+
+
+def _state(state: GpuState | None) -> tuple[float | None, float | None]:
+    return (None, None) if state is None else (state.clock_mhz, state.power_watts)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _rounded(value: float) -> float:
+    return float(_number(value))

@@ -1,0 +1,160 @@
+"""Runs the steps, each in a process of its own: an error of CUDA, a hang or a kill ends one step only.
+
+python -m benchmarks.first_hour.runner FOLDER STEP      what the runner starts for a step
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.first_hour.findings import Finding
+from benchmarks.first_hour.report import Report
+from megalowbit.errors import unknown_name
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the first hour.
+
+    Attributes:
+        name: as given to `--steps`.
+        title: in the summary.
+        module: full name of the module whose function `check` yields the findings.
+        seconds: after which its process is killed.
+        stops: whether later steps make no sense if it fails.
+    """
+
+    name: str
+    title: str
+    module: str
+    seconds: int
+    stops: bool = False
+
+
+STEPS = (
+    Step("machine", "0 machine and install", f"{__package__}.machine", 300, stops=True),
+    Step("ceilings", "1 ceilings", f"{__package__}.ceilings", 300),
+    Step("bits", "2 bits", f"{__package__}.bits", 1500, stops=True),
+    Step("kernels", "3 kernels", f"{__package__}.kernels_speed", 600),
+    Step("layer", "4 one layer", f"{__package__}.layer", 900),
+    Step("host-reads", "5 host reads", f"{__package__}.host_reads", 300),
+    Step("run", "6 a run", f"{__package__}.run", 1800),
+    Step("memory", "7 memory", f"{__package__}.memory", 600),
+    Step("optimizer", "8 optimizer", f"{__package__}.optimizer", 300),
+    Step("model", "9 a whole step", f"{__package__}.model", 900),
+    Step("ranks", "10 several GPUs", f"{__package__}.ranks", 1800),
+)
+BY_NAME = {step.name: step for step in STEPS}
+
+
+def chosen_steps(text: str | None) -> list[Step]:
+    """Steps by names or numbers, separated by commas; all without a text.
+
+    Raises:
+        UserError: there is no such step.
+    """
+    if text is None:
+        return list(STEPS)
+    names = [part.strip() for part in text.split(",")]
+    names = [STEPS[int(name)].name if name.isdecimal() and int(name) < len(STEPS) else name for name in names]
+    for name in names:
+        if name not in BY_NAME:
+            raise unknown_name("step", name, BY_NAME)
+    return [step for step in STEPS if step.name in names]
+
+
+def run_steps(
+    folder: Path, steps: list[Step], *, again: bool = False, say: Callable[[str], None] = print
+) -> bool:
+    """Run steps into a folder; returns whether nothing failed.
+
+    Args:
+        folder: of the results; steps that are done there are kept.
+        steps: what to run.
+        again: run them also if they are done.
+        say: prints a line.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    report, titles = Report(folder), {step.name: step.title for step in STEPS}
+    statuses = []
+    for step in steps:
+        if report.is_done(step.name) and not again:
+            statuses.append(_status(report, step))
+            say(f"{step.title}: {statuses[-1]} (done before)")
+            continue
+        report.drop(step.name)
+        started = time.monotonic()
+        _run_in_process(report, step)
+        seconds = time.monotonic() - started
+        statuses.append(report.close(step.name, seconds))
+        report.write_summary(titles)
+        say(f"{step.title}: {statuses[-1]}, {seconds:.0f} s")
+        for row in report.of_step(step.name):
+            if row["status"] in ("fail", "warn") and row["value"] is not None:
+                say(f"    {row['status']}  {row['check']}: {row['value']} ({row['limit']}) {row['note']}")
+        if step.stops and statuses[-1] == "fail":
+            say(f"stopped: later steps make no sense before step {step.title} has passed")
+            break
+    say(f"written: {report.write_summary(titles)}")
+    return "fail" not in statuses
+
+
+def _status(report: Report, step: Step) -> str:
+    return str(report.of_step(step.name)[-1]["status"])
+
+
+def _run_in_process(report: Report, step: Step) -> None:
+    log = report.folder / "logs" / f"{step.name}.log"
+    log.parent.mkdir(exist_ok=True)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "benchmarks.first_hour.runner"]
+    command += [str(report.folder.resolve()), step.name, step.module]
+    with log.open("w", encoding="utf-8") as file:
+        try:
+            done = subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, timeout=step.seconds,
+                env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+            problem = f"exit code {done.returncode}" if done.returncode else None
+        except subprocess.TimeoutExpired:
+            problem = f"not finished after {step.seconds} s"
+    if problem is not None:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        note = f"{lines[-1] if lines else 'no output'}; see logs/{log.name}"
+        report.add(step.name, Finding("process", "fail", problem, "exit code 0", note), 0.0)
+
+
+def run_step(folder: Path, name: str, module: str) -> None:
+    """Run a step in this process and add its findings; an exception is a finding too."""
+    import importlib
+
+    import torch
+
+    from benchmarks.first_hour.session import Session
+
+    torch.manual_seed(0)
+    report, session = Report(folder), Session(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    started = time.monotonic()
+    try:
+        check: Callable[[Session], Iterator[Finding]] = importlib.import_module(module).check
+        for finding in check(session):
+            report.add(name, finding, time.monotonic() - started)
+            started = time.monotonic()
+    except Exception as error:
+        traceback.print_exc()
+        line = (str(error).strip().splitlines() or [""])[0]
+        note = f"{type(error).__name__}: {line}; see logs/{name}.log"
+        report.add(name, Finding("exception", "fail", type(error).__name__, "none", note), 0.0)
+
+
+if __name__ == "__main__":
+    run_step(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,80 @@
+"""What a step gets: the folder, the device, sizes for it, and figures of earlier steps."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.timing import GpuState, Times, interleaved
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_GPU = "no GPU: torch.cuda.is_available() is False"
+ROUNDS = 5
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of a step.
+
+    Attributes:
+        folder: of the results; steps put traces and logs there.
+        device: "cuda" or "cpu".
+    """
+
+    folder: Path
+    device: str
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether there is a GPU; without one, sizes are small and speeds have no limits."""
+        return self.device == "cuda"
+
+    def size(self, gpu: T, cpu: T) -> T:
+        """One of two sizes."""
+        return gpu if self.is_gpu else cpu
+
+    def synchronize(self) -> None:
+        """Wait for the GPU, if there is one."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def time(self, candidates: dict[str, Callable[[], object]]) -> Times:
+        """Interleaved rounds of candidates."""
+        return interleaved(candidates, ROUNDS if self.is_gpu else 3, self.device)
+
+    def median(self, run: Callable[[], object]) -> tuple[float, GpuState | None]:
+        """Median seconds of one run, and the GPU's state."""
+        times = self.time({"run": run})
+        return statistics.median(times["run"]), times.state("run")
+
+    def host_seconds(self, run: Callable[[], object], repeats: int) -> float:
+        """Seconds that the host needs to queue a run; the least of five means."""
+        for _ in range(3):
+            run()
+        means = []
+        for _ in range(5):
+            self.synchronize()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                run()
+            means.append((time.perf_counter() - started) / repeats)
+        self.synchronize()
+        return min(means)
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a figure for later steps."""
+        (self.folder / "figures.json").write_text(json.dumps({**self.figures, name: value}, indent=1))
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Figures of earlier steps, by name."""
+        path = self.folder / "figures.json"
+        return json.loads(path.read_text()) if path.exists() else {}

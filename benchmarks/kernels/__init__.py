@@ -1,0 +1,1 @@
+"""What the Triton kernels launch, and what they compile to for GPUs that are not there."""

@@ -1,0 +1,146 @@
+"""The dtype in which bf16 layers multiply on a CPU: bf16, or fp32 where that is faster.
+
+CPUs without bf16 instructions emulate bf16 GEMMs, and fp32 takes about half the time there. Quantised
+operands are exact in both dtypes, and sums are fp32 in both. But results differ in the last digit, so a run
+must not depend on how a measurement turns out:
+
+- `MEGALOWBIT_CPU_GEMM` (`bf16`, `fp32`) sets the dtype.
+- Otherwise it is measured once a machine and logged. The result is kept beside the compiled kernels, for this
+  CPU and this version of torch.
+- An engine uses rank 0's choice on all ranks. Its checkpoints record the choice, and a resumed run uses it.
+
+A process has one choice, for all its models. fp32 is chosen only if it saves 15 % of the time of the GEMM,
+because its operands and products have twice the bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megalowbit.c_library import cache_folder, cpu_lines
+from megalowbit.durable_files import atomic_file
+from megalowbit.errors import unknown_name
+from megalowbit.json_text import read_json_object
+
+VARIABLE = "MEGALOWBIT_CPU_GEMM"
+DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32})
+UNRECORDED = "bf16"  # the dtype of checkpoints that record none
+WORTHWHILE = 0.85  # fp32 is chosen below this share of the time of bf16
+SIZES = (512, 768, 768)  # of the measured GEMM: about 5 ms on one core
+ROUNDS = 7
+logger = logging.getLogger("megalowbit")
+
+
+@dataclass
+class _Choice:
+    name: str | None = None
+
+
+@functools.lru_cache(maxsize=1)
+def _of_process() -> _Choice:
+    """The choice in use: deliberately state of the process, like the backend of a device."""
+    return _Choice()
+
+
+def cpu_gemm() -> str:
+    """The choice in use, `"bf16"` or `"fp32"`; measures it if nothing says it yet.
+
+    Raises:
+        UserError: `MEGALOWBIT_CPU_GEMM` is neither.
+    """
+    named = os.environ.get(VARIABLE)
+    if named:
+        return _checked(VARIABLE, named)
+    choice = _of_process()
+    if choice.name is None:
+        choice.name = _of_machine()
+    return choice.name
+
+
+def use_cpu_gemm(name: str) -> None:
+    """Use rank 0's choice, or that of a checkpoint; `MEGALOWBIT_CPU_GEMM` has priority, with a warning."""
+    _checked("recorded dtype of products", name)
+    named = os.environ.get(VARIABLE)
+    if named and named != name:
+        logger.warning(
+            "%s=%s: this run multiplied in %s so far, so its losses change in the last digits",
+            VARIABLE,
+            named,
+            name,
+        )
+    _of_process().name = name
+
+
+def _checked(what: str, name: str) -> str:
+    if name not in DTYPES:
+        raise unknown_name(what, name, tuple(DTYPES))
+    return name
+
+
+def _of_machine() -> str:
+    """The kept choice of this machine; without one, measure and keep it."""
+    folder = cache_folder()
+    key = hashlib.sha256(repr((cpu_lines(), torch.__version__)).encode()).hexdigest()[:24]
+    path = None if folder is None else folder / f"cpu-gemm-{key}.json"
+    kept = None if path is None else _read(path)
+    if kept is not None:
+        return kept
+    times = measure()
+    name = "fp32" if times["fp32"] < WORTHWHILE * times["bf16"] else "bf16"
+    logger.info(
+        "bf16 layers multiply in %s on this CPU: a GEMM takes %.3g ms in bf16 and %.3g ms in fp32 "
+        "(measured once; %s=bf16 or fp32 sets it)",
+        name,
+        times["bf16"],
+        times["fp32"],
+        VARIABLE,
+    )
+    if path is not None:
+        try:
+            with atomic_file(path) as file:
+                json.dump({"gemm": name, "milliseconds": times}, file)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): measured again next time", path, error.strerror)
+    return name
+
+
+def _read(path: Path) -> str | None:
+    """The choice in a file; `None` if there is no file, or it is damaged."""
+    if not path.exists():
+        return None
+    try:
+        name = read_json_object(path).get("gemm")
+    except (ValueError, OSError):
+        return None
+    return name if name in DTYPES else None
+
+
+def measure() -> dict[str, float]:
+    """Milliseconds of a GEMM in each dtype: the fastest of interleaved rounds, without random numbers."""
+    rows, inner, cols = SIZES
+    times = dict.fromkeys(DTYPES, float("inf"))
+    with _disable_current_modes(), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        operands = {
+            name: (
+                torch.full((rows, inner), 0.5, dtype=dtype, device="cpu"),
+                torch.full((cols, inner), 0.5, dtype=dtype, device="cpu").t(),
+            )
+            for name, dtype in DTYPES.items()
+        }
+        for _ in range(ROUNDS):
+            for name, (a, b) in operands.items():
+                start = time.perf_counter()
+                torch.mm(a, b)
+                times[name] = min(times[name], 1e3 * (time.perf_counter() - start))
+    return times

@@ -1,0 +1,163 @@
+"""The first GPU hour, on a machine without a GPU: its steps run, and say what they could not check."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.first_hour import run as run_step
+from benchmarks.first_hour import runner
+from benchmarks.first_hour.findings import Finding, at_least, at_most, expect, info, skip
+from benchmarks.first_hour.machine import file_system_of
+from benchmarks.first_hour.report import STEP, Report
+from benchmarks.first_hour.runner import STEPS, Step
+from megalowbit.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "first_gpu_hour.py"
+FAILING = """
+import os
+from benchmarks.first_hour.findings import at_most, info
+def check(session):
+    yield info("first", 1.0)
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("finding", "status"),
+    [
+        (at_most("x", 1.0, 2.0, " µs", warn=1.5), "pass"),
+        (at_most("x", 1.7, 2.0, warn=1.5), "warn"),
+        (at_most("x", 2.1, 2.0, warn=1.5), "fail"),
+        (at_most("x", math.nan, 2.0), "fail"),
+        (at_least("x", 0.98, 0.90, warn=0.97), "pass"),
+        (at_least("x", 0.95, 0.90, warn=0.97), "warn"),
+        (at_least("x", 0.80, 0.90, warn=0.97), "fail"),
+        (at_least("x", math.nan, 0.9), "fail"),
+        (expect("x", True, 3, "3"), "pass"),
+        (expect("x", False, 2, "3"), "fail"),
+        (expect("x", False, 2, "3", is_hard=False), "warn"),
+        (info("x", 2.0), "info"),
+        (skip("x", "no GPU"), "skip"),
+    ],
+)
+def test_a_verdict_follows_from_value_and_limits(finding, status):
+    assert finding.status == status
+
+
+def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
+    report = Report(tmp_path)
+    report.add("bits", at_most("different bytes", 3.0, 0.0, note="a | b"), 1.0)
+    report.add("bits", skip("sanitizer", "not in PATH"), 0.0)
+    assert report.close("bits", 2.0) == "fail"
+    report.add("run", Finding("copy", "pass", 4.2, "≥ 4", clock_mhz=1830.0, power_watts=410.2), 1.0)
+    with report.path.open("a") as file:
+        file.write('{"step": "run", "che')  # the process was killed while it wrote
+    assert not report.is_done("run")
+    text = report.write_summary({"bits": "2 bits", "run": "6 a run"}).read_text()
+    assert "| 2 bits | different bytes | 3.0 | ≤ 0 | **fail** |  | a \\| b |" in text
+    assert "| 2 bits | sanitizer |  |  | skip |  | not in PATH |" in text
+    assert "| 6 a run | copy | 4.2 | ≥ 4 | pass | 1830 MHz, 410 W |  |" in text
+    assert "- 1 fail: " in text
+    assert "- not run: 6 a run" in text
+
+
+def test_steps_are_chosen_by_name_or_number():
+    assert [step.name for step in runner.chosen_steps("3, bits,0")] == ["machine", "bits", "kernels"]
+    assert len(runner.chosen_steps(None)) == len(STEPS) == 11
+    with pytest.raises(UserError, match="layers"):
+        runner.chosen_steps("layers")
+
+
+def test_the_file_system_of_a_path_is_that_of_the_nearest_mount():
+    assert file_system_of(Path("/proc/self/status")) == "proc"
+
+
+def test_rows_of_a_run_are_those_of_its_last_attempt(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 2, "loss": 2.5}\n{"st')
+    assert run_step.Run(run_step.rows_of(path), [], "").losses == {1: 3.0, 2: 2.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "row"),
+    [
+        (
+            "raise ValueError('two\\nlines')",
+            ("exception", "ValueError", "ValueError: two"),
+        ),
+        ("os._exit(7)", ("process", "exit code 7", "no output")),
+        (
+            "import time; time.sleep(60)",
+            ("process", "not finished after 15 s", "no output"),
+        ),
+    ],
+)
+def test_a_step_that_ends_badly_is_a_row_and_the_next_one_runs(code, row, tmp_path, monkeypatch):
+    (tmp_path / "planted.py").write_text(FAILING.format(code))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    planted = Step("planted", "11 planted", "planted", seconds=15)
+    assert not runner.run_steps(tmp_path / "out", [planted, STEPS[0]])
+    report = Report(tmp_path / "out")
+    first, failed, closed = report.of_step("planted")
+    assert first["check"] == "first"
+    assert (failed["check"], failed["value"], failed["note"]) == (*row[:2], f"{row[2]}; see logs/planted.log")
+    assert (closed["check"], closed["status"]) == (STEP, "fail")
+    assert report.is_done("machine")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks what is said without a GPU")
+def test_every_step_runs_without_a_gpu_and_names_what_it_could_not_check(tmp_path):
+    command = [sys.executable, str(TOOL), "--out", str(tmp_path / "results")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    rows = Report(tmp_path / "results").rows()
+    wrong = [row for row in rows if row["status"] == "fail"]
+    assert not wrong, wrong
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["step"] for row in rows if row["check"] == STEP] == [step.name for step in STEPS]
+    for step in STEPS:
+        checked = [row for row in rows if row["step"] == step.name and row["check"] != STEP]
+        assert any(row["status"] in ("pass", "info", "warn") for row in checked), step.name
+    assert all(
+        row["note"].count("\n") == 0 and row["note"]
+        for row in rows
+        if row["status"] == "skip" and row["check"] != STEP
+    )
+    summary = (tmp_path / "results" / "summary.md").read_text()
+    assert "not run" not in summary
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.stdout.count("(done before)") == len(STEPS)
+
+
+def test_a_quick_step_runs_for_real_and_is_kept_until_it_is_run_again(tmp_path):
+    said = []
+    machine = STEPS[:1]
+    assert runner.run_steps(tmp_path, list(machine), say=said.append)
+    rows = Report(tmp_path).of_step("machine")
+    if not torch.cuda.is_available():
+        assert {row["check"]: row["note"] for row in rows}["compute capability"].startswith("no GPU: ")
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert (
+        environment["torch"] == torch.__version__.split("+")[0] or environment["torch"] == torch.__version__
+    )
+    runner.run_steps(tmp_path, list(machine), say=said.append)
+    assert "(done before)" in said[-2]
+    assert len(Report(tmp_path).of_step("machine")) == len(rows)
+
+
+@pytest.mark.parametrize("arguments", [("--steps", "3,nothing"), ("--out", str(TOOL))])
+def test_a_wrong_argument_is_one_line(arguments, capsys):
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        import first_gpu_hour
+    finally:
+        sys.path.pop(0)
+    assert first_gpu_hour.main(list(arguments)) == 2
+    assert capsys.readouterr().err.count("\n") == 1

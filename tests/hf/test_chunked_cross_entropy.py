@@ -1,0 +1,293 @@
+"""Loss and gradients beside transformers' own, and beside float64 formulas."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from quick_cases import slow_except
+from tiny_models import KINDS, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megalowbit as mlb
+from megalowbit.errors import UserError
+from megalowbit.hf import chunked_cross_entropy
+from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy, sum_of_losses
+
+VOCABULARY = 300  # two chunks of 128 rows, and one of 44
+
+
+@pytest.fixture(autouse=True)
+def _chunks_of_128_rows(monkeypatch):
+    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_ELEMENTS", 0)
+
+
+def operands(dtype, num_tokens=20, features=24):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, features, generator=generator).to(dtype)
+    weight = torch.randn(VOCABULARY, features, generator=generator).to(dtype)
+    targets = torch.randint(VOCABULARY, (num_tokens,), generator=generator)
+    targets[:4] = torch.tensor([0, 127, 128, 299])  # first and last rows of chunks
+    targets[5:8] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def exact(hidden, weight, targets):
+    """Loss and gradients by the formulas (p − y) · W and (p − y)ᵀ · h, in float64 and without autograd."""
+    hidden, weight = hidden.detach().double(), weight.detach().double()
+    logits = hidden @ weight.T
+    rows = [index for index, target in enumerate(targets.tolist()) if target != -100]
+    probabilities = (logits - logits.amax(1, keepdim=True)).exp()
+    probabilities /= probabilities.sum(1, keepdim=True)
+    gradient = torch.zeros_like(logits)
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        target = int(targets[row])
+        loss -= probabilities[row, target].log()
+        gradient[row] = probabilities[row]
+        gradient[row, target] -= 1
+    return loss, gradient @ weight, gradient.T @ hidden
+
+
+def whole(hidden, weight, targets):
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+
+
+def errors(function, dtype, factor=1.0):
+    """Relative errors of the loss and of both gradients."""
+    hidden, weight, targets = operands(dtype)
+    loss = function(hidden, weight, targets)
+    (loss * factor).backward()
+    assert loss.dtype == torch.promote_types(dtype, torch.float32)
+    assert hidden.grad.dtype == weight.grad.dtype == dtype
+    found = [loss.detach(), hidden.grad / factor, weight.grad / factor]
+    expected = exact(hidden, weight, targets)
+    return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_loss_and_gradients_are_those_of_the_formulas(dtype, limit):
+    assert max(errors(sum_of_losses, dtype)) < limit
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_errors_are_no_larger_than_of_the_whole_computation(dtype):
+    for ours, theirs in zip(errors(sum_of_losses, dtype), errors(whole, dtype), strict=True):
+        assert ours <= 1.1 * theirs + 1e-7
+
+
+def test_gradients_that_only_the_loss_scale_makes_representable_survive_in_fp16():
+    hidden, weight, targets = operands(torch.float16)
+    (sum_of_losses(hidden, weight, targets) * 2.0**-22 * 2.0**20).backward()
+    expected = exact(hidden, weight, targets)[2] * 2.0**-2
+    assert (weight.grad.double() - expected).norm() < 2e-3 * expected.norm()
+
+
+def test_a_label_outside_the_vocabulary_is_an_error():
+    hidden, weight, targets = operands(torch.float32)
+    for label in (VOCABULARY, -1):
+        targets[3] = label
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            sum_of_losses(hidden, weight, targets)
+
+
+def batch(**more):
+    tokens = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    return {"input_ids": tokens, "labels": labels, **more}
+
+
+def loss_and_gradients(model, **inputs):
+    loss = model(**inputs).loss
+    model.zero_grad()
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in model.named_parameters()}
+
+
+def assert_same(found, expected):
+    assert found[0].dtype == expected[0].dtype == torch.float32
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", slow_except(["gpt2", "llama"], KINDS))
+def test_a_model_trains_as_with_the_loss_of_transformers(kind, is_tied):
+    model = tiny_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=is_tied).train()
+    shifted = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
+    every = [
+        batch(),
+        batch(num_items_in_batch=torch.tensor(50)),
+        batch(num_items_in_batch=50),
+        batch(shift_labels=shifted),
+        batch(attention_mask=torch.tensor([[1] * 12, [1] * 9 + [0] * 3])),
+    ]
+    expected = [loss_and_gradients(model, **inputs) for inputs in every]
+    assert chunk_cross_entropy(model) is model
+    for inputs, each in zip(every, expected, strict=True):
+        assert_same(loss_and_gradients(model, **inputs), each)
+    assert model(**batch()).logits is None
+
+
+def test_labels_that_are_all_ignored_give_nan_as_in_transformers():
+    model = tiny_model("llama", vocab_size=VOCABULARY).train()
+    inputs = batch(labels=torch.full((2, 12), -100))
+    assert model(**inputs).loss.isnan()
+    assert chunk_cross_entropy(model)(**inputs).loss.isnan()
+
+
+def test_evaluation_generation_and_calls_that_need_logits_are_unchanged():
+    plain = tiny_model("gpt2", vocab_size=VOCABULARY).train()
+    model = chunk_cross_entropy(copy.deepcopy(plain))
+    inputs = batch()
+    calls = [
+        {"input_ids": inputs["input_ids"]},
+        {**inputs, "logits_to_keep": 12},
+        {**inputs, "return_dict": False},
+    ]
+    for is_training in (True, False):
+        for each in (plain, model):
+            each.train(is_training)
+        for call in calls if is_training else [*calls, inputs]:
+            found, expected = model(**call), plain(**call)
+            if not isinstance(found, tuple):
+                found, expected = (found.logits, found.loss), (expected.logits, expected.loss)
+            assert torch.equal(found[0], expected[0])
+            assert found[1] is expected[1] or torch.equal(
+                tree_leaves(found[1])[0], tree_leaves(expected[1])[0]
+            )
+    prompt = {"input_ids": inputs["input_ids"], "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(**prompt), plain.generate(**prompt))
+
+
+def test_the_signature_is_kept():
+    """Trainer passes on the columns of a batch that the forward names."""
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    before = inspect.signature(model.forward)
+    assert inspect.signature(chunk_cross_entropy(model).forward) == before
+    assert "input_ids" in before.parameters
+
+
+def test_hidden_states_and_attentions_are_returned():
+    model = tiny_model("gpt2", vocab_size=VOCABULARY, attn_implementation="eager").train()
+    more = {"output_hidden_states": True, "output_attentions": True}
+    expected = model(**batch(), **more)
+    found = chunk_cross_entropy(model)(**batch(), **more)
+    for name in ("hidden_states", "attentions"):
+        for a, b in zip(found[name], expected[name], strict=True):
+            assert torch.equal(a, b)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation returned, parameters' gradients included."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [each.numel() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        self.numel = max(self.numel, *sizes, 0)
+        return result
+
+
+def test_the_logits_never_exist_whole():
+    model = tiny_model("llama", vocab_size=VOCABULARY, positions=128).train()
+    tokens = torch.randint(VOCABULARY, (2, 128))
+    seen = []
+    for _ in range(2):
+        with Largest() as largest:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        seen.append(largest.numel)
+        chunk_cross_entropy(model)
+    assert seen[0] == 2 * 128 * VOCABULARY
+    assert seen[1] <= 2 * 128 * 128
+
+
+@pytest.mark.parametrize("recipe", [None, "nvfp4"])
+def test_a_copy_is_chunked_and_independent_and_the_state_dict_is_the_same(recipe):
+    model = tiny_model("llama", vocab_size=VOCABULARY).train()
+    if recipe is not None:
+        mlb.convert(model, recipe)
+    names = list(model.state_dict())
+    chunk_cross_entropy(chunk_cross_entropy(model))
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight.zero_()
+    assert other(**batch()).loss.item() == pytest.approx(torch.tensor(VOCABULARY).log().item())
+    assert model(**batch()).loss.item() != pytest.approx(torch.tensor(VOCABULARY).log().item())
+    assert list(model.state_dict()) == names
+
+
+def test_under_autocast_the_projection_is_in_half_precision_as_before():
+    plain = tiny_model("llama", vocab_size=VOCABULARY).train()
+    model = chunk_cross_entropy(copy.deepcopy(plain))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = loss_and_gradients(plain, **batch()), loss_and_gradients(model, **batch())
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    for name, gradient in expected[1].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=0.05, atol=1e-3, msg=name)
+    assert found[1]["lm_head.weight"].dtype == torch.float32
+
+
+def test_our_autocast_gives_the_loss_of_transformers():
+    plain = tiny_model("llama", vocab_size=VOCABULARY).bfloat16().train()
+    model = chunk_cross_entropy(copy.deepcopy(plain))
+    losses = []
+    for each in (plain, model):
+        mlb.attach_autocast(each, "bf16", "cpu")
+        losses.append(each(**batch()).loss)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_the_same_loss_and_gradients():
+    model = chunk_cross_entropy(tiny_model("llama", vocab_size=VOCABULARY, num_layers=1).train())
+    expected = loss_and_gradients(model, **batch())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    loss = compiled(**batch()).loss
+    model.zero_grad()
+    loss.backward()
+    assert_same((loss.detach(), {name: each.grad for name, each in model.named_parameters()}), expected)
+
+
+def with_own_loss(model):
+    model.loss_function = torch.nn.functional.mse_loss
+
+
+def with_other_head(model):
+    model.lm_head = torch.nn.Linear(32, VOCABULARY, bias=True)
+
+
+def with_replaced_forward(model):
+    model.forward = lambda *args, **options: None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_own_loss, "mse_loss: set it to false"),
+        (with_other_head, "nn.Linear without bias"),
+        (with_replaced_forward, "has been replaced"),
+    ],
+)
+def test_models_with_another_loss_or_head_are_rejected(change, message):
+    model = tiny_model("llama", vocab_size=VOCABULARY)
+    change(model)
+    with pytest.raises(UserError, match=message):
+        chunk_cross_entropy(model)
+    with pytest.raises(UserError, match="needs a causal language model"):
+        chunk_cross_entropy(torch.nn.Linear(2, 2))
+
+
+def test_a_loss_that_is_set_later_is_rejected_when_the_model_runs():
+    model = chunk_cross_entropy(tiny_model("llama", vocab_size=VOCABULARY).train())
+    with_own_loss(model)
+    with pytest.raises(UserError, match="mse_loss"):
+        model(**batch())

@@ -1,0 +1,171 @@
+"""Products of bf16 layers on a CPU: which dtype is chosen, and that both give the documented numbers."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+import megalowbit as mlb
+from megalowbit.errors import UserError
+from megalowbit.layers import cpu_gemm
+from megalowbit.layers.matmul.gemms import gemm_dtype, multiply
+from megalowbit.optim.gradients.buffer import GradBuffer
+from megalowbit.quantize.names import quantizer
+
+NEAREST = {"base": "nvfp4", "name": "nearest", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """A machine and a process that have not chosen yet; the folder of the kept choice."""
+    monkeypatch.delenv(cpu_gemm.VARIABLE)
+    monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path))
+    tmp_path.chmod(0o700)
+    cpu_gemm._of_process.cache_clear()
+    yield tmp_path
+    cpu_gemm._of_process.cache_clear()
+
+
+def measured(monkeypatch, bf16, fp32):
+    calls = []
+    monkeypatch.setattr(cpu_gemm, "measure", lambda: calls.append(1) or {"bf16": bf16, "fp32": fp32})
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"), [((10.0, 5.0), "fp32"), ((5.0, 10.0), "bf16"), ((9, 8), "bf16")]
+)
+def test_the_faster_dtype_is_chosen_if_it_is_clearly_faster(fresh, monkeypatch, caplog, times, expected):
+    measured(monkeypatch, *times)
+    with caplog.at_level(logging.INFO, "megalowbit"):
+        assert cpu_gemm.cpu_gemm() == expected
+        assert cpu_gemm.cpu_gemm() == expected
+    (line,) = [record.getMessage() for record in caplog.records if "multiply in" in record.getMessage()]
+    assert line.startswith(f"bf16 layers multiply in {expected} on this CPU")
+    assert cpu_gemm.VARIABLE in line
+
+
+def test_a_machine_is_measured_once(fresh, monkeypatch):
+    calls = measured(monkeypatch, 10.0, 5.0)
+    assert cpu_gemm.cpu_gemm() == "fp32"
+    cpu_gemm._of_process.cache_clear()  # another process
+    measured(monkeypatch, 5.0, 10.0)  # a measurement that turns out differently
+    assert cpu_gemm.cpu_gemm() == "fp32"
+    assert len(calls) == 1
+    (path,) = fresh.glob("cpu-gemm-*.json")
+    assert json.loads(path.read_text())["gemm"] == "fp32"
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"gemm": "int3"}', "[]", "{}"])
+def test_a_damaged_file_is_measured_again(fresh, monkeypatch, content):
+    measured(monkeypatch, 10.0, 5.0)
+    cpu_gemm.cpu_gemm()
+    (path,) = fresh.glob("cpu-gemm-*.json")
+    path.write_text(content)
+    cpu_gemm._of_process.cache_clear()
+    assert cpu_gemm.cpu_gemm() == "fp32"
+    assert json.loads(path.read_text())["gemm"] == "fp32"
+
+
+def test_without_a_cache_the_process_measures(fresh, monkeypatch):
+    fresh.chmod(0o777)  # others may write there
+    calls = measured(monkeypatch, 10.0, 5.0)
+    assert cpu_gemm.cpu_gemm() == cpu_gemm.cpu_gemm() == "fp32"
+    assert len(calls) == 1
+    assert not list(fresh.iterdir())
+
+
+def test_the_measurement_takes_both_dtypes_and_no_random_numbers(fresh):
+    before = torch.get_rng_state()
+    times = cpu_gemm.measure()
+    assert times.keys() == {"bf16", "fp32"}
+    assert all(0 < each < 1e4 for each in times.values())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_variable_has_priority_over_everything(fresh, monkeypatch, caplog):
+    calls = measured(monkeypatch, 10.0, 5.0)
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "bf16")
+    assert cpu_gemm.cpu_gemm() == "bf16"
+    assert not calls
+    cpu_gemm.use_cpu_gemm("fp32")
+    assert cpu_gemm.cpu_gemm() == "bf16"
+    assert "this run multiplied in fp32 so far" in caplog.text
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "fp8")
+    with pytest.raises(UserError, match=r"MEGALOWBIT_CPU_GEMM.*fp8"):
+        cpu_gemm.cpu_gemm()
+
+
+def test_the_choice_of_a_checkpoint_replaces_that_of_the_machine(fresh, monkeypatch):
+    measured(monkeypatch, 10.0, 5.0)
+    assert cpu_gemm.cpu_gemm() == "fp32"
+    cpu_gemm.use_cpu_gemm("bf16")
+    assert cpu_gemm.cpu_gemm() == "bf16"
+    with pytest.raises(UserError, match="fp3"):
+        cpu_gemm.use_cpu_gemm("fp3")
+
+
+def test_only_bf16_layers_on_a_cpu_follow_the_choice(monkeypatch):
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "fp32")
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert gemm_dtype([BF16, BF16], BF16, cpu) == torch.float32
+    assert gemm_dtype([BF16, BF16], BF16, cuda) == BF16
+    assert gemm_dtype([BF16, BF16], torch.float64, cpu) == torch.float64
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
+def test_fp32_products_of_bf16_layers_are_rounded_once(monkeypatch, has_bias, out):
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "fp32")
+    generator = torch.Generator().manual_seed(3)
+    left, right = (
+        quantizer("nvfp4e2m1bnosr").quantize(torch.randn(40, 70, generator=generator).to(BF16))
+        for _ in range(2)
+    )
+    bias = torch.randn(40, generator=generator) if has_bias else None
+    got = multiply(left, right, transpose_right=True, compute_dtype=BF16, out_dtype=out, bias=bias)
+    a, b = (each.operand(torch.float64) * each.tensor_scale.double() for each in (left, right))
+    expected = a @ b.t() + (bias.double() if has_bias else 0)
+    allowance = (2.0**-7.99 if out == BF16 else 2.0**-22) * expected.abs() + 2e-6 * (a.abs() @ b.abs().t())
+    assert got.dtype == out
+    assert ((got.double() - expected).abs() <= allowance).all()
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        NEAREST,
+        {**NEAREST, "split_grad_output": {"rank": 4}},
+        {**NEAREST, "split_input": {"rank": 4}, "split_grad_output": {"method": "mean"}},
+        {**NEAREST, "parameter_split": {"rank": 4}},
+    ],
+    ids=str,
+)
+def test_a_layer_gives_the_same_numbers_in_both_dtypes_up_to_rounding(monkeypatch, recipe):
+    found = {}
+    for name in cpu_gemm.DTYPES:
+        monkeypatch.setenv(cpu_gemm.VARIABLE, name)
+        torch.manual_seed(0)
+        layer = mlb.BitLinear(48, 32, recipe=recipe, dtype=BF16)
+        x = torch.randn(64, 48).to(BF16).requires_grad_()
+        output = layer(x)
+        output.backward(torch.randn(64, 32).to(BF16))
+        found[name] = [output.detach(), x.grad, *(each.grad for each in layer.parameters())]
+    for one, two in zip(*found.values(), strict=True):
+        if one is None and two is None:  # factors of a weight that is not split yet
+            continue
+        assert one.dtype == two.dtype == BF16
+        assert (one.double() - two.double()).abs().max() <= 2.0**-6 * two.double().abs().max()
+
+
+def test_weight_gradients_are_added_in_fp32_where_products_are_fp32(monkeypatch):
+    for name, is_rounded in (("bf16", True), ("fp32", False)):
+        monkeypatch.setenv(cpu_gemm.VARIABLE, name)
+        torch.manual_seed(0)
+        layer = mlb.BitLinear(48, 32, recipe=NEAREST, dtype=BF16)
+        GradBuffer(layer.parameters())
+        layer(torch.randn(64, 48).to(BF16)).float().sum().backward()
+        sums = layer.weight.main_grad
+        assert torch.equal(sums, sums.to(BF16).float()) == is_rounded

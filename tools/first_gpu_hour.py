@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""Check a machine with GPUs before the first run: bits, speed, memory, host reads, a run and its resume.
+
+    python tools/first_gpu_hour.py --out first_hour
+    python tools/first_gpu_hour.py --out first_hour --steps 3,layer --again
+
+Writes report.jsonl and summary.md into the folder; docs/gpu.md says how to read them. Steps that are done in
+the folder are kept. Without a GPU, checks that need one are skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.first_hour.runner import STEPS, chosen_steps, run_steps
+from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
+from megalowbit.pretrain.command_line import OneLineParser
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = OneLineParser.for_script(__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=Path("first_hour"), metavar="DIR", help="folder of the results"
+    )
+    parser.add_argument(
+        "--steps",
+        help=f"names or numbers, separated by commas (default: all): {', '.join(s.name for s in STEPS)}",
+    )
+    parser.add_argument("--again", action="store_true", help="run steps again that are done")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 if nothing failed, 1 if something did, 2 for a user error."""
+    try:
+        options = build_parser().parse_args(arguments)
+        if options.out.exists() and not options.out.is_dir():
+            raise UserError(f"--out {options.out} is not a folder: choose another name")
+        return 0 if run_steps(options.out, chosen_steps(options.steps), again=options.again) else 1
+    except UserError as error:
+        print(printed(error), file=sys.stderr)
+        return EXIT_USER_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())
