@@ -107,14 +107,17 @@ class CollectiveCounter:
 
 
 def steps_of(seen: Iterable[Collective], last: str) -> list[list[Collective]]:
-    """The collectives of each step; a step ends with the collective that the file `last` issues."""
+    """The collectives of each step, cut after the collective that the file `last` issues once a step.
+
+    What follows the last cut is left out: with ZeRO, the gathering of the weights of the last step.
+    """
     steps: list[list[Collective]] = [[]]
     for each in seen:
         if each.phase == "step":
             steps[-1].append(each)
             if each.issued_by.endswith(last):
                 steps.append([])
-    return [step for step in steps if step]
+    return steps[:-1]
 
 
 def summed(seen: Iterable[Collective]) -> dict[tuple[str, str, str], list[int]]:

@@ -31,7 +31,7 @@ LLAMA = {
     "model_type": "llama", "max_position_embeddings": 64, "hidden_size": 32, "intermediate_size": 64,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False,
 }  # fmt: skip
-STEP_ENDS = "telemetry/step_facts.py"
+ONCE_A_STEP = "telemetry/step_facts.py"
 SMALL = 4096  # bytes a call: collectives up to here do not grow with the model
 
 Case = Mapping[str, Any]
@@ -63,7 +63,7 @@ def configuration(case: Case, folder: Path) -> Path:
             "recipe": "nvfp4",
             "precision": "bf16",
             "checkpoint": {"every": 2},
-            "telemetry": {"layers_every": 2},
+            "telemetry": {"layers_every": 2, "count_every": 1},
             **case.get("block", {}),
         },
     }
@@ -126,7 +126,7 @@ def of_steps(seen: list[Collective], mode: str) -> tuple[list[Collective], int]:
     if mode == "plain":
         whole = [each for each in seen if each.phase == "step"]
         return whole, STEPS
-    steps = steps_of(seen, STEP_ENDS)[1:]
+    steps = steps_of(seen, ONCE_A_STEP)[1:]
     return [each for step in steps for each in step], len(steps)
 
 

@@ -31,6 +31,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--shape", action="append", type=shape, help="tokens x in_features x out_features")
     options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")
+    options.add_argument("--counts", action="store_true", help="also time each recipe with saturation counts")
     options.add_argument("--main-grad", action="store_true", help="sum gradients in fp32 main_grads")
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -66,9 +67,10 @@ def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace)
         "nn.Linear fp32": torch.nn.Linear(inputs, outputs, device=options.device),
     }
     for each in options.recipe or [mlb.recipe("nvfp4")]:
-        layers[f"BitLinear {each.name}"] = mlb.BitLinear(
-            inputs, outputs, recipe=each, device=options.device, dtype=torch.bfloat16
-        )
+        for is_counted in (False, True) if options.counts else (False,):
+            layer = mlb.BitLinear(inputs, outputs, recipe=each, device=options.device, dtype=torch.bfloat16)
+            layer.observer = mlb.GradientOverflowTracker() if is_counted else None
+            layers[f"BitLinear {each.name}" + ", counted" * is_counted] = layer
     splits = [each.split_grad_output for each in options.recipe or [] if each.split_grad_output]
     if splits and tokens % 16 == inputs % 16 == outputs % 16 == 0:
         rank = splits[0].rank_of(inputs, outputs)

@@ -36,10 +36,10 @@ def test_linear_sums_gradients_in_fp32():
 
 
 @pytest.mark.slow
-def test_linear_has_a_peer_for_recipes_that_split_the_output_gradient():
+def test_linear_has_a_peer_for_recipes_that_split_the_output_gradient_and_counts_on_request():
     block = '{"base": "nvfp4", "name": "split", "split_grad_output": {"rank": 4}}'
-    printed = run("linear.py", "--rounds", "2", "--shape", "64x32x48", "--recipe", block)
-    for name in ("BitLinear split", "split in eager PyTorch, fp32"):
+    printed = run("linear.py", "--rounds", "2", "--shape", "64x32x48", "--recipe", block, "--counts")
+    for name in ("BitLinear split", "BitLinear split, counted", "split in eager PyTorch, fp32"):
         assert any(line.strip().startswith(name) and "×" in line for line in printed.splitlines()), name
 
 

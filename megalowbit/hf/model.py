@@ -268,3 +268,24 @@ def _first_weight(names: Collection[str]) -> str:
     others = len(names) - 1
     more = "" if not others else " and 1 other" if others == 1 else f" and {others:,} others"
     return f"the weight {min(names)}{more}"
+
+
+@contextmanager
+def one_sequence_a_row() -> Iterator[None]:
+    """Context for forwards whose rows are one sequence each, without padding and without `position_ids`.
+
+    transformers would look for several sequences in a row. It finds none, but reads the device for that in
+    each forward, so the host would wait for all earlier micro-batches.
+    """
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    original = getattr(masking_utils, name, None)
+    if original is None:  # another version of transformers
+        yield
+        return
+    setattr(masking_utils, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        setattr(masking_utils, name, original)

@@ -8,6 +8,9 @@ dtype, or in autocast's if that is enabled. The weight is quantised from the dty
 observer, a chooser. Without a shared stream the layer creates one at its first forward, seeded from torch's
 default CPU generator. With a chooser, a compiled model runs the layer outside the graph (a graph break),
 because its precision may change from step to step.
+
+In selective activation checkpointing the layer is one operation, `torch.ops.megalowbit.linear.default`, which
+a policy may save or compute again. With a chooser it is always computed again.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit.errors import UserError
 from megalowbit.layers.compiled import compiled_linear, register
@@ -36,6 +40,7 @@ from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.layers.seed_sizes import check_sizes, needed_blocks
 from megalowbit.layers.siblings import INPUT_ROLES, InputForms, SharedInput, shares_input
+from megalowbit.quantize.backends import is_selective_checkpoint
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.spectral.settings import OperandSplit
@@ -178,10 +183,14 @@ class BitLinear(SplitLinear):
         device = input.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
         factors = WeightFactors(self.split_u, self.split_s, self.split_v) if self.is_split else None
-        if not torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if not is_compiling and not is_selective_checkpoint():
             return self._multiply(input, factors, dtype)
         if self.chooser is None:
             return compiled_linear(self, input, self.weight, self.bias, factors, dtype)
+        if not is_compiling:
+            with _disable_current_modes():  # a layer with a chooser is always computed again
+                return self._multiply(input, factors, dtype)
         outside_the_graph = torch.compiler.disable(self._multiply)
         result: Tensor = outside_the_graph(input, factors, dtype)
         return result

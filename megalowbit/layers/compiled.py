@@ -1,5 +1,7 @@
 """BitLinear in a compiled model: two opaque operators that run the eager code.
 
+Selective activation checkpointing uses them too, because it needs operations that repeat exactly.
+
 If torch traced into a layer, its random key, use counter and observer would become constants of the first
 step, and its quantizer would become hundreds of operations that a compiler may reorder, contract and so round
 differently. With one operator for forward and one for backward, the layer is one node of the graph: no graph
@@ -318,11 +320,12 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...
     wanted += [ctx.num_factors and needs_weight] * 3
     found: list[Tensor | None] = [None] * len(wanted)
     if grad_output is not None and any(wanted):
+        saved = ctx.saved_tensors  # once: checkpointing computes them when they are asked for
         gradients = iter(
             _backward(
                 grad_output,
-                list(ctx.saved_tensors[ctx.num_factors :]),
-                list(ctx.saved_tensors[: ctx.num_factors]),
+                list(saved[ctx.num_factors :]),
+                list(saved[: ctx.num_factors]),
                 ctx.handle,
                 ctx.compute_dtype,
                 list(ctx.input_shape),

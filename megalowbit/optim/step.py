@@ -2,7 +2,8 @@
 
 Everything up to the master weights is launched on the device before the host knows whether gradients
 overflowed: norm, flag, clip factor, and an update that skips itself if the flag is set. Then the host reads
-flag, norm and statistics in one copy. More is needed only if the flag is set:
+flag, norm and statistics in one copy, together with the numbers of a caller (`also_read`), such as the loss.
+More is needed only if the flag is set:
 
 - Squares may have overflowed although the gradients did not, so the gradients are measured again in float64
   before the step is skipped.
@@ -14,7 +15,7 @@ the flag before their update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -46,6 +47,10 @@ class Steppable(Protocol):
     @property
     def is_flag_shared(self) -> bool:
         """Whether `measure` returns the same norm and flag on all ranks of `training_group`."""
+
+    @property
+    def also_read(self) -> Callable[[], torch.Tensor] | None:
+        """Numbers of the caller to read together with the step's; see `LastStep`."""
 
     @property
     def can_defer_host_read(self) -> bool:
@@ -96,7 +101,8 @@ def take_step(optimizer: Steppable, closure: object = None) -> StepReport:
     is_deferred = optimizer.can_defer_host_read
     if is_deferred:
         _update(optimizer, measured, None)
-    facts, numbers = measured.read(figures)
+    also_read = [] if optimizer.also_read is None else [optimizer.also_read()]
+    facts, (*numbers, others) = measured.read([*figures, also_read])
     is_applied = is_deferred and not facts.found_inf
     if facts.found_inf:  # rare: check in float64 whether only a square exceeded fp32
         measured = _measure(optimizer, is_exact=True)
@@ -110,6 +116,7 @@ def take_step(optimizer: Steppable, closure: object = None) -> StepReport:
         num_zeros=facts.num_zeros,
         loss_scale=loss_scale,
         overflow=None if is_applied else optimizer.locate(),
+        also_read=tuple(others),
     )
     optimizer.end_step(report)
     adapt(instruments, grad_scaler, numbers, is_applied=is_applied, loss_scale=loss_scale)

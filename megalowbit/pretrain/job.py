@@ -120,6 +120,12 @@ class Job:
         return nullcontext() if profiler is None else profiler.phase(name)
 
     @property
+    def counting_tracker(self) -> GradientOverflowTracker | None:
+        """The tracker in a step that is counted, see `OverflowCounts`; None in other steps."""
+        counts = self.find(OverflowCounts)
+        return counts.tracker if counts is not None and counts.is_counting else None
+
+    @property
     def step(self) -> int:
         """Optimizer steps taken so far, skipped ones included."""
         return self.totals.steps

@@ -34,11 +34,10 @@ from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.overflow_retry import take_step
 from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.pretrain.records.recorder import Recorder
-from megalowbit.pretrain.stopping.signals import pending_stop_signal, uninterrupted
+from megalowbit.pretrain.stopping.signals import uninterrupted
 from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.supervision.watchdog import Watchdog
 from megalowbit.telemetry.facts import Fact, Facts
-from megalowbit.telemetry.step_facts import reduce_step_facts
 
 
 class Ending(Enum):
@@ -198,13 +197,7 @@ def train_step(job: Job) -> TrainedStep:
     attempt = take_step(job)
     for component in job.components:
         component.end_step()
-    with job.phase("facts"):
-        seen = reduce_step_facts(
-            attempt.loss,
-            tracker=job.tracker,
-            regularization=engine.regularizer.value if engine.regularizer is not None else None,
-            is_stop_asked=pending_stop_signal() is not None,
-        )
+    seen = attempt.facts.interpret(attempt.numbers)
     is_skipped = engine.skipped_steps > skipped_before
     seconds = time.perf_counter() - started
     job.totals.add_step(loss=seen.loss, tokens=job.tokens_per_step, seconds=seconds, is_skipped=is_skipped)

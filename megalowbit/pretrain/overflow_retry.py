@@ -3,20 +3,28 @@
 `run.overflow_retries` limits the repetitions. The batches are kept in memory only if retries are enabled. The
 records describe the last attempt of a step: saturation counts of earlier attempts are dropped, and so are the
 infinite gradients that speculation sampled in them. The step's duration includes all attempts.
+
+A step reads the device once: the optimizer reads loss and counts with its own numbers. A pipeline knows its
+loss only after the optimizer's step, and reads a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from megalowbit.engine.overflow_retry import retry_engine_step
+from megalowbit.hf.model import one_sequence_a_row
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import skip_line
+from megalowbit.pretrain.stopping.signals import pending_stop_signal
+from megalowbit.telemetry.step_facts import PendingFacts
+
+Attempt = tuple[PendingFacts, Sequence[float]]  # the facts of a step, and their numbers on the host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +32,14 @@ class TakenStep:
     """The last attempt of a step, and a summary of earlier attempts.
 
     Attributes:
-        loss: mean over this rank's micro-batches, 0-dim float64 on the engine's device.
+        facts: the step's facts, still to be interpreted.
+        numbers: theirs, read by the host.
         retries: number of earlier attempts.
         overflows: a line for each earlier attempt that names what overflowed.
     """
 
-    loss: torch.Tensor
+    facts: PendingFacts
+    numbers: Sequence[float]
     retries: int = 0
     overflows: tuple[str, ...] = ()
 
@@ -39,21 +49,23 @@ def take_step(job: Job) -> TakenStep:
     max_retries = job.config.settings.run.overflow_retries
     batches = (_next_batch(job) for _ in range(job.accumulation_steps))
     if not max_retries:
-        return TakenStep(loss=_attempt(job, batches))
+        facts, numbers = _attempt(job, batches)
+        return TakenStep(facts=facts, numbers=numbers)
     kept = list(batches)
     reports: list[StepReport] = []
 
-    def attempt() -> torch.Tensor:
-        loss = _attempt(job, kept)
+    def attempt() -> Attempt:
+        made = _attempt(job, kept)
         reports.append(job.engine.optimizer.report)
-        return loss
+        return made
 
-    loss, retries = retry_engine_step(job.engine, attempt, max_retries=max_retries)
+    (facts, numbers), retries = retry_engine_step(job.engine, attempt, max_retries=max_retries)
     lines = (
         skip_line(job.step + 1, report, following.loss_scale, verb="overflowed")
         for report, following in pairwise(reports)
     )
-    return TakenStep(loss=loss, retries=retries, overflows=tuple(filter(None, lines)))
+    overflows = tuple(filter(None, lines))
+    return TakenStep(facts=facts, numbers=numbers, retries=retries, overflows=overflows)
 
 
 def _next_batch(job: Job) -> dict[str, torch.Tensor]:
@@ -61,27 +73,67 @@ def _next_batch(job: Job) -> dict[str, torch.Tensor]:
         return next(job.loader)
 
 
-def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Make one attempt; returns the loss as in `TakenStep`."""
-    engine = job.engine
-    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+    """Make one attempt; returns the step's facts and their numbers."""
     for component in job.components:
         component.begin_attempt()
-    if job.is_pipeline:
-        # list() reads all batches: middle stages use none, but their data position must advance as well
-        micro_batches = list(batches)
-        with job.phase("pipeline"):
-            engine.train_batch(iter(micro_batches))
-        job.weights_have_changed()
-        loss_of_all: torch.Tensor = engine.dp_group_loss.double()
-        return loss_of_all
-    for batch in batches:
-        with job.phase("forward"):
-            loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
-        with job.phase("backward"):
-            engine.backward(loss)
-        with job.phase("optimizer step"):  # only after the last micro-batch; reduces gradients first
-            engine.step()
-        loss_sum += loss.detach()
+    run = _pipeline_attempt if job.is_pipeline else _engine_attempt
+    made = run(job, (upload(batch, job.engine.device) for batch in batches))
     job.weights_have_changed()
-    return loss_sum / job.accumulation_steps
+    return made
+
+
+def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+    """Forward, backward and step; the optimizer reads the facts together with its own numbers."""
+    engine, optimizer = job.engine, job.engine.optimizer
+    loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
+    made: list[PendingFacts] = []
+
+    def also_read() -> torch.Tensor:
+        made.append(_pending_facts(job, loss_sum / job.accumulation_steps))
+        return made[-1].numbers
+
+    optimizer.also_read = also_read
+    try:
+        for batch in batches:
+            with job.phase("forward"), one_sequence_a_row():
+                loss = engine(**batch).loss
+            with job.phase("backward"):
+                engine.backward(loss)
+            loss_sum += loss.detach()
+            with job.phase("optimizer step"):  # only after the last micro-batch; reduces gradients first
+                engine.step()
+    finally:
+        optimizer.also_read = None
+    (facts,) = made  # there was one optimizer step
+    return facts, optimizer.report.also_read
+
+
+def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+    """All micro-batches in one call; the loss is known only after the optimizer's step."""
+    # list() reads all batches: middle stages use none, but their data position must advance as well
+    micro_batches = list(batches)
+    with job.phase("pipeline"):
+        job.engine.train_batch(iter(micro_batches))
+    facts = _pending_facts(job, job.engine.dp_group_loss.double())
+    return facts, facts.numbers.tolist()
+
+
+def _pending_facts(job: Job, loss: torch.Tensor) -> PendingFacts:
+    """Reduce the step's facts over the ranks."""
+    regularizer = job.engine.regularizer
+    with job.phase("facts"):
+        return PendingFacts(
+            loss,
+            tracker=job.counting_tracker,
+            regularization=None if regularizer is None else regularizer.value,
+            is_stop_asked=pending_stop_signal() is not None,
+        )
+
+
+def upload(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """The batch on a device; the host does not wait for a copy to a GPU, which starts from pinned memory."""
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    # torch keeps pinned memory until the copies from it have ended
+    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}

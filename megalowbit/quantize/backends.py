@@ -3,7 +3,8 @@
 All three give the same bits. The backend of a device is logged once. `MEGALOWBIT_BACKEND` (`torch`, `c`,
 `triton`) forces a backend, and raises an error if it is not available. Formats that the kernels do not
 support use plain torch, which is logged once too. So do tensors that are not plain memory (`is_plain`),
-because kernels take addresses, and a trace would not record them.
+because kernels take addresses, and a trace would not record them. Dispatch modes that only watch, such as
+`FlopCounterMode`, see that results are allocated, but not the kernels; they do not change the backend.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -57,6 +59,19 @@ def encode(request: EncodeRequest) -> Encoded:
     return reference.encode(request)
 
 
+def maximum(request: EncodeRequest) -> Tensor | None:
+    """The maximum that a tensor scale follows from, by a kernel; `None`: no kernel computes it separately.
+
+    It includes `q_scalar`. Requires a format with a tensor scale, and a request without `tensor_amax`.
+    """
+    kernels = _kernels(backend_of(request.x), request.encoding.format)
+    for launcher in (launch_triton, launch_triton_8bit):
+        if kernels is launcher and can_encode(launcher, request):
+            found: Tensor = launcher.maximum(request)
+            return found
+    return None
+
+
 def can_encode(kernels: Kernels, request: EncodeRequest) -> bool:
     """Whether kernels support this request; only `reference` supports scales from the mean magnitude."""
     encoding = request.encoding
@@ -81,16 +96,39 @@ def decode(request: DecodeRequest) -> Tensor:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether all are ordinary tensors with memory, outside of traces and dispatch modes.
+    """Whether all are ordinary tensors with memory, outside of traces and selective checkpointing.
 
     Not plain: subclasses (distributed, asynchronous, fake tensors, wrappers), sparse layouts, zeros without
     memory, and wrappers of `torch.func`. `None` is always plain.
     """
-    if torch._C._len_torch_dispatch_stack() or torch._C._is_tracing():
+    if torch._C._is_tracing() or any(map(_needs_operations, _dispatch_modes())):
         return False
     if _functorch.peek_interpreter_stack() is not None:
         return False
     return all(tensor is None or _has_memory(tensor) for tensor in tensors)
+
+
+def is_selective_checkpoint() -> bool:
+    """Whether selective activation checkpointing records or repeats a forward here.
+
+    It numbers operations by kind and returns stored results in place of some. A forward and its repetition
+    must therefore have the same operations, and no result may be written to behind its back.
+    """
+    return any(map(_stores_results, _dispatch_modes()))
+
+
+def _dispatch_modes() -> list[Any]:
+    count = torch._C._len_torch_dispatch_stack()
+    return [torch._C._get_dispatch_stack_at(index) for index in range(count)]
+
+
+def _needs_operations(mode: Any) -> bool:
+    """Whether a mode needs every operation: those of torch's tracers, and selective checkpointing."""
+    return bool(mode.is_infra_mode()) or _stores_results(mode)
+
+
+def _stores_results(mode: Any) -> bool:
+    return type(mode).__module__ == torch.utils.checkpoint.__name__
 
 
 def _has_memory(tensor: Tensor) -> bool:

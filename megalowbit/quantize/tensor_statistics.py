@@ -2,9 +2,9 @@
 
 `tensor_maximum` is for shards. Each rank computes its maximum, the ranks reduce them by MAX, and the
 quantizer gets the result as `tensor_amax`. It is the number that the quantizer would compute for the full
-tensor. With block scales, a block with an infinity or a NaN is ignored; with a single scale, it makes the
-maximum infinite and the tensor NaN. The result is never NaN, because the MAX of some libraries drops NaN. Not
-supported: scales from the mean magnitude, and `seed_compat`.
+tensor; on GPUs its kernel is used. With block scales, a block with an infinity or a NaN is ignored; with a
+single scale, it makes the maximum infinite and the tensor NaN. The result is never NaN, because the MAX of
+some libraries drops NaN. Not supported: scales from the mean magnitude, and `seed_compat`.
 
 `tensor_moments` computes the largest magnitude and the sum of squares in float64. A C kernel on CPUs reads a
 tensor once, in memory order; plain torch reads it twice, in pieces. Both give the same largest magnitude, and
@@ -27,10 +27,10 @@ from torch import Tensor
 
 from megalowbit.c_library import KernelLibrary, address
 from megalowbit.errors import UserError
-from megalowbit.quantize.backends import BACKEND_VARIABLE, backend_of
+from megalowbit.quantize.backends import BACKEND_VARIABLE, backend_of, maximum
 from megalowbit.quantize.cpu.kernel_arguments import DTYPES, arguments_of
 from megalowbit.quantize.cpu.known_bits import KNOWN_MOMENTS, answers_moments
-from megalowbit.quantize.encoding import Encoding
+from megalowbit.quantize.encoding import EncodeRequest, Encoding
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
 
@@ -155,12 +155,16 @@ def tensor_maximum(x: Tensor, encoding: Encoding, signs: int | None = None) -> T
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
+    found = maximum(EncodeRequest(x, encoding, signs=signs)) if encoding.format.has_tensor_scale else None
+    if found is not None:
+        return found
     if signs is not None:
         x = hadamard(x.to(torch.float32), signs)
     if x.dtype == torch.float64:
         x = x.to(torch.float32)
     if encoding.format.block is None:
-        largest = x.abs().amax().to(torch.float32) * encoding.q_scalar
+        low, high = torch.aminmax(x)
+        largest = torch.maximum(low.neg(), high).abs().to(torch.float32) * encoding.q_scalar
         return torch.where(largest.isfinite(), largest, torch.inf)
     largest = _block_maxima(x, encoding.format.block).to(torch.float32) * encoding.q_scalar
     return torch.where(largest.isfinite(), largest, 0.0).amax()
@@ -172,7 +176,8 @@ def _block_maxima(x: Tensor, block: tuple[int, int]) -> Tensor:
     padding = (0, -x.shape[1] % cols, 0, -x.shape[0] % rows)
     if any(padding):
         x = torch.nn.functional.pad(x, padding)
-    return x.abs().unflatten(1, (-1, cols)).unflatten(0, (-1, rows)).amax((1, 3))
+    low, high = torch.aminmax(x.unflatten(1, (-1, cols)), dim=2)  # unlike abs, without a copy of x
+    return torch.maximum(low.neg(), high).abs().unflatten(0, (-1, rows)).amax(1)
 
 
 def _answers(library: ctypes.CDLL) -> dict[str, int]:

@@ -28,6 +28,13 @@ class TelemetrySettings(SettingsModel):
         default=True,
         description="count saturated elements, underflow and rounding error of every quantised operand",
     )
+    count_every: int = Field(
+        default=10,
+        ge=1,
+        description="interval between steps in which they are counted: step 1 and each multiple. In other "
+        "steps kernels do not count, and the figures are left out. 1: every step",
+        json_schema_extra=unit("steps"),
+    )
     layers_every: int = Field(
         default=100,
         ge=0,

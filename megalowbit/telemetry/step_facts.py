@@ -1,13 +1,15 @@
-"""Combines the facts of a training step over ranks: one all-reduce of 64 bytes and one host read.
+"""Combines the facts of a training step over ranks: one all-reduce of 64 bytes, and at most one host read.
 
 The loss needs an all-reduce anyway, and the overflow headline is part of the same one. It sums eight float64
 numbers: loss·weight, weight, and six of the tracker. Telemetry communicates nothing else during a step, for
-any model and number of ranks. A rank that was asked to stop (by a signal or a time limit) adds a large number
-to a count, so all ranks stop after the same step without additional bytes.
+any model and number of ranks. `PendingFacts` leaves the host read to a caller that reads other numbers too. A
+rank that was asked to stop (by a signal or a time limit) adds a large number to a count, so all ranks stop
+after the same step without additional bytes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +47,59 @@ class StepFacts:
         return {**facts, **(self.overflow.facts() if self.overflow else {})}
 
 
+class PendingFacts:
+    """The facts of a step, reduced over the ranks but still on the device.
+
+    Whoever reads the device next can read `numbers` together with its own, so that the step has one host
+    read. Every rank of `group` must create one. The arguments are those of `reduce_step_facts`.
+
+    Attributes:
+        numbers: (n,) float64, on the loss's device or on that of the group's exchanges.
+    """
+
+    def __init__(
+        self,
+        loss: Tensor,
+        *,
+        weight: float = 1.0,
+        tracker: GradientOverflowTracker | None = None,
+        regularization: Tensor | None = None,
+        is_stop_asked: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if tracker is not None and tracker.group is not group:
+            raise ValueError("tracker counts over another group than the loss: pass the tracker's own group")
+        if not weight > 0:
+            raise ValueError(f"weight must be positive, not {weight}: a rank without data has no mean loss")
+        self._tracker, self._is_regularized = tracker, regularization is not None
+        mean = loss.detach().double()
+        counts = mean.new_zeros(1) if tracker is None else tracker.pack_step().to(mean.device)  # (1,) or (6,)
+        counts[-1] += STOP_UNIT * is_stop_asked
+        packet = torch.cat(
+            [torch.stack([mean * weight, torch.full_like(mean, weight)]), counts]  # (3,) or (8,)
+        )
+        local = [] if regularization is None else [regularization.detach().double().reshape(1)]
+        if tracker is not None:
+            local.append(tracker.pack_local_step())
+        if process_group.world_size(group) > 1:
+            packet = packet.to(process_group.exchange_device(group, packet.device))
+            dist.all_reduce(packet, group=group)
+        self._num_reduced = len(packet)
+        self.numbers = torch.cat([packet, *(part.to(packet.device) for part in local)])
+
+    def interpret(self, numbers: Sequence[float]) -> StepFacts:
+        """End the tracker's step; returns the facts from `numbers`, which the host has read. Call it once."""
+        packed, rest = list(numbers[: self._num_reduced]), list(numbers[self._num_reduced :])
+        value = rest.pop(0) if self._is_regularized else None
+        num_asked, packed[-1] = divmod(packed[-1], STOP_UNIT)
+        return StepFacts(
+            loss=packed[0] / packed[1],
+            overflow=None if self._tracker is None else self._tracker.unpack_step(packed[2:], rest),
+            regularization=value,
+            is_stop_asked=num_asked > 0,
+        )
+
+
 def reduce_step_facts(
     loss: Tensor,
     *,
@@ -64,29 +119,12 @@ def reduce_step_facts(
         is_stop_asked: whether this rank was asked to stop; communicated to all.
         group: ranks that share the step; `None` for all.
     """
-    if tracker is not None and tracker.group is not group:
-        raise ValueError("tracker counts over another group than the loss: pass the tracker's own group")
-    if not weight > 0:
-        raise ValueError(f"weight must be positive, not {weight}: a rank without data has no mean loss")
-    mean = loss.detach().double()
-    counts = mean.new_zeros(1) if tracker is None else tracker.pack_step().to(mean.device)  # (1,) or (6,)
-    counts[-1] += STOP_UNIT * is_stop_asked
-    packet = torch.cat([torch.stack([mean * weight, torch.full_like(mean, weight)]), counts])  # (3,) or (8,)
-    local = [] if regularization is None else [regularization.detach().double().reshape(1)]
-    if tracker is not None:
-        local.append(tracker.pack_local_step())
-    if process_group.world_size(group) > 1:
-        packet = packet.to(process_group.exchange_device(group, packet.device))
-        dist.all_reduce(packet, group=group)
-    reduced = len(packet)
-    # the step's one host read
-    numbers = torch.cat([packet, *(part.to(packet.device) for part in local)]).tolist()
-    packed, rest = numbers[:reduced], numbers[reduced:]
-    value = None if regularization is None else rest.pop(0)
-    num_asked, packed[-1] = divmod(packed[-1], STOP_UNIT)
-    return StepFacts(
-        loss=packed[0] / packed[1],
-        overflow=None if tracker is None else tracker.unpack_step(packed[2:], rest),
-        regularization=value,
-        is_stop_asked=num_asked > 0,
+    pending = PendingFacts(
+        loss,
+        weight=weight,
+        tracker=tracker,
+        regularization=regularization,
+        is_stop_asked=is_stop_asked,
+        group=group,
     )
+    return pending.interpret(pending.numbers.tolist())

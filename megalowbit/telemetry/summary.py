@@ -85,7 +85,8 @@ class RunSummary:
     Attributes:
         totals: steps, tokens, time, losses.
         tokens_per_second: speed without the first step of the process, if it was measured.
-        overflow: counts of output gradients over the whole run; `None` if nothing was tracked.
+        overflow: counts of output gradients over all counted steps; `None` if nothing was tracked.
+        counted_steps: number of these steps.
         worst: the worst layer per role and measure, output gradients first.
         entries: additional entries of `summary.json` from components.
         rows: additional rows on the console from components: two names, each followed by its value.
@@ -94,6 +95,7 @@ class RunSummary:
     totals: RunTotals
     tokens_per_second: float | None = None
     overflow: OperandCounts | None = None
+    counted_steps: int = 0
     worst: tuple[WorstLayer, ...] = ()
     entries: Mapping[str, Any] = field(default_factory=dict)
     rows: Sequence[Row] = ()
@@ -111,6 +113,7 @@ class RunSummary:
                 "gradient_overflow/batch_overflow_rate": self.overflow.batch_rate,
                 "gradient_overflow/underflow_rate": self.overflow.underflow_rate,
                 "gradient_overflow/nonfinite_elements": self.overflow.nonfinite,
+                "gradient_overflow/counted_steps": self.counted_steps,
             }
         return facts
 
@@ -126,7 +129,9 @@ class RunSummary:
         """The summary as ASCII text of at most 24 lines of 80 characters."""
         blocks = [self._render_run()]
         if self.overflow is not None:
-            blocks.append(_render_overflow(self.overflow))
+            is_sample = self.counted_steps < self.totals.steps
+            over = f"{self.counted_steps:,} counted steps" if is_sample else "the run"
+            blocks.append(_render_overflow(self.overflow, over))
         if self.worst:
             blocks.append(_render_worst(self.worst))
         return "\n".join([" Summary ".center(WIDTH, "="), *"\n\n".join(blocks).splitlines(), "=" * WIDTH])
@@ -167,12 +172,12 @@ def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:
     return tuple(worst)
 
 
-def _render_overflow(overflow: OperandCounts) -> str:
+def _render_overflow(overflow: OperandCounts, over: str) -> str:
     def row(name: str, part: int, whole: int, what: str, rate: float | None) -> str:
         return f"{name:<12}{columns.percent_text(rate):>7}  {part:,} of {whole:,} {what}"
 
     lines = [
-        "quantised output gradients, over the run",
+        f"quantised output gradients, over {over}",
         row("  saturated", overflow.saturated, overflow.elements, "elements", overflow.saturation_rate),
         row(
             "  batches",

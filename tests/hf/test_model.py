@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
-from megalowbit.hf.model import fill_weights, load_weights, random_model, save_hf
+from megalowbit.hf.model import fill_weights, load_weights, one_sequence_a_row, random_model, save_hf
 from megalowbit.layers.conversion.convert import bit_layers, convert
 
 GPT2 = GPT2Config(
@@ -230,3 +230,20 @@ def test_filling_checks_names_and_shapes_first():
     assert equal(before, weights(model))
     fill_weights(model, state, "here")
     assert equal(state, weights(model))
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA])
+def test_a_forward_of_one_sequence_a_row_does_not_read_its_positions(config, monkeypatch):
+    model, reads = random_model(config, seed=5).eval(), []
+    monkeypatch.setattr(model.config, "use_cache", False)  # as in training
+    expected, test = logits(model), torch.Tensor.__bool__
+    monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(tensor) or test(tensor))
+    with one_sequence_a_row():
+        assert logits(model).equal(expected)
+    assert not reads
+    packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]] * 2)
+    with torch.no_grad():
+        found = model(TOKENS, position_ids=packed).logits  # afterwards they are looked for again
+        alone = model(TOKENS[:, 5:]).logits
+    assert reads
+    assert torch.allclose(found[:, 5:], alone, atol=1e-5)

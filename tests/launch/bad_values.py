@@ -17,6 +17,7 @@ OURS = {
     "telemetry.log_every": ["true", "0"],
     "telemetry.tensorboard": ["1", '"off"'],
     "telemetry.overflow": ["2", "[]"],
+    "telemetry.count_every": ["true", "0"],
     "telemetry.layers_every": ["true", "-1"],
     "data.sequence_length": ["true", "1", '"64"', "64.5"],
     "data.seed": ["true", "-1"],

@@ -197,7 +197,7 @@ def write_config(folder, *, model=None, block=None, **deepspeed):
             "model": {"config": "model.json"},
             "data": {"corpus": "text.txt", "sequence_length": 32},
             "run": {"steps": 6},
-            "telemetry": {"log_every": 1},
+            "telemetry": {"log_every": 1, "count_every": 1},
             **(block or {}),
         },
     }

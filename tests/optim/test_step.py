@@ -1,5 +1,6 @@
 """Host reads of a step and their time, the order of its phases, and the handling of an overflow."""
 
+import copy
 import math
 
 import pytest
@@ -176,6 +177,26 @@ def test_without_the_kernels_a_step_reads_once_too(host, monkeypatch):
         with host:
             assert optimizer.step().is_applied
         assert host.events[:2] == events  # torch's AdamW then reads its own step counts
+
+
+@pytest.mark.parametrize("inner", ["fused AdamW", "plain"])
+def test_numbers_of_the_caller_are_read_with_those_of_the_step(host, inner):
+    model, optimizer = build(inner, **CONTEXTS["max_value"])
+    plain = build(inner, **CONTEXTS["max_value"])
+    backward(model, optimizer)
+    backward(*plain)
+    numbers = torch.tensor([3.5, -1.0, 2.0**60], dtype=torch.float64)
+    optimizer.also_read = lambda: numbers
+    with host:
+        report = optimizer.step()
+    assert host.reads == ["tolist"]
+    assert report.also_read == (3.5, -1.0, 2.0**60)
+    assert report == plain[1].step()
+    assert plain[1].report.also_read == ()
+    assert copy.copy(report).also_read == report.also_read
+    backward(model, optimizer)
+    model.layers[1].bias.main_grad[2] = math.inf
+    assert optimizer.step().also_read == report.also_read  # of a skipped step too
 
 
 def test_an_fp32_step_reads_once(host):

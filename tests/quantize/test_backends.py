@@ -7,6 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, NVFP4_TILED, BlockFormat
@@ -242,14 +243,29 @@ def test_nothing_is_plain_where_operations_are_recorded():
         seen.append(backends.is_plain(y) or backends.is_plain(x))
         return y
 
-    with Recording():
-        record_is_plain(x)
+    contexts = create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+    for context in contexts:
+        with context, Recording():
+            record_is_plain(x)
     make_fx(record_is_plain)(x)
     torch.func.functionalize(record_is_plain)(x)
     torch.func.vmap(record_is_plain)(x)
     torch.jit.trace(record_is_plain, x, check_trace=False)
-    assert len(seen) == 5
+    assert len(seen) == 6
     assert not any(seen)
+
+
+def test_a_mode_that_watches_does_not_change_the_backend(monkeypatch):
+    x, requests = matrix(), []
+    request = EncodeRequest(x, NVFP4_NEAREST, operand_dtype=torch.float32)
+    expected = backends.encode(request)
+    monkeypatch.setattr(reference, "encode", requests.append)
+    with Recording():
+        assert backends.is_plain(x)
+        assert backends.backend_of(x) == "c"
+        found = backends.encode(request)
+    assert not requests
+    assert [bits(each) for each in found[:4]] == [bits(each) for each in expected[:4]]
 
 
 @pytest.mark.parametrize(

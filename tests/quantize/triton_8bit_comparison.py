@@ -22,6 +22,7 @@ from megalowbit.quantize import backends, reference
 from megalowbit.quantize.backends import can_encode
 from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey, random_bytes
+from megalowbit.quantize.tensor_statistics import tensor_maximum
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
 
@@ -78,6 +79,10 @@ def check(x, encoding, operand_dtype=torch.bfloat16, **options):
         assert a is None or (a.dtype == b.dtype and a.shape == b.shape), (encoding, field)
         assert a is None or torch.equal(bits(a), bits(b)), (encoding, field, x.dtype, x.stride(), a, b)
     torch.testing.assert_close(ours.error, theirs.error, rtol=1e-6, atol=0)
+    if encoding.format.has_tensor_scale and "tensor_amax" not in options:
+        signs = options.get("signs")
+        found = launch_triton_8bit.maximum(EncodeRequest(x, encoding, signs=signs))
+        assert torch.equal(bits(found), bits(tensor_maximum(x.cpu(), encoding, signs))), (encoding, x)
     if encoding.format.scale == "signed_fp32":  # what a NaN is must not make a block of another kind
         assert torch.equal(torch.signbit(ours.scales), torch.signbit(theirs.scales)), encoding
     return ours

@@ -16,6 +16,7 @@ from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
 from megalowbit.quantize import reference
 from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.tensor_statistics import tensor_maximum
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
@@ -98,6 +99,10 @@ def check(name, x, encoding, operand_dtype=torch.bfloat16, **arguments):
         assert (a is None) == (b is None), (name, field)
         assert a is None or (a.dtype == b.dtype and torch.equal(bits(a), bits(b))), (name, x, encoding, field)
     torch.testing.assert_close(ours.error, theirs.error, rtol=1e-6, atol=0)
+    if encoding.format.has_tensor_scale and "tensor_amax" not in arguments:
+        signs = arguments.get("signs")
+        found = launch_triton.maximum(EncodeRequest(x, encoding, signs=signs))
+        assert torch.equal(bits(found), bits(tensor_maximum(x.cpu(), encoding, signs))), (name, x, encoding)
     bare = launch_triton.encode(
         EncodeRequest(x, encoding, **arguments | {"operand_dtype": None, "with_counts": False})
     )

@@ -13,6 +13,7 @@ def test_defaults_record_everything():
         "log_every": 10,
         "tensorboard": True,
         "overflow": True,
+        "count_every": 10,
         "layers_every": 100,
         "peak_tflops": None,
         "timers": False,
@@ -41,6 +42,7 @@ def test_tensorboard_events_go_where_deepspeed_puts_them():
     [
         (TelemetrySettings, {"log_evry": 5}),
         (TelemetrySettings, {"log_every": 0}),
+        (TelemetrySettings, {"count_every": 0}),
         (TelemetrySettings, {"layers_every": -1}),
         (WandbSettings, {"mode": "offline"}),
         (TensorBoardBlock, {"path": "x"}),

@@ -143,6 +143,17 @@ def test_the_file_holds_the_same_figures(tmp_path):
     assert stored["worst_layers"][0]["role"] == "grad_output"
 
 
+def test_figures_of_some_steps_are_not_shown_as_those_of_the_run(tmp_path):
+    totals = RunTotals(steps=71, tokens=1, seconds=1.0)
+    counts = OperandCounts(elements=800, saturated=20, quantizations=8, quantizations_with_overflow=4)
+    some = RunSummary(totals=totals, overflow=counts, counted_steps=8)
+    assert "quantised output gradients, over 8 counted steps" in some.render()
+    assert some.facts()["gradient_overflow/counted_steps"] == 8
+    assert some.facts()["gradient_overflow/element_overflow_rate"] == 20 / 800
+    every = RunSummary(totals=totals, overflow=counts, counted_steps=71)
+    assert "quantised output gradients, over the run" in every.render()
+
+
 def test_a_final_loss_of_nan_keeps_the_file_valid(tmp_path):
     totals = RunTotals()
     totals.add_step(loss=math.nan, tokens=1, seconds=1.0, is_skipped=False)

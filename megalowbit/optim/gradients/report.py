@@ -8,8 +8,11 @@ computes them, and `locate_overflow` finds the location.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from megalowbit.distributed import process_group
 
@@ -56,10 +59,12 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
     Attributes:
         loss_scale: S by which this step's gradients were multiplied; 1 without a scaler.
         overflow: where gradients were not finite; None for an applied step.
+        also_read: the numbers of the optimizer's `also_read`; empty without it.
     """
 
     loss_scale: float
     overflow: Overflow | None
+    also_read: tuple[float, ...]
 
     def __new__(
         cls,
@@ -69,15 +74,17 @@ class StepReport(tuple[bool, "float | None", "int | None"]):
         num_zeros: int | None = None,
         loss_scale: float = 1.0,
         overflow: Overflow | None = None,
+        also_read: tuple[float, ...] = (),
     ) -> StepReport:
         report = super().__new__(cls, (True, grad_norm, num_zeros) if is_applied else (False, None, None))
         report.loss_scale = loss_scale
         report.overflow = overflow
+        report.also_read = also_read
         return report
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, Any]]:
         """Arguments for copies and pickles."""
-        names = ("is_applied", "grad_norm", "num_zeros", "loss_scale", "overflow")
+        names = ("is_applied", "grad_norm", "num_zeros", "loss_scale", "overflow", "also_read")
         return (), {name: getattr(self, name) for name in names}
 
     @property
@@ -112,9 +119,13 @@ class LastStep:
 
     Attributes:
         report: the last step's report; None before the first.
+        also_read: returns numbers, (n,) float64 on any device, that a step reads together with its own. It is
+            called once a step on every rank, after gradients were measured; the report has the numbers.
+            None: there are none. May be set between steps.
     """
 
     report: StepReport | None
+    also_read: Callable[[], torch.Tensor] | None = None
 
     @property
     def found_inf(self) -> bool:

@@ -38,6 +38,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         chained_optimizers: in the order given.
+        also_read: as in `LastStep`.
 
     Raises:
         UserError: there are none, or their settings differ.
@@ -63,6 +64,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
         self.chained_optimizers: list[MegatronOptimizer] = []
         super().__init__(groups, {})  # required by torch's hooks; what it stores is not used
         self.chained_optimizers = list(optimizers)
+        self.also_read: Callable[[], torch.Tensor] | None = None  # see `LastStep`
 
     @property
     def grad_scaler(self) -> GradScaler | None:

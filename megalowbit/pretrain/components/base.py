@@ -164,7 +164,7 @@ class Component:
         """Called before the first micro-batch of each attempt at a step."""
 
     def end_step(self) -> None:
-        """Called after the last attempt at a step, before the loss is reduced over the ranks."""
+        """Called after the last attempt at a step."""
 
     def facts(self, known: Facts) -> Facts:
         """Columns of the metrics for this step; `known` has the loop's columns, such as the loss."""

@@ -1,7 +1,10 @@
-"""Counts saturation and underflow of quantised operands by layer over the whole run (`telemetry.overflow`).
+"""Counts saturation and underflow of quantised operands by layer over a run (`telemetry.overflow`).
 
-This component builds, resets and saves the tracker. The counts are reduced together with the loss in one
-all-reduce, so the loop reads them with `reduce_step_facts`, and the recorder writes the per-layer table.
+This component builds, resets and saves the tracker, and attaches it to the layers in the steps that are
+counted (`telemetry.count_every`); in other steps they have no observer, and kernels do not count. The step's
+number decides, so a run that is resumed counts the same steps as one that is not interrupted. The counts are
+reduced together with the loss in one all-reduce, so the loop reads them with the step's facts, and the
+recorder writes the per-layer table.
 """
 
 from __future__ import annotations
@@ -13,17 +16,31 @@ from typing import TYPE_CHECKING, Any
 from megalowbit.pretrain.components.base import Component, RunParts
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
 
 
 class OverflowCounts(Component):
-    """Saturation and underflow counts of all low-bit layers; `tracker` observes the layers."""
+    """Saturation and underflow counts of all low-bit layers.
+
+    Args:
+        tracker: receives the counts.
+        model: the converted model; its layers have the tracker already.
+        every: interval between counted steps, see `is_counted`.
+
+    Attributes:
+        tracker: as given.
+        is_counting: whether the tracker observes the layers now.
+    """
 
     key = "tracker"
     records = ("overflow_layers.jsonl",)
 
-    def __init__(self, tracker: GradientOverflowTracker) -> None:
+    def __init__(self, tracker: GradientOverflowTracker, model: nn.Module, every: int = 1) -> None:
         self.tracker = tracker
+        self.is_counting = True
+        self._model, self._every = model, every
 
     @classmethod
     def build(cls, settings: None, parts: RunParts) -> OverflowCounts | None:
@@ -37,7 +54,16 @@ class OverflowCounts(Component):
         groups = groups_of(parts.engine.module)
         tracker = GradientOverflowTracker(stages=None if groups is None else groups.pipeline)
         set_observer(parts.engine.module, tracker)
-        return cls(tracker)
+        return cls(tracker, parts.engine.module, parts.telemetry.count_every)
+
+    def before_step(self, step: int) -> None:
+        """Attach the tracker to the layers if the next step is counted; detach it otherwise."""
+        from megalowbit.layers.conversion.convert import set_observer
+
+        is_counting = is_counted(step + 1, self._every)
+        if is_counting != self.is_counting:
+            set_observer(self._model, self.tracker if is_counting else None)
+        self.is_counting = is_counting
 
     def begin_attempt(self) -> None:
         """Drop counts since the last step, including those of an attempt that is repeated."""
@@ -51,4 +77,10 @@ class OverflowCounts(Component):
         """Continue from `state`; start at zero if there is none."""
         self.tracker.reset()
         if state is not None:
-            self.tracker.load_state_dict(dict(state))
+            # earlier versions counted every step
+            self.tracker.load_state_dict({"counted_steps": step, **state})
+
+
+def is_counted(step: int, every: int) -> bool:
+    """Whether operands are counted in a step, which is counted from 1: the first step and each multiple."""
+    return step == 1 or step % every == 0

@@ -153,6 +153,7 @@ class Recorder:
             totals=job.totals,
             tokens_per_second=self._speed.average,
             overflow=None if tracker is None else tracker.run,
+            counted_steps=0 if tracker is None else tracker.counted_steps,
             worst=() if tracker is None else worst_layers(tracker.reduce_layers()),
             entries={"splits": splits, **entries} if splits else entries,
             rows=[part.row for part in parts if part.row is not None],

@@ -48,17 +48,16 @@ def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
 
 def encode(request: EncodeRequest) -> Encoded:
     """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
-    from megalowbit.quantize.triton.fp4 import amax_kernel
     from megalowbit.quantize.triton.fp32_scales import encode_kernel
 
     format, device = request.encoding.format, request.x.device
     encoded = new_encoded(request)
-    source, programs = reading(request, TALL_ELEMENTS // (format.block or (1, GROUP))[1])
+    source, programs = _reading(request)
     largest = None
-    if format.has_tensor_scale:
+    if format.has_tensor_scale and request.tensor_amax is None:
+        largest = _maximum(source, programs, device)
+    elif format.has_tensor_scale:
         largest = torch.zeros((), dtype=torch.int32, device=device)
-        if request.tensor_amax is None:
-            launch(amax_kernel, programs, device, amax=largest, ONE_SCALE=True, **source)
     partial = partial_counts(request, programs)
     for maximum, amax in _maxima(largest, request.tensor_amax).items():
         launch(
@@ -78,6 +77,30 @@ def encode(request: EncodeRequest) -> Encoded:
     if encoded.counts is not None and encoded.tensor_scale is not None:
         encoded.counts[COUNT_NAMES.index("zero_blocks")] = encoded.tensor_scale == 0
     return encoded
+
+
+def maximum(request: EncodeRequest) -> Tensor:
+    """The maximum that `encode` computes for the tensor scale; requires `covers` and a tensor scale.
+
+    Returns:
+        Largest magnitude times `q_scalar`: fp32, 0-dim; infinite if an element is not finite.
+    """
+    source, programs = _reading(request)
+    found = _maximum(source, programs, request.x.device).view(torch.float32)
+    return torch.where(found.isfinite(), found, torch.inf)
+
+
+def _reading(request: EncodeRequest) -> tuple[dict[str, Any], int]:
+    return reading(request, TALL_ELEMENTS // (request.encoding.format.block or (1, GROUP))[1])
+
+
+def _maximum(source: dict[str, Any], programs: int, device: torch.device) -> Tensor:
+    """int32, 0-dim: the bits of the largest magnitude."""
+    from megalowbit.quantize.triton.fp4 import amax_kernel
+
+    largest = torch.zeros((), dtype=torch.int32, device=device)
+    launch(amax_kernel, programs, device, amax=largest, ONE_SCALE=True, **source)
+    return largest
 
 
 def _maxima(largest: Tensor | None, tensor_amax: Tensor | None) -> dict[str, Tensor | None]:

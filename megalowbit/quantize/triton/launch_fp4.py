@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,9 +83,7 @@ def encode(request: EncodeRequest) -> Encoded:
     source, programs = reading(request, TALL_ROWS)
     if encoding.format.has_tensor_scale:
         if tensor_amax is None:
-            largest = torch.zeros((), dtype=torch.int32, device=device)
-            launch(kernels.amax_kernel, programs, device, amax=largest, ONE_SCALE=False, **source)
-            tensor_amax = largest.view(torch.float32)
+            tensor_amax = _maximum(source, programs, device)
         tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
     partial = partial_counts(request, programs)
     launch(
@@ -101,6 +100,24 @@ def encode(request: EncodeRequest) -> Encoded:
         FOUR_OVER_SIX=encoding.four_over_six,
     )
     return with_counts(encoded, partial, request.x.numel())
+
+
+def maximum(request: EncodeRequest) -> Tensor:
+    """The maximum that `encode` computes for the tensor scale; requires `covers` and a tensor scale.
+
+    Returns:
+        Largest finite block maximum, times `q_scalar`: fp32, 0-dim.
+    """
+    source, programs = reading(request, TALL_ROWS)
+    return _maximum(source, programs, request.x.device)
+
+
+def _maximum(source: dict[str, Any], programs: int, device: torch.device) -> Tensor:
+    from megalowbit.quantize.triton.fp4 import amax_kernel
+
+    largest = torch.zeros((), dtype=torch.int32, device=device)
+    launch(amax_kernel, programs, device, amax=largest, ONE_SCALE=False, **source)
+    return largest.view(torch.float32)
 
 
 def decode(request: DecodeRequest) -> Tensor:

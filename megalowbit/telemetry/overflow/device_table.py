@@ -89,7 +89,7 @@ class DeviceTable:
             return
         rows = [row for row, _, _ in self._pending]
         if rows != self._index_rows:
-            self._index_rows, self._index = rows, torch.tensor(rows, device=self.device)
+            self._index_rows, self._index = rows, self._upload(rows)
         counts = torch.stack([counts for _, counts, _ in self._pending])  # (n, 8)
         errors = torch.stack([error for _, _, error in self._pending])  # (n, 2)
         self._pending.clear()
@@ -108,7 +108,7 @@ class DeviceTable:
         if missing == 0:
             return
         roles = [ROLES.index(role) for _, role in self._row_of]
-        self._role_index = torch.tensor(roles, device=self.device)
+        self._role_index = self._upload(roles)
         self._step, self._run = (
             (torch.cat([integers, more[0]]), torch.cat([errors, more[1]]))
             for (integers, errors), more in (
@@ -116,6 +116,12 @@ class DeviceTable:
                 (self._run, _no_sums(missing, self.device)),
             )
         )
+
+    def _upload(self, numbers: list[int]) -> Tensor:
+        """Whole numbers as int64 on the device; from pinned memory, so the host does not wait for a GPU."""
+        if self.device.type != "cuda":
+            return torch.tensor(numbers, device=self.device)
+        return torch.tensor(numbers, pin_memory=True).to(self.device, non_blocking=True)
 
 
 def _zeros(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:

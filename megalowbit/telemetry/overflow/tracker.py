@@ -15,6 +15,9 @@ In a plain PyTorch loop:
     ...                                          # forward, backward
     print(tracker.end_step().facts())
 
+Kernels count only for layers with an observer: `set_observer(model, tracker if step % 10 == 0 else None)`
+before each step counts every tenth one.
+
 A tensor counts once: layers report nothing when activation checkpointing recomputes a forward. Copies of it
 on several tensor-parallel ranks count once per rank.
 """
@@ -56,18 +59,20 @@ class StepOverflow:
 
     Attributes:
         step: output gradients of this step, over all ranks; `HEADLINE_NAMES` only.
-        run: the same over the run, this step included.
+        run: the same over all counted steps of the run, this one included.
+        counted_steps: number of these steps.
         roles: all counts of this step by role, of this process's own tensors and those of other stages.
     """
 
     step: OperandCounts
     run: OperandCounts
+    counted_steps: int
     roles: dict[str, OperandCounts]
 
     def facts(self) -> dict[str, float | int | None]:
         """Flat facts for the sinks.
 
-        `gradient_overflow/…` is summed over all ranks: rates of this step, totals of the run. All of
+        `gradient_overflow/…` is summed over all ranks: rates of this step, totals of all counted steps.
         `quantization/<role>/…` is of this step and of the calling rank's own tensors only, with those of the
         other stages of its pipeline; in a run's files that is the main process, which writes them. A rate
         is `None` if nothing was counted.
@@ -77,6 +82,7 @@ class StepOverflow:
             "gradient_overflow/batch_overflow_rate": self.step.batch_rate,
             "gradient_overflow/total_overflow_elements": self.run.saturated,
             "gradient_overflow/total_elements": self.run.elements,
+            "gradient_overflow/counted_steps": self.counted_steps,
             "gradient_overflow/underflow_rate": self.step.underflow_rate,
             "gradient_overflow/nonfinite_elements": self.step.nonfinite,
         }
@@ -105,6 +111,7 @@ class GradientOverflowTracker:
         """Reset all counts, including the run's totals."""
         self._tables: dict[torch.device, DeviceTable] = {}
         self._run = OperandCounts()
+        self._counted_steps = 0
         # over all ranks, up to the last reduction: columns of TABLE_NAMES, then exact sums of ERROR_NAMES
         self._layers: dict[Key, list[int]] = {}
 
@@ -112,6 +119,11 @@ class GradientOverflowTracker:
     def run(self) -> OperandCounts:
         """Headline figures over all ranks and all finished steps."""
         return self._run
+
+    @property
+    def counted_steps(self) -> int:
+        """Number of finished steps."""
+        return self._counted_steps
 
     def observe(self, layer: str, role: str, counts: Tensor, error: Tensor) -> None:
         """Record the counts of one quantisation, without waiting for the device.
@@ -181,9 +193,12 @@ class GradientOverflowTracker:
             )
         step = OperandCounts(**{name: int(value) for name, value in zip(HEADLINE_NAMES, summed, strict=True)})
         self._run = self._run + step
+        self._counted_steps += 1
         for table in self._tables.values():
             table.close_step()
-        return StepOverflow(step=step, run=self._run, roles=_roles_of(local))
+        return StepOverflow(
+            step=step, run=self._run, counted_steps=self._counted_steps, roles=_roles_of(local)
+        )
 
     def reduce_layers(self) -> tuple[LayerOverflow, ...]:
         """Counts of all finished steps per layer and role, summed over the ranks; every rank must call it.
@@ -219,7 +234,11 @@ class GradientOverflowTracker:
             }
             for row in self.reduce_layers()
         ]
-        return {"run": {name: getattr(self._run, name) for name in HEADLINE_NAMES}, "layers": rows}
+        return {
+            "run": {name: getattr(self._run, name) for name in HEADLINE_NAMES},
+            "counted_steps": self._counted_steps,
+            "layers": rows,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state`; earlier counts are discarded.
@@ -229,13 +248,14 @@ class GradientOverflowTracker:
         """
         try:
             run = OperandCounts(**state["run"])
+            counted_steps = int(state.get("counted_steps", 0))  # earlier versions did not save it
             layers = {(row["layer"], row["role"]): _saved_row(row) for row in state["layers"]}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"saturation counts of the checkpoint are not readable ({error}): resume from another one"
             ) from error
         self.reset()
-        self._run, self._layers = run, layers
+        self._run, self._counted_steps, self._layers = run, counted_steps, layers
 
     def _step_by_role(self) -> tuple[Tensor, Tensor]:
         """Sums of the step: (3, 11) int64 and (3, 2) float64, on the first device."""
