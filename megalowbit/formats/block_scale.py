@@ -5,7 +5,9 @@ largest element (6 for E2M1). Each operation is rounded to fp32 once, in the ord
 it:
 
 - `e4m3`: S = 448·M/A (1 if A = 0; at most 2¹²⁶, so that 1/S is a normal number); s = e4m3(min(a/(M/S), 448)),
-  because a/(M/S) is exact if S is a power of two; element = round(x · (S/s)), decoded as element · s · (1/S)
+  because a/(M/S) is exact if S is a power of two; element = round(x · (S/s)), decoded as element · s · (1/S).
+  With a power-of-two tensor scale, S is rounded down to a power of two, at most 2¹¹⁶. Then decoded numbers
+  are multiples of 2⁻¹²⁶ with at most six significant bits: zeros or normal numbers of bf16
 - `e8m0`: s = 2^(⌊log₂ a⌋ - ⌊log₂ M⌋), OCP's choice ("down"), or the smallest power of two with M·s ≥ a ("up",
   NVIDIA's); within 2^±127; element = round(x · (1/s))
 - `fp32`: s = a/M; element = round(x/s)
@@ -31,6 +33,8 @@ from megalowbit.formats.tables import cached_table
 E4M3_MAX = 448.0
 MAX_ENCODE_SCALE = 2.0**126
 MAX_ENCODE_SCALE_UP = 2.0**118  # 2¹²⁷ over E4M3's smallest number
+MAX_POWER_OF_TWO = 2.0**116  # 2¹²⁶ times the smallest element · block scale, .5 · 2⁻⁹
+EXPONENT_BITS = 0x7F800000  # of fp32
 SLACK = 1 + 2.0**-20  # fp32 rounding may raise a ratio that is at most 1 to this
 ScaleRounding = Literal["nearest", "up", "down"]
 
@@ -61,6 +65,7 @@ def block_scales(
     rounding: ScaleRounding = "nearest",
     tensor_amax: Tensor | None = None,
     scale_max: float = E4M3_MAX,
+    is_power_of_two: bool = False,
 ) -> BlockScales:
     """Scales of the blocks whose largest magnitudes are `amax`.
 
@@ -73,6 +78,7 @@ def block_scales(
             (all shards must use the same). `None`: taken from `amax`. If it is not finite, every block
             becomes NaN.
         scale_max: E4M3 scale of the largest block; four-over-six uses 256 to leave headroom.
+        is_power_of_two: round the tensor scale of a two-level format up to a power of two.
     """
     amax = torch.where(amax.isfinite(), amax, torch.nan)  # a NaN without sign, so its code is unique
     if format.block is None:
@@ -84,7 +90,9 @@ def block_scales(
     if format.scale == "fp32":
         scale = torch.div(amax, torch.full_like(amax, format.element.max))
         return BlockScales(scale, scale, scale, None, torch.zeros_like(scale, dtype=torch.bool))
-    encode_scale = tensor_encode_scale(amax, format.element, tensor_amax, scale_max, rounding)
+    encode_scale = tensor_encode_scale(
+        amax, format.element, tensor_amax, scale_max, rounding, is_power_of_two
+    )
     return two_level_scales(amax, encode_scale, format.element.max, rounding)
 
 
@@ -94,6 +102,7 @@ def tensor_encode_scale(
     tensor_amax: Tensor | None,
     scale_max: float = E4M3_MAX,
     rounding: ScaleRounding = "nearest",
+    is_power_of_two: bool = False,
 ) -> Tensor:
     """S, which maps the tensor's largest magnitude to `scale_max` · M: fp32, 0-dim; see `block_scales`.
 
@@ -104,6 +113,9 @@ def tensor_encode_scale(
     # both operands of a division are tensors, because torch turns division by a Python number into a product
     encode_scale = torch.div(torch.full_like(tensor_amax, scale_max * element.max), tensor_amax)
     most = MAX_ENCODE_SCALE_UP if rounding == "up" else MAX_ENCODE_SCALE
+    if is_power_of_two:  # S is a normal number or infinite, so the mantissa's bits can be cleared
+        encode_scale = (encode_scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+        most = MAX_POWER_OF_TWO
     encode_scale = torch.where(tensor_amax > 0, encode_scale.clamp_(max=most), 1.0)
     return torch.where(tensor_amax.isfinite(), encode_scale, torch.nan)
 

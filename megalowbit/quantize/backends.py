@@ -85,9 +85,9 @@ def decode(request: DecodeRequest) -> Tensor:
     Raises:
         UserError: codes or scales do not belong to a matrix of this size.
     """
-    codes, scales, format, rows, cols, dtype, _ = request
+    codes, scales, format, rows, cols, dtype, _, tensor_scale = request
     check_parts(codes, scales, format, rows, cols)
-    kernels = _kernels(backend_of(codes, scales), format)
+    kernels = _kernels(backend_of(codes, scales, tensor_scale), format)
     if kernels is not None and codes.numel() > 0:
         if kernels.covers(format, dtype):
             return kernels.decode(request)

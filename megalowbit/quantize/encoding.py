@@ -74,6 +74,8 @@ class Encoding:
         q_scalar: factor of that magnitude: above 1 leaves headroom, below 1 saturates on purpose.
         four_over_six: map the maximum of a block to 4 instead of 6 if that has the smaller error
             (arXiv:2512.02010).
+        is_power_of_two: round the tensor scale up to a power of two, which is exact as part of the operand;
+            NVFP4 only, and the default of its names.
     """
 
     format: BlockFormat
@@ -83,6 +85,7 @@ class Encoding:
     scale_from: Literal["amax", "mean"] = "amax"
     q_scalar: float = 1.0
     four_over_six: bool = False
+    is_power_of_two: bool = False
 
     def __post_init__(self) -> None:
         fitting = _FITTING[self.format.scale]
@@ -103,6 +106,10 @@ class Encoding:
             )
         if self.four_over_six and (self.format.scale != "e4m3" or self.format.block != (1, 16)):
             raise UserError("four-over-six needs NVFP4 blocks of 1 × 16: leave out tile16, or use nvfp4")
+        if self.is_power_of_two and self.format.scale != "e4m3":
+            raise UserError(
+                "is_power_of_two needs NVFP4, the only format with block scales and a tensor scale"
+            )
         if self.four_over_six and self.is_stochastic:
             raise UserError(
                 "four-over-six compares rounding errors: use it with nearest-even rounding (…nosr)"
@@ -134,7 +141,8 @@ class EncodeRequest(NamedTuple):
 class DecodeRequest(NamedTuple):
     """A packed matrix to decode, (rows, cols) without padding, or (cols, rows) with `transpose`.
 
-    Codes and scales are those of `Encoded`; `dtype` is that of the result.
+    Codes and scales are those of `Encoded`; `dtype` is that of the result. `tensor_scale` (fp32, 0-dim,
+    a power of two) multiplies it; only E4M3 scales have one.
     """
 
     codes: Tensor
@@ -144,6 +152,7 @@ class DecodeRequest(NamedTuple):
     cols: int
     dtype: torch.dtype
     transpose: bool = False
+    tensor_scale: Tensor | None = None
 
     def new_matrix(self) -> Tensor:
         """An uninitialised, contiguous matrix for the result."""
@@ -158,7 +167,8 @@ class Encoded(NamedTuple):
         codes: uint8, `BlockFormat.codes_shape`.
         scales: `BlockFormat.scales_shape`, as stored.
         tensor_scale: fp32, 0-dim, or `None` if the format has none.
-        operand: codes × block scale, (rows, cols) in the requested dtype, or `None`.
+        operand: codes × block scale (× tensor scale with `is_power_of_two`), (rows, cols) in the requested
+            dtype, or `None`.
         counts: int64, one for each of `COUNT_NAMES`, or `None`.
         error: float64, one for each of `ERROR_NAMES`, or `None`.
     """

@@ -10,6 +10,8 @@
 | `1p58bit`                                       | -1, 0, 1 times the mean magnitude (BitNet) | nearest    |
 | `fp32`                                          | not quantised                              |            |
 
+`nvfp4…` has a power of two for tensor scale, unless `fp32_scale` is given.
+
 The bases and `nosr` are those of Metis, with its default rounding. The `OPTIONS` are additions.
 """
 
@@ -26,7 +28,7 @@ from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.quantizer import BlockQuantizer, IdentityQuantizer, Quantizer
 from megalowbit.quantize.seed_compat import SEED_COMPAT
 
-OPTIONS = ("sr", "unbiased", "tile16", "block32", "floor", "4over6", "q_scalar", "seed_compat")
+OPTIONS = ("sr", "unbiased", "tile16", "block32", "floor", "4over6", "fp32_scale", "q_scalar", "seed_compat")
 NEAREST = "nosr"  # suffix of bases that round to nearest
 UNQUANTISED = ("bf16", "fp16", "fp64", "bfloat16", "float16", "float32", "float64", "none")
 CONTRADICTIONS = (("unbiased", "floor"), ("tile16", "block32"))
@@ -34,7 +36,7 @@ CONTRADICTIONS = (("unbiased", "floor"), ("tile16", "block32"))
 
 @functools.lru_cache(maxsize=1)
 def _bases() -> dict[str, Encoding | None]:
-    nvfp4 = Encoding(format=NVFP4)
+    nvfp4 = Encoding(format=NVFP4, is_power_of_two=True)
     mxfp4 = Encoding(format=MXFP4, scale_rounding="up")
     fp4_block = _fp32_scaled(E2M1, (1, 16))
     bases: dict[str, Encoding | None] = {
@@ -154,6 +156,10 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
         return replace(encoding, is_stochastic=True, is_unbiased=True, scale_rounding=rounding)
     if key == "4over6":
         return replace(encoding, four_over_six=True)
+    if key == "fp32_scale":
+        if not encoding.is_power_of_two:
+            raise UserError("fp32_scale is for NVFP4's tensor scale only, leave it out")
+        return replace(encoding, is_power_of_two=False)
     if key == "floor":
         if format.scale != "e8m0":
             raise UserError("floor is supported for MXFP4 scales only, use mxfp4e2m1b…")

@@ -25,6 +25,7 @@ from torch import Tensor
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat, ScaleKind
+from megalowbit.formats.block_scale import MAX_POWER_OF_TWO
 from megalowbit.formats.element import E2M1, ELEMENTS, INT8_E5M2
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
 
@@ -233,7 +234,16 @@ def _tensor(path: Path, name: str, entry: Any, stored: dict[str, Tensor]) -> Qua
         shape=shape,
         dtype=dtype,
         format=format,
+        is_power_of_two=_has_exact_scale(format, parts.get("tensor_scale")),
     )
+
+
+def _has_exact_scale(format: BlockFormat, tensor_scale: Tensor | None) -> bool:
+    """Whether operands are exact with the tensor scale, which files of other libraries do not say."""
+    if format.scale != "e4m3" or tensor_scale is None:
+        return False
+    scale = tensor_scale.item()
+    return scale >= 1 / MAX_POWER_OF_TWO and math.frexp(scale)[0] == 0.5
 
 
 def _format(path: Path, name: str, entry: Any) -> tuple[BlockFormat, torch.Size, torch.dtype]:

@@ -1,12 +1,13 @@
 """Results of quantizers: packed codes with their scales, or an unpacked tensor.
 
-A GEMM takes `operand()`: element × block scale, without the tensor scale. For E2M1 with E4M3 scales this
-number has at most six significant bits between 2⁻¹⁰ and 2688, with E8M0 scales two, so it is exact in bf16.
-(Exception: with an MXFP4 scale rounded up to 2¹²⁶, numbers from 3.5 · 2¹²⁶ become 2¹²⁸, which is infinite.) A
-bf16 GEMM therefore computes the same as FP4 tensor cores would. The product of the two tensor scales is
-applied to the result, in fp32. Only formats with fp32 block scales need fp32 operands (`exact_dtype`), except
-mixed blocks: their operand has the range of the original tensor, and rounding it to half precision adds at
-most a tenth to its squared error in bf16, and a thousandth in fp16.
+A GEMM takes `operand()`: element × block scale, and × tensor scale if that is a power of two. For E2M1 with
+E4M3 scales this number has at most six significant bits, with E8M0 scales two, so it is exact in bf16.
+(Exception: with an MXFP4 scale rounded up to 2¹²⁶, numbers from 3.5 · 2¹²⁶ become 2¹²⁸, which is infinite. So
+do, with power-of-two tensor scales, some numbers from 1.875 · 2¹²⁷.) A bf16 GEMM therefore computes the same
+as FP4 tensor cores would. Other tensor scales (`operand_scale`) are applied to the result, in fp32. Only
+formats with fp32 block scales need fp32 operands (`exact_dtype`), except mixed blocks: their operand has the
+range of the original tensor, and rounding it to half precision adds at most a tenth to its squared error in
+bf16, and a thousandth in fp16.
 
 For backward, a tensor is stored as its parts (4.5 bits per element for NVFP4). `to_parts` separates the
 tensors, which autograd must save, from the other fields; `from_parts` joins them.
@@ -40,7 +41,7 @@ class Operand(Protocol):
     """The interface of both tensor classes below that GEMMs use."""
 
     @property
-    def tensor_scale(self) -> Tensor | None:
+    def operand_scale(self) -> Tensor | None:
         """Factor to apply to the GEMM's result; `None` is 1."""
 
     @property
@@ -51,7 +52,7 @@ class Operand(Protocol):
         """
 
     def operand(self, dtype: torch.dtype = ..., *, transpose: bool = ...) -> Tensor:
-        """The 2-D matrix to multiply, without `tensor_scale`."""
+        """The 2-D matrix to multiply, without `operand_scale`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -65,6 +66,7 @@ class QuantizedTensor:
         shape: shape of the original tensor.
         dtype: dtype of the original tensor.
         format: format of codes and scales.
+        is_power_of_two: whether the tensor scale is one from 2⁻¹¹⁶ on; `operand` then includes it.
         counts: int64, one for each of `COUNT_NAMES`, or `None` if not requested.
         error: float64, one for each of `ERROR_NAMES`, or `None`.
         ready_operand: the operand, if the quantizer has already computed it; never saved.
@@ -76,6 +78,7 @@ class QuantizedTensor:
     shape: torch.Size
     dtype: torch.dtype
     format: BlockFormat
+    is_power_of_two: bool = False
     counts: Tensor | None = None
     error: Tensor | None = None
     ready_operand: Tensor | None = None
@@ -90,6 +93,11 @@ class QuantizedTensor:
         return sum(part.nbytes for part in self._parts())
 
     @property
+    def operand_scale(self) -> Tensor | None:
+        """The tensor scale if `operand` does not include it."""
+        return None if self.is_power_of_two else self.tensor_scale
+
+    @property
     def exact_dtype(self) -> torch.dtype:
         """See `Operand.exact_dtype`."""
         if self.format.scale == "signed_fp32":
@@ -98,22 +106,24 @@ class QuantizedTensor:
         return torch.float32 if has_wide_scales else torch.bfloat16
 
     def operand(self, dtype: torch.dtype = torch.bfloat16, *, transpose: bool = False) -> Tensor:
-        """Codes × block scale, (rows, cols), or (cols, rows) if transposed; exact in `exact_dtype` and wider.
+        """The matrix to multiply, (rows, cols), or (cols, rows) if transposed.
 
-        The operand of mixed blocks is rounded once, to `dtype`.
+        It is codes × block scale, and × tensor scale if that is a power of two; exact in `exact_dtype` and
+        wider. The operand of mixed blocks is rounded once, to `dtype`.
         """
         if self.ready_operand is not None and self.ready_operand.dtype == dtype:
             return self.ready_operand.t() if transpose else self.ready_operand
         rows, cols = matrix_shape(self.shape)
+        folded = self.tensor_scale if self.is_power_of_two else None
         return backends.decode(
-            DecodeRequest(self.codes, self.scales, self.format, rows, cols, dtype, transpose)
+            DecodeRequest(self.codes, self.scales, self.format, rows, cols, dtype, transpose, folded)
         )
 
     def dequantize(self) -> Tensor:
         """The tensor in its original shape and dtype: element · block scale · tensor scale, in fp32."""
         values = self.operand(torch.float32)
-        if self.tensor_scale is not None:
-            values = values * self.tensor_scale
+        if self.operand_scale is not None:
+            values = values * self.operand_scale
         # numbers near the dtype's largest may round beyond it, although the input was finite
         largest = min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
         return values.clamp(-largest, largest).to(self.dtype).reshape(self.shape)
@@ -155,6 +165,7 @@ class UnquantizedTensor:
     codes = None
     scales = None
     tensor_scale = None
+    operand_scale = None
     exact_dtype = None
 
     def __repr__(self) -> str:

@@ -184,6 +184,7 @@ class BlockQuantizer(Quantizer):
             shape=shape,
             dtype=dtype,
             format=self.encoding.format,
+            is_power_of_two=self.encoding.is_power_of_two,
             counts=encoded.counts,
             error=encoded.error,
             ready_operand=encoded.operand,

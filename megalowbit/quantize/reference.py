@@ -43,7 +43,10 @@ def encode(request: EncodeRequest) -> Encoded:
     decoded = _values(codes, scales.codes, format) * _expand(scales.decoded, format, codes)
     operand = None
     if request.operand_dtype is not None:
-        operand = decoded[:, :cols].to(request.operand_dtype).contiguous()
+        operand = decoded[:, :cols]
+        if encoding.is_power_of_two and scales.tensor_scale is not None:
+            operand = operand * scales.tensor_scale
+        operand = operand.to(request.operand_dtype).contiguous()
     counts = error = None
     if request.with_counts:
         scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
@@ -58,13 +61,15 @@ def encode(request: EncodeRequest) -> Encoded:
 
 
 def decode(request: DecodeRequest) -> Tensor:
-    """Codes × block scale, as a contiguous matrix."""
-    codes, scales, format, rows, cols, dtype, transpose = request
+    """Codes × block scale (× tensor scale), as a contiguous matrix."""
+    codes, scales, format, rows, cols, dtype, transpose, tensor_scale = request
     values = _values(unpack_codes(codes, format.element.bits), scales, format)
     if format.block is not None:
         decoded = decode_scales(scales)
         decoded = decoded.abs() if format.scale == "signed_fp32" else decoded
         values = values * _expand(decoded, format, values)
+    if tensor_scale is not None:
+        values = values * tensor_scale
     values = values[:rows, :cols].to(dtype)
     return (values.t() if transpose else values).contiguous()
 
@@ -131,7 +136,13 @@ def _scales_and_codes(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> t
         return mixed_scales_and_codes(matrix, amax, request.x.shape[1], random)
     if encoding.four_over_six:
         return _four_over_six(matrix, amax, encoding, request.tensor_amax)
-    scales = block_scales(amax, encoding.format, encoding.scale_rounding, request.tensor_amax)
+    scales = block_scales(
+        amax,
+        encoding.format,
+        encoding.scale_rounding,
+        request.tensor_amax,
+        is_power_of_two=encoding.is_power_of_two,
+    )
     return scales, _codes(matrix, scales, encoding, request.random_key)
 
 
@@ -155,7 +166,12 @@ def _four_over_six(
     """For each block, map the maximum to 6 or to 4, whichever has the smaller squared error."""
     format = encoding.format
     encode_scale = tensor_encode_scale(
-        amax, format.element, tensor_amax, FOUR_OVER_SIX_SCALE_MAX, encoding.scale_rounding
+        amax,
+        format.element,
+        tensor_amax,
+        FOUR_OVER_SIX_SCALE_MAX,
+        encoding.scale_rounding,
+        encoding.is_power_of_two,
     )
     candidates = []
     for element_max in (6.0, 4.0):

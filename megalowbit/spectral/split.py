@@ -67,8 +67,8 @@ def scaled_left(left: Factor, values: Tensor, dtype: torch.dtype) -> Tensor:
     """U·diag(values) in `dtype`, rounded once: (rows, k)."""
     wide = torch.promote_types(dtype, torch.float32)
     scale = values.to(wide)
-    if left.tensor_scale is not None:
-        scale = scale * left.tensor_scale
+    if left.operand_scale is not None:
+        scale = scale * left.operand_scale
     return (left.operand(wide) * scale.unsqueeze(1)).to(dtype).t()
 
 
@@ -76,7 +76,7 @@ def right_factor(right: Factor, dtype: torch.dtype) -> Tensor:
     """Vᵀ in `dtype`, rounded once: (k, cols)."""
     wide = torch.promote_types(dtype, torch.float32)
     values = right.operand(wide)
-    return (values if right.tensor_scale is None else values * right.tensor_scale).to(dtype)
+    return (values if right.operand_scale is None else values * right.operand_scale).to(dtype)
 
 
 @torch.no_grad()

@@ -165,7 +165,7 @@ def _values(factor: MatmulOperand) -> Tensor:
         return tensor.operand()
     ready = tensor.ready_operand
     values = tensor.operand(torch.float32) if ready is None else ready.float()
-    return values if tensor.tensor_scale is None else values * tensor.tensor_scale
+    return values if tensor.operand_scale is None else values * tensor.operand_scale
 
 
 def _energies_of_all(left: Sample, right: Sample, made: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def operands(tokens, cols, rows, dtype=torch.float32):
 def dequantized(name, matrix, key=None):
     """The quantizer's numbers of a matrix, in float64; blocks lie along its last axis."""
     quantized = quantizer(name).quantize(torch.as_tensor(matrix, dtype=torch.float32), random_key=key)
-    scale = 1.0 if quantized.tensor_scale is None else quantized.tensor_scale.double().item()
+    scale = 1.0 if quantized.operand_scale is None else quantized.operand_scale.double().item()
     return quantized.operand(torch.float64).numpy() * scale
 
 

@@ -68,7 +68,8 @@ class Blocks:
     """A matrix in blocks.
 
     codes (padded rows, padded cols), `element` the values of the codes, `values` element × block scale, all
-    padded; `stored` the bytes or fp32 numbers of the scales; `tensor_scale` a Python float or None.
+    padded; `operand` the same, times a tensor scale that is a power of two; `stored` the bytes or fp32
+    numbers of the scales; `tensor_scale` a Python float or None.
     """
 
     x: np.ndarray
@@ -78,6 +79,7 @@ class Blocks:
     scale_rounding: str = "nearest"
     q_scalar: float = 1.0
     four_over_six: bool = False
+    is_power_of_two: bool = False
     random: np.ndarray | None = None  # a byte, or a fraction, for each padded element
     tensor_amax: float | None = None
     codes: np.ndarray = field(init=False)
@@ -107,7 +109,11 @@ class Blocks:
         self.largest = F(max(finite, default=0.0) if self.tensor_amax is None else self.tensor_amax)
         top = F((256 if self.four_over_six else 448) * self.grid[-1])
         most = F(2.0**118 if self.scale_rounding == "up" else 2.0**126)
-        self.S = F(min(top / self.largest, most)) if self.largest > 0 else F(1)
+        most = F(2.0**116) if self.is_power_of_two else most
+        S = top / self.largest if self.largest > 0 else F(1)
+        if self.is_power_of_two and np.isfinite(S):
+            S = F(math.ldexp(1.0, math.frexp(float(S))[1] - 1))
+        self.S = F(min(S, most))
         self.codes = np.zeros(self.padded.shape, int)
         self.values, self.scaled = np.zeros(self.padded.shape, F), np.zeros(self.padded.shape, F)
         self.stored = np.zeros(len(where))
@@ -118,6 +124,11 @@ class Blocks:
             self.tensor_scale = float(F(1) / self.S)
         elif self.block is None:
             self.tensor_scale = float(self.stored[0, 0])
+
+    @property
+    def operand(self):
+        with np.errstate(all="ignore"):
+            return self.values * F(self.tensor_scale) if self.is_power_of_two else self.values
 
     def _amax(self, block):
         a = F(np.abs(block).max()) * F(self.q_scalar)
@@ -232,6 +243,7 @@ def encoded(x: np.ndarray, encoding, key, signs=None, tensor_amax=None) -> Block
         scale_rounding=encoding.scale_rounding,
         q_scalar=encoding.q_scalar,
         four_over_six=encoding.four_over_six,
+        is_power_of_two=encoding.is_power_of_two,
         random=random,
         tensor_amax=tensor_amax,
     )
@@ -248,18 +260,17 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     """NVFP4, nearest: element values, block scales (both float64, exact), the tensor's decode factor."""
-    blocks = Blocks(x)
+    blocks = Blocks(x, is_power_of_two=True)
     scales = np.array([[E4M3[int(code)] for code in row] for row in blocks.stored])
     codes = blocks.codes[:, : x.shape[1]]
     return np.where(codes & 8, -1.0, 1.0) * np.array(E2M1)[codes & 7], scales, blocks.tensor_scale
 
 
 def operand(x: np.ndarray) -> tuple[np.ndarray, float]:
-    """NVFP4, nearest: elements × block scales in float64, and the tensor's decode factor."""
-    blocks = Blocks(x)
-    return blocks.values[:, : x.shape[1]].astype(np.float64), blocks.tensor_scale
+    """NVFP4, nearest: elements × all scales in float64, and the tensor's decode factor."""
+    blocks = Blocks(x, is_power_of_two=True)
+    return blocks.operand[:, : x.shape[1]].astype(np.float64), blocks.tensor_scale
 
 
 def dequantized(x: np.ndarray) -> np.ndarray:
-    values, tensor_scale = operand(x)
-    return values * tensor_scale
+    return operand(x)[0]

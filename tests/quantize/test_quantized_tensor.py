@@ -72,7 +72,7 @@ def test_a_bf16_product_accumulated_in_fp32_is_the_product_of_the_dequantised_co
     exact = x.operand(torch.float64) @ weight.operand(torch.float64).t()
     bound = x.operand(torch.float64).abs() @ weight.operand(torch.float64).abs().t()
     assert ((product.double() - exact).abs() <= 160 * 2.0**-24 * bound).all()  # accumulation alone
-    scale = 1.0 if x.tensor_scale is None else (x.tensor_scale.double() * weight.tensor_scale.double())
+    scale = 1.0 if x.operand_scale is None else (x.operand_scale.double() * weight.operand_scale.double())
     dequantised = x.dequantize().double() @ weight.dequantize().double().t()
     assert torch.allclose(product.double() * scale, dequantised, rtol=1e-5, atol=1e-5)
 
@@ -91,7 +91,7 @@ def test_an_operand_made_on_the_way_is_the_decoded_one_and_is_used():
 @EVERY_NAME
 def test_operand_times_tensor_scale_is_the_dequantised_tensor(name):
     quantized = quantizer(name).quantize(gaussian(6, 4, 50))
-    scale = 1.0 if quantized.tensor_scale is None else quantized.tensor_scale
+    scale = 1.0 if quantized.operand_scale is None else quantized.operand_scale
     assert torch.equal(quantized.dequantize(), (quantized.operand(torch.float32) * scale).view(6, 4, 50))
 
 

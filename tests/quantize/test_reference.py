@@ -15,6 +15,7 @@ KEY = RandomKey(0xFEDCBA9876543210, 2**40 + 3)
 NAMES = (
     *("nvfp4e2m1b", "nvfp4e2m1bnosr", "nvfp4e2m1b:unbiased", "nvfp4e2m1bnosr:tile16", "nvfp4e2m1b:tile16"),
     *("nvfp4e2m1bnosr:4over6", "nvfp4e2m1bnosr:q_scalar=1.25", "nvfp4e2m1b:q_scalar=0.7"),
+    *("nvfp4e2m1bnosr:fp32_scale", "nvfp4e2m1b:unbiased:fp32_scale", "nvfp4e2m1bnosr:4over6:fp32_scale"),
     *("mxfp4e2m1b", "mxfp4e2m1bnosr", "mxfp4e2m1bnosr:floor", "mxfp4e2m1b:q_scalar=1.5"),
     *("fp4e2m1", "fp4e2m1b", "fp4e2m1bnosr:block32", "fp4e2m1bnosr:tile16", "fp6e3m2", "fp6e3m2b:sr"),
     *("mxfp4e2m1b:unbiased", "fp6e3m2b:unbiased", "int8:unbiased", "fp8e4m3:unbiased", "fp4e2m1b:unbiased"),
@@ -49,6 +50,7 @@ def by_the_book(x, encoding, **options):
         scale_rounding=encoding.scale_rounding,
         q_scalar=encoding.q_scalar,
         four_over_six=encoding.four_over_six,
+        is_power_of_two=encoding.is_power_of_two,
         random=fp4_reference.drawn(encoding, *shape, KEY) if encoding.is_stochastic else None,
         **options,
     )
@@ -81,7 +83,7 @@ def check(x, encoding, **options):
         return got
     stored = got.scales.numpy() if format.scale == "fp32" else got.scales.view(torch.uint8).numpy()
     assert np.array_equal(stored, expected.stored.astype(stored.dtype), equal_nan=format.scale == "fp32")
-    assert_same_numbers(got.operand, expected.values[:rows, :cols])
+    assert_same_numbers(got.operand, expected.operand[:rows, :cols])
     return got
 
 
@@ -107,9 +109,10 @@ def test_decoding_gives_the_operand_made_on_the_way_in_both_layouts(name):
     x[3, 4] = math.nan
     encoding = quantizer(name).encoding
     got = reference.encode(EncodeRequest(x, encoding, random_key=KEY, operand_dtype=torch.float32))
+    scale = got.tensor_scale if encoding.is_power_of_two else None
     for transpose in (False, True):
         decoded = reference.decode(
-            DecodeRequest(got.codes, got.scales, encoding.format, 18, 37, torch.float32, transpose=transpose)
+            DecodeRequest(got.codes, got.scales, encoding.format, 18, 37, torch.float32, transpose, scale)
         )
         assert decoded.is_contiguous()
         operand = got.operand.t() if transpose else got.operand

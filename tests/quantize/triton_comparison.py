@@ -34,6 +34,10 @@ ENCODINGS = {
         Encoding(format=MXFP4, scale_rounding="up", q_scalar=1.25),
     ],
     "four_over_six": [Encoding(format=NVFP4, four_over_six=True)],
+    "power_of_two": [
+        Encoding(format=NVFP4, is_power_of_two=True),
+        Encoding(format=NVFP4_TILED, is_power_of_two=True, scale_rounding="up"),
+    ],
 }
 FP8 = {torch.float8_e4m3fn: (14, 6), torch.float8_e5m2: (28, 13)}  # reach and exponent of the largest block
 
@@ -149,7 +153,7 @@ def compare_with_loops(device):
         codes = torch.from_numpy(fp4_reference.packed(expected.codes[:rows], 4))
         assert torch.equal(ours.codes.cpu(), codes), (encoding, signs)
         assert ours.scales.view(torch.uint8).tolist() == expected.stored.tolist(), (encoding, signs)
-        values = torch.from_numpy(expected.values[:rows, :48].copy())
+        values = torch.from_numpy(expected.operand[:rows, :48].copy())
         assert torch.equal(bits(ours.operand), bits(values)), (encoding, signs)
         assert expected.tensor_scale is None or ours.tensor_scale.item() == expected.tensor_scale
 
@@ -166,11 +170,18 @@ def compare_given_maxima(device):
 def compare_decoding(device):
     formats = (NVFP4, NVFP4_TILED, MXFP4)
     for (name, x), format in itertools.product(matrices(device.type == "cuda"), formats):
-        encoded = reference.encode(EncodeRequest(x.to(device), Encoding(format=format, scale_rounding="up")))
+        encoding = Encoding(format=format, scale_rounding="up", is_power_of_two=format.scale == "e4m3")
+        encoded = reference.encode(EncodeRequest(x.to(device), encoding))
         packed = (encoded.codes, encoded.scales, format, *x.shape)
-        for transpose, dtype in itertools.product((False, True), (torch.bfloat16, torch.float32)):
-            a = launch_triton.decode(DecodeRequest(*packed, dtype, transpose=transpose))
-            b = reference.decode(DecodeRequest(*packed, dtype, transpose=transpose))
+        wanted = (
+            (False, torch.float32, True),
+            (True, torch.float32, False),
+        )  # transpose, dtype, times the scale
+        wanted += ((True, torch.bfloat16, True), (False, torch.bfloat16, False))
+        for transpose, dtype, is_scaled in wanted:
+            scale = encoded.tensor_scale if is_scaled else None
+            a = launch_triton.decode(DecodeRequest(*packed, dtype, transpose, scale))
+            b = reference.decode(DecodeRequest(*packed, dtype, transpose, scale))
             assert a.shape == b.shape, name
             assert torch.equal(bits(a), bits(b)), (name, format, transpose, dtype)
     buffer = torch.cat([encoded.codes.new_zeros(1), encoded.codes.flatten()])

@@ -1,14 +1,16 @@
 """Matrix products of low-precision operands in bf16, fp16, fp32 or fp64.
 
-A quantised operand enters a GEMM as element × block scale, without its tensor scale. bf16 holds that number
-exactly; formats with fp32 block scales need fp32. The product of the two tensor scales multiplies the result,
-in fp32 (fp64 in an fp64 layer). An operand whose `exact_dtype` is fp16 has the range of the tensor it was
-made from and is rounded to the GEMM's dtype.
+A quantised operand enters a GEMM as element × block scale, × tensor scale if that is a power of two. bf16
+holds that number exactly; formats with fp32 block scales need fp32. Other tensor scales (`operand_scale`, of
+NVFP4 with the option `fp32_scale` and of formats with one scale) cost another pass: their product multiplies
+the result, in fp32 (fp64 in an fp64 layer). Without them, the GEMM writes the output itself. An operand whose
+`exact_dtype` is fp16 has the range of the tensor it was made from and is rounded to the GEMM's dtype.
 
 The layer's compute dtype decides what runs:
 
     compute dtype   device   operands                       sums   GEMM result
-    bf16            CUDA     bf16 (fp32 if needed)          fp32   fp32
+    bf16            CUDA     bf16 (fp32 if needed)          fp32   bf16, bias applied to the sums; with an
+                                                                   operand scale, or an fp32 output: fp32
                     CPU      bf16 (fp32 if needed)          fp32   bf16, scale and bias applied to the sums
                              fp32, where that is faster     fp32   fp32 (see `cpu_gemm`)
     fp16, fp32      CUDA     bf16; fp16 or fp32, see below  fp32   fp32
@@ -18,6 +20,8 @@ The layer's compute dtype decides what runs:
 The result is then scaled, the bias is added, and it is rounded once to the output's dtype. Exceptions and
 limits:
 
+- On CUDA, a GEMM that writes bf16 may split its sum and add the parts in bf16, as in `nn.Linear`;
+  `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False` prevents that.
 - bf16 operands on a CPU: the product is rounded to bf16 before the bias if the output is fp32 (autocast) or
   the bias is fp32.
 - fp16 and fp32: NVFP4 operands reach 2688, so a product could overflow fp16. Therefore it is formed in fp32.
@@ -81,6 +85,8 @@ def multiply(
     b = right.operand(dtype, transpose=transpose_right)
     scale = _combined_scale(left, right)
     with no_autocast(a.device.type):
+        if scale is None and _is_last(a, bias, out_dtype):
+            return _last_product(a, b, bias)
         alpha = _alpha(a, b, scale, bias)
         if alpha is not None:
             return _scaled_product(a, b, alpha, bias, out_dtype)
@@ -144,6 +150,15 @@ def add_matrix_product(total: Tensor, a: Tensor, b: Tensor, factor: float) -> No
         total.addmm_(a, b, alpha=factor)
     else:
         torch.addmm(total, a, b, out_dtype=torch.float32, alpha=factor, out=total)
+
+
+def _is_last(a: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> bool:
+    """Whether the GEMM can write the output, bias included: nothing would be rounded twice."""
+    return out_dtype == a.dtype and (bias is None or torch.promote_types(bias.dtype, a.dtype) == a.dtype)
+
+
+def _last_product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(a, b) if bias is None else torch.addmm(bias.to(a.dtype), a, b)
 
 
 def _alpha(a: Tensor, b: Tensor, scale: Tensor | None, bias: Tensor | None) -> float | None:
@@ -247,9 +262,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _combined_scale(left: Operand, right: Operand) -> Tensor | None:
-    if left.tensor_scale is None or right.tensor_scale is None:
-        return left.tensor_scale if right.tensor_scale is None else right.tensor_scale
-    return left.tensor_scale * right.tensor_scale
+    if left.operand_scale is None or right.operand_scale is None:
+        return left.operand_scale if right.operand_scale is None else right.operand_scale
+    return left.operand_scale * right.operand_scale
 
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:

@@ -65,15 +65,15 @@ class Side(NamedTuple):
         return left.to(dtype), right.to(dtype)
 
     def residual(self, dtype: torch.dtype) -> Tensor:
-        """The residual's element × block scale as a matrix, without the tensor scale.
+        """The residual's operand as a matrix, without `operand_scale`.
 
         For the left operand (m, inner), for the right one (inner, n).
         """
         return self.operand.tensor.operand(dtype, transpose=self.transpose != self.operand.is_transposed)
 
     def scaled(self, thin: Tensor, dtype: torch.dtype) -> Tensor:
-        """A product with `residual`, times the tensor scale and the residual's gain."""
-        scale = self.operand.tensor.tensor_scale
+        """A product with `residual`, times `operand_scale` and the residual's gain."""
+        scale = self.operand.tensor.operand_scale
         gain = None if self.low_rank is None else self.low_rank.gain
         for factor in (scale, gain):
             if factor is not None:

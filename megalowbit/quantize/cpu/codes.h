@@ -14,12 +14,12 @@ typedef struct { /* mirrored field by field in kernel_arguments.py; every field 
     const void *x;
     int64_t dtype, rows, cols, row_stride, col_stride;
     int64_t block_rows, block_cols, scale_kind, element; /* block_cols: 16 to 128 */
-    int64_t is_up, is_stochastic, is_unbiased, four_over_six, has_signs, signs;
+    int64_t is_up, is_stochastic, is_unbiased, four_over_six, is_power_of_two, has_signs, signs;
     uint64_t key, step;
     double q_scalar;
     const float *tensor_amax;
     uint8_t *codes, *scales;
-    float *tensor_scale;
+    float *tensor_scale; /* decoding: a power of two to multiply by, or NULL */
     void *operand;
     int64_t operand_dtype;
     int64_t *counts;
@@ -220,8 +220,9 @@ static void e8m0_scales(const float *restrict a, int64_t is_up, Scales *restrict
 static float tensor_encode_scale(const Args *args, float tensor_amax) {
     if ((bits_of(tensor_amax) & 0x7FFFFFFF) >= INFINITY_BITS) return float_of(NAN_BITS); /* as given */
     if (!(tensor_amax > 0)) return 1.0f;
-    const float S = (args->four_over_six ? 256.0f : E4M3_MAX) * 6.0f / tensor_amax;
-    const float most = args->is_up ? 0x1p118f : 0x1p126f;
+    float S = (args->four_over_six ? 256.0f : E4M3_MAX) * 6.0f / tensor_amax;
+    float most = args->is_up ? 0x1p118f : 0x1p126f;
+    if (args->is_power_of_two) S = float_of(bits_of(S) & INFINITY_BITS), most = 0x1p116f; /* rounded down */
     return S < most ? S : most;
 }
 

@@ -49,32 +49,33 @@ static void count_blocks(const Args *args, Counters *counters, const Scales *sca
 /* Encodes the groups of a row; writes packed codes, operand and values (for counting), each unless NULL. */
 SPECIALISED void encode_groups(const float *v, const Scales *scales, const uint8_t *random, int is_unbiased,
                                int64_t begin, int64_t end, uint8_t *packed, char *operand, int64_t dtype,
-                               float *values) {
+                               float operand_scale, float *values) {
     for (int64_t g = begin; g < end; g++) {
         const Lanes codes =
             random ? stochastic_codes(v, scales, g, random, is_unbiased) : nearest_codes(v, scales, g);
         pack(codes, packed + g * 8);
         const Floats decoded = e2m1_values(codes) * scales->decoded[g];
-        if (operand) store_exact(decoded, dtype, operand + g * GROUP * (dtype == FP32 ? 4 : 2));
+        if (operand) store_exact(decoded * operand_scale, dtype, operand + g * GROUP * (dtype == FP32 ? 4 : 2));
         if (values) memcpy(values + g * GROUP, &decoded, sizeof decoded);
     }
 }
 
 /* Encodes one row of a segment. The operand of its last group may be partial. */
 static void encode_row(const Args *args, const float *v, const Scales *scales, const uint8_t *random,
-                       int64_t groups, int64_t cols, uint8_t *packed, char *operand, float *values) {
+                       int64_t groups, int64_t cols, uint8_t *packed, char *operand, float operand_scale,
+                       float *values) {
     const int64_t dtype = args->operand_dtype, size = dtype == FP32 ? 4 : 2;
     const int64_t whole = operand ? cols / GROUP : groups;
-    if (args->is_unbiased) encode_groups(v, scales, random, 1, 0, whole, packed, operand, dtype, values);
+    if (args->is_unbiased) encode_groups(v, scales, random, 1, 0, whole, packed, operand, dtype, operand_scale, values);
     else if (values || (operand && dtype == FP32))
-        encode_groups(v, scales, random, 0, 0, whole, packed, operand, dtype, values);
-    else if (random && operand) encode_groups(v, scales, random, 0, 0, whole, packed, operand, BF16, NULL);
-    else if (random) encode_groups(v, scales, random, 0, 0, whole, packed, NULL, BF16, NULL);
-    else if (operand) encode_groups(v, scales, NULL, 0, 0, whole, packed, operand, BF16, NULL);
-    else encode_groups(v, scales, NULL, 0, 0, whole, packed, NULL, BF16, NULL);
+        encode_groups(v, scales, random, 0, 0, whole, packed, operand, dtype, operand_scale, values);
+    else if (random && operand) encode_groups(v, scales, random, 0, 0, whole, packed, operand, BF16, operand_scale, NULL);
+    else if (random) encode_groups(v, scales, random, 0, 0, whole, packed, NULL, BF16, 1.0f, NULL);
+    else if (operand) encode_groups(v, scales, NULL, 0, 0, whole, packed, operand, BF16, operand_scale, NULL);
+    else encode_groups(v, scales, NULL, 0, 0, whole, packed, NULL, BF16, 1.0f, NULL);
     for (int64_t g = whole; g < groups; g++) {
         char last[SEGMENT * 4];
-        encode_groups(v, scales, random, (int)args->is_unbiased, g, g + 1, packed, last, dtype, values);
+        encode_groups(v, scales, random, (int)args->is_unbiased, g, g + 1, packed, last, dtype, operand_scale, values);
         const int64_t place = g * GROUP * size;
         if (g == whole) memcpy(operand + place, last + place, (size_t)(cols % GROUP * size));
     }
@@ -93,6 +94,7 @@ static void encode_unit(const Args *args, float S, const Unit *unit, const Scale
     const int64_t step = args->block_cols / GROUP, blocks = blocks_across(args, cols);
     const int64_t row_blocks = blocks_across(args, args->cols), row_groups = row_blocks * step;
     const float tensor_scale = args->scale_kind == E4M3 ? 1.0f / S : 1.0f;
+    const float operand_scale = args->is_power_of_two ? tensor_scale : 1.0f;
     float values[SEGMENT];
     const int64_t size = args->operand_dtype == FP32 ? 4 : 2;
     for (int64_t i = 0; i < unit->rows; i++) {
@@ -101,7 +103,8 @@ static void encode_unit(const Args *args, float S, const Unit *unit, const Scale
         char *operand = args->operand ? (char *)args->operand + ((row + i) * args->cols + col) * size : NULL;
         uint64_t first = (uint64_t)(row + i) * (uint64_t)row_groups + (uint64_t)(col / GROUP);
         const uint8_t *bytes = args->is_stochastic ? random_bytes(args, random, first, groups) : NULL;
-        encode_row(args, row_values, scales, bytes, groups, cols, packed, operand, counters ? values : NULL);
+        encode_row(args, row_values, scales, bytes, groups, cols, packed, operand, operand_scale,
+                   counters ? values : NULL);
         if (counters) count(counters, row_values, values, scales, tensor_scale, cols);
     }
     uint8_t *stored = args->scales + block_row(args, row) * row_blocks + block_col(args, col);
@@ -228,7 +231,7 @@ static void decode_strip(const Args *args, const float *table, int64_t row, int6
     }
 }
 
-/* Reads args->codes and args->scales, writes args->operand: (rows, cols), or (cols, rows). */
+/* Reads args->codes, args->scales and args->tensor_scale (unless NULL), writes args->operand: (rows, cols), or (cols, rows). */
 void megalowbit_decode(const Args *args, int64_t is_transposed) {
     const int64_t strip = is_transposed ? STRIP : 1;
     const Tasks tasks = tasks_of(args->rows, args->cols, STRIP, is_transposed ? SEGMENT : 64 * SEGMENT);
@@ -241,6 +244,8 @@ void megalowbit_decode(const Args *args, int64_t is_transposed) {
             const Lanes values = (Lanes)e4m3_values(codes & 0x7F) | (codes & 0x80) << 24;
             memcpy(table + i, &values, sizeof values);
         }
+    const float tensor_scale = args->tensor_scale ? *args->tensor_scale : 1.0f;
+    for (uint32_t i = 0; i < 256; i++) table[i] *= tensor_scale;
     restore_numbers(mode);
 #pragma omp parallel for schedule(static) num_threads((int)args->threads)
     for (int64_t task = 0; task < tasks.count; task++) {

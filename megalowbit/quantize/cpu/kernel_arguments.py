@@ -34,7 +34,7 @@ ONE_SCALE = 2  # one scale per tensor
 _FIELDS = (
     (ctypes.c_void_p, "x"),
     (ctypes.c_int64, "dtype rows cols row_stride col_stride block_rows block_cols scale_kind element is_up"),
-    (ctypes.c_int64, "is_stochastic is_unbiased four_over_six has_signs signs"),
+    (ctypes.c_int64, "is_stochastic is_unbiased four_over_six is_power_of_two has_signs signs"),
     (ctypes.c_uint64, "key step"),
     (ctypes.c_double, "q_scalar"),
     (ctypes.c_void_p, "tensor_amax codes scales tensor_scale operand"),
@@ -92,6 +92,7 @@ def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded
         is_stochastic=encoding.is_stochastic,
         is_unbiased=encoding.is_unbiased,
         four_over_six=encoding.four_over_six,
+        is_power_of_two=encoding.is_power_of_two,
         has_signs=request.signs is not None,
         signs=request.signs or 0,
         key=request.random_key.key,  # ctypes reduces both modulo 2⁶⁴
@@ -111,7 +112,14 @@ def decode_with(function: Callable[..., None], request: DecodeRequest) -> Tensor
     """Codes × block scale with a C function; same result as `reference.decode`."""
     out = request.new_matrix()
     codes, scales = request.codes.contiguous(), request.scales.contiguous()
-    arguments = arguments_of(out, out, request.format, codes=address(codes), scales=address(scales))
+    arguments = arguments_of(
+        out,
+        out,
+        request.format,
+        codes=address(codes),
+        scales=address(scales),
+        tensor_scale=address(request.tensor_scale),
+    )
     arguments.rows, arguments.cols = request.rows, request.cols
     function(ctypes.byref(arguments), ctypes.c_int64(request.transpose))
     return out

@@ -33,6 +33,11 @@ ENCODINGS: dict[str, tuple[Encoding, int | None]] = {
     "stochastic": (Encoding(format=NVFP4, is_stochastic=True, scale_rounding="up"), 0x5AC3),
     "unbiased": (Encoding(format=NVFP4, is_stochastic=True, is_unbiased=True, scale_rounding="up"), None),
     "four over six": (Encoding(format=NVFP4, four_over_six=True), None),
+    "power of two": (Encoding(format=NVFP4, is_power_of_two=True), None),
+    "power of two, stochastic": (
+        Encoding(format=NVFP4, is_power_of_two=True, is_stochastic=True, scale_rounding="up"),
+        0x5AC3,
+    ),
     "tiled": (Encoding(format=NVFP4_TILED, q_scalar=0.8), None),
     "MXFP4": (Encoding(format=MXFP4, scale_rounding="down"), None),
     "MXFP4 stochastic": (Encoding(format=MXFP4, is_stochastic=True, scale_rounding="up"), 0x1234),
@@ -52,6 +57,12 @@ KNOWN_BITS: dict[str, int] = {
     "decoding e4m3 to torch.float32, transposed": 0x3FA3AE14,
     "decoding e4m3 to torch.bfloat16": 0x013F6D09,
     "decoding e4m3 to torch.bfloat16, transposed": 0xABBC40F6,
+    "power of two": 0x1DDE0D2A,
+    "power of two, stochastic": 0x32874CC1,
+    "decoding e4m3 to torch.float32, scaled": 0xA921BB52,
+    "decoding e4m3 to torch.float32, transposed, scaled": 0x7A8A68ED,
+    "decoding e4m3 to torch.bfloat16, scaled": 0x3B710784,
+    "decoding e4m3 to torch.bfloat16, transposed, scaled": 0x51E56216,
     "decoding e8m0 to torch.float32": 0x15505289,
     "decoding e8m0 to torch.float32, transposed": 0xB1EF67CD,
     "decoding e8m0 to torch.bfloat16": 0xA7CDB2A3,
@@ -186,6 +197,10 @@ def answers(
         decoded = decode(DecodeRequest(packed, scales, format, 40, 509, dtype, transpose))
         name = f"decoding {format.scale} to {dtype}" + (", transposed" if transpose else "")
         found[name] = _checksum(decoded.nan_to_num(nan=1.5))  # a NaN has many codes
+        if format is NVFP4:
+            scale = torch.full((), 2.0**-7, dtype=torch.float32, device="cpu")
+            decoded = decode(DecodeRequest(packed, scales, format, 40, 509, dtype, transpose, scale))
+            found[f"{name}, scaled"] = _checksum(decoded.nan_to_num(nan=1.5))
     for dtype, out_dtype in itertools.product(DTYPES, DTYPES):
         for with_bias in (False, True):
             product = wide.to(dtype)  # fp16: with infinities

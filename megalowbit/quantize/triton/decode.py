@@ -47,9 +47,9 @@ def _unpack(words):
 
 @triton.jit
 def decode_kernel(
-    codes, scales, out, rows, cols, words, row_stride, col_stride, DTYPE: tl.constexpr, BLOCK_ROWS:
-    tl.constexpr, BLOCK_COLS: tl.constexpr, SCALE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_WORDS:
-    tl.constexpr,
+    codes, scales, tensor_scale, out, rows, cols, words, row_stride, col_stride, DTYPE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, SCALE: tl.constexpr, HAS_TENSOR_SCALE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_WORDS: tl.constexpr,
 ):  # fmt: skip
     """`reference.decode`: `codes` (rows, words) int32, `scales` bytes, `out` is int16 if it is bf16."""
     row, word = _word_tile(words, TILE_ROWS, TILE_WORDS)
@@ -58,6 +58,8 @@ def decode_kernel(
     offset = block_row[:, None].to(tl.int64) * (words // (BLOCK_COLS // CODES)) + block_col[None, :]
     is_inside = (row[:, None] < rows) & (word[None, :] < words)
     factor = _decode_scale(tl.load(scales + offset, mask=is_inside, other=0).to(tl.int32), SCALE)
+    if HAS_TENSOR_SCALE:
+        factor *= tl.load(tensor_scale)
     values = _element(_unpack(loaded)) * factor[:, :, None]
     col = word[:, None] * CODES + tl.arange(0, CODES)[None, :]
     _store_values(values, out, row, col, rows, cols, row_stride, col_stride, DTYPE)

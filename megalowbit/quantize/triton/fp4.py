@@ -332,8 +332,9 @@ def encode_kernel(
     x, amax, codes, scales, tensor_scale, operand, counts, errors, rows, cols, row_stride, col_stride,
     q_scalar, signs, key_low, key_high, step_low, step_high, DTYPE: tl.constexpr, BLOCK_ROWS:
     tl.constexpr, BLOCK_COLS: tl.constexpr, SCALE: tl.constexpr, IS_UP: tl.constexpr, IS_STOCHASTIC:
-    tl.constexpr, IS_UNBIASED: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, HAS_SIGNS: tl.constexpr, OPERAND:
-    tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_GROUPS: tl.constexpr,
+    tl.constexpr, IS_UNBIASED: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, IS_POWER_OF_TWO: tl.constexpr,
+    HAS_SIGNS: tl.constexpr, OPERAND: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS: tl.constexpr,
+    TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Everything of `reference.encode` but the tensor's maximum, from one read of x.
 
@@ -345,7 +346,7 @@ def encode_kernel(
     maxima = _block_maxima(values, q_scalar, BLOCK_ROWS, BLOCK_COLS)
     inverse = 1.0
     if SCALE == "e4m3":
-        encode_scale = _encode_scale(tl.load(amax), 256.0 if FOUR_OVER_SIX else 448.0, IS_UP)
+        encode_scale = _encode_scale(tl.load(amax), 256.0 if FOUR_OVER_SIX else 448.0, IS_UP, IS_POWER_OF_TWO)
         inverse = _divide(_constant(1.0), encode_scale)
         if tl.program_id(0) == 0:
             tl.store(tensor_scale, inverse)
@@ -373,7 +374,8 @@ def encode_kernel(
         restored = _element(code) * factor
         col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         if OPERAND != "none":
-            _store_values(restored, operand, row, col, rows, cols, cols, 1, OPERAND)
+            multiplied = restored * inverse if IS_POWER_OF_TWO else restored
+            _store_values(multiplied, operand, row, col, rows, cols, cols, 1, OPERAND)
         if HAS_COUNTS:
             is_inside = (row[:, None, None] < rows) & (col[None, :, :] < cols)
             is_zero_block = (decoded == 0) if SCALE == "e4m3" else (maxima == 0)

@@ -98,6 +98,7 @@ def encode(request: EncodeRequest) -> Encoded:
         SCALE=encoding.format.scale,
         IS_UP=encoding.scale_rounding == "up",
         FOUR_OVER_SIX=encoding.four_over_six,
+        IS_POWER_OF_TWO=encoding.is_power_of_two,
     )
     return with_counts(encoded, partial, request.x.numel())
 
@@ -125,7 +126,16 @@ def decode(request: DecodeRequest) -> Tensor:
     from megalowbit.quantize.triton.decode import decode_kernel
 
     scales, kind = request.scales.contiguous().view(torch.uint8), request.format.scale
-    return decode_with(decode_kernel, request, WORD_TILE, TALL_WORD_TILE, scales=scales, SCALE=kind)
+    return decode_with(
+        decode_kernel,
+        request,
+        WORD_TILE,
+        TALL_WORD_TILE,
+        scales=scales,
+        tensor_scale=request.tensor_scale,
+        SCALE=kind,
+        HAS_TENSOR_SCALE=request.tensor_scale is not None,
+    )
 
 
 def decode_fp8(

@@ -72,10 +72,14 @@ def _element(code):
 
 
 @triton.jit
-def _encode_scale(amax, SCALE_MAX: tl.constexpr, IS_UP: tl.constexpr):
+def _encode_scale(amax, SCALE_MAX: tl.constexpr, IS_UP: tl.constexpr, IS_POWER_OF_TWO: tl.constexpr):
     """S, see `formats.block_scale`."""
     most: tl.constexpr = 2.0**118 if IS_UP else 2.0**126
-    encode = tl.minimum(_divide(_constant(SCALE_MAX * ELEMENT_MAX), amax), most)
+    encode = _divide(_constant(SCALE_MAX * ELEMENT_MAX), amax)
+    if IS_POWER_OF_TWO:
+        encode = _float(_bits(encode) & 0x7F800000)  # rounded down
+        encode = tl.minimum(encode, 2.0**116)
+    encode = tl.minimum(encode, most)
     encode = tl.where(amax > 0, encode, 1.0)
     return tl.where(tl.abs(amax) < INFINITY, encode, _float(tl.full((), NAN_BITS, tl.int32)))
 

@@ -3,8 +3,8 @@
 The largest magnitude a of n Gaussian numbers has the distribution (P(|x| ≤ a))ⁿ. The error of a block is
 averaged over that distribution, with a itself on the grid and the other n - 1 elements within ±a. Rounding a
 scale to E4M3 or E8M0 shifts the grid, and the effect depends on the position within an octave. For E8M0 that
-is the position of sigma. For E4M3 it is the position in the tensor's range; blocks are spread over it, so the
-error is averaged.
+is the position of sigma. For E4M3 it is the position in the tensor's range, or within an octave if the
+tensor scale is a power of two; blocks are spread over it, so the error is averaged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAXIMA = 24  # equally likely values of a block's largest magnitude
 PHASES = 16  # positions within an octave
 E4M3_MAX = 448.0
 MANTISSA_STEPS = 8  # E4M3 numbers per octave
-E8M0_MANTISSA = 1.5  # mantissa of E2M1's largest number; only E2M1 has E8M0 scales
+E2M1_MANTISSA = 1.5  # mantissa of E2M1's largest number; only E2M1 has E8M0 or E4M3 scales
 EVEN_SCALES = ("fp32", "signed_fp32")  # scales whose rounding is negligible
 
 
@@ -34,12 +34,14 @@ class Blocks(NamedTuple):
         size: number of elements that share a scale.
         scale: kind of the scales, see `formats.block_format`.
         rounding: rounding of the scales: "nearest", "up" or "down".
+        is_power_of_two: whether the tensor scale above E4M3 scales is a power of two.
     """
 
     grid: Grid
     size: int
     scale: str
     rounding: str
+    is_power_of_two: bool = False
 
 
 def clean_error(blocks: Blocks, sigma: float, center: float, absmax: float) -> float:
@@ -65,7 +67,11 @@ def clean_error(blocks: Blocks, sigma: float, center: float, absmax: float) -> f
 def _far_error(blocks: Blocks, sigma: float, center: float, absmax: float) -> float:
     """The same without tables, using the actual position of the block scales within an octave."""
     unit = sigma or center
-    phase = math.log2(unit if blocks.scale == "e8m0" else E4M3_MAX * unit / absmax) % 1
+    if blocks.scale == "e8m0":
+        position = unit
+    else:
+        position = unit / E2M1_MANTISSA if blocks.is_power_of_two else E4M3_MAX * unit / absmax
+    phase = math.log2(position) % 1
     if sigma == 0:
         return unit * unit * _point_error(blocks.grid, 1.0, _top(blocks, 1.0, phase))
     maxima = _block_maxima(blocks.size, center / unit)[1::3]
@@ -90,7 +96,7 @@ def widening(blocks: Blocks) -> float:
     """By what factor, in the geometric mean, rounding the scale extends the grid beyond the block maximum."""
     if blocks.scale != "e8m0":
         return 1.0
-    return math.sqrt(2) if blocks.rounding == "up" else E8M0_MANTISSA / math.sqrt(2)
+    return math.sqrt(2) if blocks.rounding == "up" else E2M1_MANTISSA / math.sqrt(2)
 
 
 @functools.lru_cache(maxsize=256)
@@ -147,7 +153,7 @@ def _top(blocks: Blocks, largest: float, phase: float) -> float:
         steps = math.ceil(steps) if blocks.rounding == "up" else round(steps)
         return math.ldexp(steps / (2 * MANTISSA_STEPS), exponent) / unit
     # The scale is a power of two and E2M1's largest number is 1.5 · 2², so the result is 1.5 · 2^k.
-    power = math.log2(largest / E8M0_MANTISSA) + phase
+    power = math.log2(largest / E2M1_MANTISSA) + phase
     if blocks.rounding == "up":
-        return E8M0_MANTISSA * 2.0 ** (math.ceil(power) - phase)
-    return E8M0_MANTISSA * 2.0 ** (math.floor(math.log2(largest) + phase) - phase)
+        return E2M1_MANTISSA * 2.0 ** (math.ceil(power) - phase)
+    return E2M1_MANTISSA * 2.0 ** (math.floor(math.log2(largest) + phase) - phase)

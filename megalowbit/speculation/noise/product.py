@@ -235,4 +235,6 @@ def _format(name: str) -> Grid | Blocks | None:
     grid = Grid(format.element.name, encoding.is_stochastic)
     if format.block is None:
         return grid
-    return Blocks(grid, math.prod(format.block), format.scale, encoding.scale_rounding)
+    return Blocks(
+        grid, math.prod(format.block), format.scale, encoding.scale_rounding, encoding.is_power_of_two
+    )

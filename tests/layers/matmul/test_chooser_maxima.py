@@ -99,7 +99,7 @@ def test_the_maximum_a_probe_hands_on_changes_no_bit(name, dtype, spoiled):
     ids=lambda value: f"{value.q_forward_input}, {value.layout}" if isinstance(value, Recipe) else str(value),
 )
 def test_a_search_is_left_out_where_the_scale_follows_from_the_answer_alone(chosen, is_used):
-    """A wrong answer shows it: four times the largest input moves the grid, and with it the output."""
+    """A wrong answer shows it: a quarter of the largest input saturates it, and moves the output."""
     moved = moved_by_a_wrong_answer(chosen)
     assert moved == [is_used, is_used, is_used, False]  # output, grad_input, grad_weight, grad_bias
 
@@ -108,7 +108,7 @@ def moved_by_a_wrong_answer(chosen):
     x, g = tensors(tokens=32)
     right, wrong = (
         results(layer_with(RecordingChooser(answer=answer), chosen), x, g)
-        for answer in (lambda largest: None, lambda largest: 4.3 * largest)
+        for answer in (lambda largest: None, lambda largest: largest / 4.3)
     )
     return [not torch.equal(one, other) for one, other in zip(right, wrong, strict=True)]
 

@@ -1,9 +1,15 @@
+import functools
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalowbit.formats.block_format import NVFP4
 from megalowbit.layers.matmul.gemms import column_sums, multiply
 from megalowbit.quantize.backends import BACKEND_VARIABLE
 from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.quantized_tensor import QuantizedTensor
 
 
 @pytest.fixture(params=["the fastest", "torch"])
@@ -14,13 +20,19 @@ def backend(request, monkeypatch):
     return request.param
 
 
+NEEDS_CUDA_BUILD = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="mm of fake CUDA tensors with an output dtype"
+)
+POWER_OF_TWO, FP32_SCALE = "nvfp4e2m1bnosr", "nvfp4e2m1bnosr:fp32_scale"
+
+
 def quantized(rows, cols, seed, *, scale=1.0, name="nvfp4e2m1bnosr", dtype=torch.float32):
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)) * scale
     return quantizer(name).quantize(x.to(dtype))
 
 
 def exact(operand):
-    scale = 1.0 if operand.tensor_scale is None else operand.tensor_scale.double()
+    scale = 1.0 if operand.operand_scale is None else operand.operand_scale.double()
     return operand.operand(torch.float64) * scale
 
 
@@ -35,10 +47,11 @@ def exact(operand):
     ],
 )
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("name", [POWER_OF_TWO, FP32_SCALE])
 def test_products_equal_float64_within_the_documented_roundings(
-    backend, compute, out, of_product, of_result, has_bias
+    backend, compute, out, of_product, of_result, has_bias, name
 ):
-    left, right = quantized(33, 70, 1), quantized(20, 70, 2, scale=0.02)
+    left, right = quantized(33, 70, 1, name=name), quantized(20, 70, 2, scale=0.02, name=name)
     bias = torch.randn(20, generator=torch.Generator().manual_seed(3)) if has_bias else None
     got = multiply(left, right, transpose_right=True, compute_dtype=compute, out_dtype=out, bias=bias)
     a, b = exact(left), exact(right)
@@ -80,9 +93,9 @@ def test_operands_that_are_not_finite_show_whatever_the_scales(backend, bad):
 
 
 def test_fp16_products_do_not_overflow_before_they_are_scaled(backend):
-    ones = quantizer("nvfp4e2m1bnosr").quantize(torch.full((8, 256), 0.5, dtype=torch.float16))
+    ones = quantizer("nvfp4e2m1bnosr").quantize(torch.full((8, 256), 0.75, dtype=torch.float16))
     got = multiply(ones, ones, transpose_right=True, compute_dtype=torch.float16, out_dtype=torch.float16)
-    assert torch.equal(got, torch.full((8, 8), 64.0, dtype=torch.float16))
+    assert torch.equal(got, torch.full((8, 8), 144.0, dtype=torch.float16))
 
 
 def test_what_does_not_fit_the_output_becomes_infinite():
@@ -123,13 +136,68 @@ def test_column_sums_accumulate_beyond_the_inputs_precision(backend, dtype):
 
 
 def test_large_results_are_finished_in_pieces_without_a_seam(backend):
-    left, right = quantized(700, 32, 12, dtype=torch.bfloat16), quantized(32, 800, 13, dtype=torch.bfloat16)
+    left = quantized(700, 32, 12, name=FP32_SCALE, dtype=torch.bfloat16)
+    right = quantized(32, 800, 13, name=FP32_SCALE, dtype=torch.bfloat16)
     bias = torch.randn(800)
     got = multiply(left, right, compute_dtype=torch.bfloat16, out_dtype=torch.bfloat16, bias=bias)
     product = torch.addmm(torch.zeros(800).bfloat16(), left.operand(), right.operand(), alpha=0.5).float()
-    scale = 2 * (left.tensor_scale * right.tensor_scale)
+    scale = 2 * (left.operand_scale * right.operand_scale)
     expected = exact(left) @ exact(right) + bias.double()
     assert ((got.double() - expected).abs() <= 2.0**-7.99 * (product.abs() * scale + expected.abs())).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "out", "with_bias", "without_bias"),
+    [
+        (POWER_OF_TWO, torch.bfloat16, ["addmm"], ["mm"]),
+        pytest.param(POWER_OF_TWO, torch.float32, ["mm", "add_"], ["mm"], marks=NEEDS_CUDA_BUILD),
+        pytest.param(
+            FP32_SCALE,
+            torch.bfloat16,
+            ["mul", "mm", "mul_", "add_", "copy_"],
+            ["mul", "mm", "mul_", "copy_"],
+            marks=NEEDS_CUDA_BUILD,
+        ),
+    ],
+)
+def test_kernels_of_a_product_on_a_gpu(name, out, with_bias, without_bias):
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            if function._schema.name.removeprefix("aten::") in {
+                "mul",
+                "mul_",
+                "mm",
+                "addmm",
+                "add_",
+                "copy_",
+            }:
+                self.names.append(function._schema.name.removeprefix("aten::"))
+            return function(*arguments, **(options or {}))
+
+    def run(bias):
+        recorder = Recorder()
+        recorder.names = []
+        with recorder:
+            multiply(left, right, compute_dtype=torch.bfloat16, out_dtype=out, bias=bias)
+        return recorder.names
+
+    with FakeTensorMode():
+        cuda = functools.partial(torch.empty, dtype=torch.bfloat16, device="cuda")
+        left, right = (
+            QuantizedTensor(
+                codes=cuda(0),
+                scales=cuda(0),
+                tensor_scale=cuda((), dtype=torch.float32),
+                shape=torch.Size((64, 64)),
+                dtype=torch.bfloat16,
+                format=NVFP4,
+                is_power_of_two=quantizer(name).encoding.is_power_of_two,
+                ready_operand=cuda(64, 64),
+            )
+            for _ in range(2)
+        )
+        assert run(cuda(64)) == with_bias
+        assert run(None) == without_bias
 
 
 def test_mismatched_shapes_are_an_error():

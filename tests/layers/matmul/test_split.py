@@ -121,7 +121,7 @@ class Reference:
 
     def _rounded(self, matrix):
         quantized = quantizer(self.name).quantize(matrix)
-        scale = 1.0 if quantized.tensor_scale is None else quantized.tensor_scale.double().item()
+        scale = 1.0 if quantized.operand_scale is None else quantized.operand_scale.double().item()
         return quantized.operand(torch.float64).numpy() * scale
 
 

@@ -153,7 +153,7 @@ def test_a_weight_quantised_in_evaluation_is_still_counted_in_training():
 
 
 def test_another_tensor_of_the_same_version_and_shape_is_another_weight():
-    one, other = torch.zeros(4, 16), torch.ones(4, 16)
+    one, other = torch.zeros(4, 16), torch.full((4, 16), 0.75)
     assert one._version == other._version
     slot, name = WeightSlot(), "nvfp4e2m1bnosr"
     for weight in (one, other, other):

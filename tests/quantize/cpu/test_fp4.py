@@ -26,6 +26,7 @@ ENCODINGS = {
     "mx unbiased": quantizer("mxfp4e2m1b:unbiased").encoding,
     "headroom": Encoding(format=NVFP4, is_stochastic=True, q_scalar=1.5),
     "four over six": Encoding(format=NVFP4, four_over_six=True),
+    "power of two": Encoding(format=NVFP4, is_power_of_two=True),
     "tiled": Encoding(format=NVFP4_TILED),
     "tiled stochastic": Encoding(format=NVFP4_TILED, is_stochastic=True),
     "mx down": Encoding(format=MXFP4, scale_rounding="down"),
@@ -47,7 +48,8 @@ def check(x, encoding, **options):
     counts, error = expected.counts()
     assert np.array_equal(got.scales.view(torch.uint8).numpy(), expected.stored)
     assert np.array_equal(got.codes.numpy(), fp4_reference.packed(expected.codes[: x.shape[0]], 4))
-    values = torch.from_numpy(expected.values[: x.shape[0], : x.shape[1]])
+    values = torch.from_numpy(expected.operand[: x.shape[0], : x.shape[1]])
+    scale = got.tensor_scale if encoding.is_power_of_two else None
     assert same_numbers(got.operand.float(), values)
     assert got.operand.dtype == dtype
     if encoding.format.scale == "e4m3":
@@ -63,11 +65,10 @@ def check(x, encoding, **options):
         assert torch.equal(plain.codes, got.codes)
         assert asked is None or torch.equal(bits(plain.operand), bits(got.operand))
     for out in (torch.bfloat16, torch.float32):
-        decoded = kernels_cpu.decode(DecodeRequest(got.codes, got.scales, encoding.format, *x.shape, out))
+        parts = got.codes, got.scales, encoding.format, *x.shape, out
+        decoded = kernels_cpu.decode(DecodeRequest(*parts, tensor_scale=scale))
         assert same_numbers(decoded.float(), values)
-        turned = kernels_cpu.decode(
-            DecodeRequest(got.codes, got.scales, encoding.format, *x.shape, out, transpose=True)
-        )
+        turned = kernels_cpu.decode(DecodeRequest(*parts, transpose=True, tensor_scale=scale))
         assert turned.is_contiguous()
         assert same_numbers(turned.t().float(), values)
     return got

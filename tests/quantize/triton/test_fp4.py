@@ -3,7 +3,7 @@ from triton_comparison import compare_in_a_process
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-GROUPS = ["nearest", "stochastic", "tiled", "tiled_stochastic", "mxfp4", "four_over_six"]
+GROUPS = ["nearest", "stochastic", "tiled", "tiled_stochastic", "mxfp4", "four_over_six", "power_of_two"]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ NAMES = (
     "nvfp4e2m1bnosr",
     "nvfp4e2m1b",
     "nvfp4e2m1b:unbiased",
+    "nvfp4e2m1bnosr:fp32_scale",
     "mxfp4e2m1bnosr",
     "mxfp4e2m1b",
     "mxfp4e2m1bnosr:floor",
@@ -28,7 +29,8 @@ NAMES = (
 def blocks_of(name):
     encoding = quantizer(name).encoding
     grid = Grid(encoding.format.element.name, encoding.is_stochastic)
-    return Blocks(grid, math.prod(encoding.format.block), encoding.format.scale, encoding.scale_rounding)
+    size = math.prod(encoding.format.block)
+    return Blocks(grid, size, encoding.format.scale, encoding.scale_rounding, encoding.is_power_of_two)
 
 
 def errors(name, x):
