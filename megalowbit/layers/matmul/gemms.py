@@ -21,7 +21,8 @@ The result is then scaled, the bias is added, and it is rounded once to the outp
 limits:
 
 - On CUDA, a GEMM that writes bf16 may split its sum and add the parts in bf16, as in `nn.Linear`;
-  `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False` prevents that.
+  `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False` prevents that. The GEMM also
+  writes an fp16 output of fp16 operands; there it is `allow_fp16_reduced_precision_reduction`.
 - bf16 operands on a CPU: the product is rounded to bf16 before the bias if the output is fp32 (autocast) or
   the bias is fp32.
 - fp16 and fp32: NVFP4 operands reach 2688, so a product could overflow fp16. Therefore it is formed in fp32.
