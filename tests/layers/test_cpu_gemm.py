@@ -9,7 +9,7 @@ import torch
 import megalowbit as mlb
 from megalowbit.errors import UserError
 from megalowbit.layers import cpu_gemm
-from megalowbit.layers.matmul.gemms import gemm_dtype, multiply
+from megalowbit.layers.matmul.gemms import add_product, gemm_dtype, multiply
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.quantize.names import quantizer
 
@@ -131,6 +131,23 @@ def test_fp32_products_of_bf16_layers_are_rounded_once(monkeypatch, has_bias, ou
     allowance = (2.0**-7.99 if out == BF16 else 2.0**-22) * expected.abs() + 2e-6 * (a.abs() @ b.abs().t())
     assert got.dtype == out
     assert ((got.double() - expected).abs() <= allowance).all()
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8e5m2b"])
+def test_operands_with_more_digits_are_rounded_to_bf16_first(monkeypatch, name):
+    """Those of a bf16 layer that autocast gives fp32 tensors, and of mixed blocks."""
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "fp32")
+    left, right = (
+        quantizer(name).quantize(torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)))
+        for rows in (40, 24)
+    )
+    a, b = (each.operand(torch.float32).to(BF16).double() for each in (left, right))
+    assert not torch.equal(a, left.operand(torch.float32).double())
+    got = multiply(left, right, transpose_right=True, compute_dtype=BF16, out_dtype=torch.float32)
+    total = torch.zeros(40, 24)
+    assert add_product(total, left, right, transpose_right=True, compute_dtype=BF16, factor=1.0)
+    for found in (got, total):
+        assert ((found.double() - a @ b.t()).abs() <= 2e-6 * (a.abs() @ b.abs().t())).all()
 
 
 @pytest.mark.parametrize(
