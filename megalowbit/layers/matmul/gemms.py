@@ -146,7 +146,7 @@ def can_add(dtype: torch.dtype, device: torch.device) -> bool:
 def add_matrix_product(total: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
     """Add factor · a · b to `total` (m, n), fp32, with operands that `can_add`."""
     if a.dtype == torch.float32:
-        total.addmm_(a, b, alpha=factor)
+        torch.addmm(total, a, b, alpha=factor, out=total)  # `FlopCounterMode` does not know `addmm_`
     else:
         torch.addmm(total, a, b, out_dtype=torch.float32, alpha=factor, out=total)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from recording_chooser import RecordingChooser
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import megalowbit as mlb
 from megalowbit.layers.matmul.gemms import add_product, multiply
@@ -257,6 +258,15 @@ def test_a_probe_gets_the_product_and_changes_no_bit_of_the_sum(dtype):
     assert [product.dtype for *_, product, _ in seen] == [dtype, dtype]
     for left, right, product, _ in seen:
         torch.testing.assert_close(product.double(), left.t() @ right, rtol=2.0**-10, atol=1e-3)
+
+
+def test_a_counter_of_flops_counts_all_three_products():
+    layer = layer_of()
+    GradBuffer(layer.parameters())
+    with FlopCounterMode(display=False) as counter:
+        layer(batch().requires_grad_()).float().sum().backward()
+    assert not is_rounded(layer.weight.main_grad)
+    assert counter.get_total_flops() == 3 * 2 * 32 * 48 * 32
 
 
 def test_factors_are_divided_out():
