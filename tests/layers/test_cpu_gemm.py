@@ -150,6 +150,25 @@ def test_operands_with_more_digits_are_rounded_to_bf16_first(monkeypatch, name):
         assert ((found.double() - a @ b.t()).abs() <= 2e-6 * (a.abs() @ b.abs().t())).all()
 
 
+@pytest.mark.parametrize("split", [None, {"rank": 4}, {"method": "mean"}])
+def test_autocast_takes_an_fp32_weight_that_is_not_quantised_as_one_of_bf16(monkeypatch, split):
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "fp32")
+    unquantised = {"q_forward_weight": "fp32", "q_backward_weight": "fp32"}
+    recipe = {**NEAREST, **unquantised, "split_input": split, "split_grad_output": split}
+    found = []
+    for is_rounded_before in (False, True):
+        torch.manual_seed(0)
+        layer, x = mlb.BitLinear(48, 32, recipe=recipe), torch.randn(64, 48).requires_grad_()
+        if is_rounded_before:
+            layer.weight.data = layer.weight.data.to(BF16).float()
+        with torch.autocast("cpu", BF16):
+            output = layer(x)
+        output.backward(torch.ones_like(output))
+        found.append((output.detach(), x.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -259,11 +259,11 @@ def _matrices(
     is_needed = torch.float32 in (left.exact_dtype, right.exact_dtype)
     if compute_dtype != torch.bfloat16 or dtype != torch.float32 or is_needed:
         return a, b
-    return _rounded(a, left), _rounded(b, right)
+    return rounded_to_bf16(a, left), rounded_to_bf16(b, right)
 
 
-def _rounded(matrix: Tensor, operand: Operand) -> Tensor:
-    """An operand's fp32 matrix, rounded to bf16 if it may have more digits."""
+def rounded_to_bf16(matrix: Tensor, operand: Operand) -> Tensor:
+    """The wider matrix of an operand, with numbers of bf16: rounded if it may have more digits."""
     is_bf16 = operand.exact_dtype == torch.bfloat16
     if operand.exact_dtype is None:  # not quantised
         is_bf16 = operand.operand().dtype == torch.bfloat16
