@@ -201,7 +201,7 @@ class BitLinear(SplitLinear):
             recipe, probe = self._choose(self.chooser, use, needs_grad=needs_grad)
         shared, shards, forms = self.shared_input, self.shards, None
         if shared is not None:
-            forms = shared.begin(input, self.siblings, use.step)
+            forms = shared.begin(self.layer_name, input, self.siblings, use.step)
         summed = None if forms is None or shards is None else shards.sum_for_siblings(input, forms)
         if shards is not None and summed is not None:
             input, shards = summed, replace(shards, sums_grad_input=False)

@@ -1,8 +1,8 @@
 """The dtype in which bf16 layers multiply on a CPU: bf16, or fp32 where that is faster.
 
-CPUs without bf16 instructions emulate bf16 GEMMs, and fp32 takes about half the time there. Quantised
-operands are exact in both dtypes, and sums are fp32 in both. But results differ in the last digit, so a run
-must not depend on how a measurement turns out:
+CPUs without bf16 instructions emulate bf16 GEMMs, and fp32 takes about half the time there. Operands have the
+same numbers in both dtypes (fp32 or mixed ones are rounded to bf16), and sums are fp32 in both. But results
+differ in the last digit, so a run must not depend on how a measurement turns out:
 
 - `MEGALOWBIT_CPU_GEMM` (`bf16`, `fp32`) sets the dtype.
 - Otherwise it is measured once a machine and logged. The result is kept beside the compiled kernels, for this

@@ -10,10 +10,11 @@ of the model reads another input, whichever is first. Whether a layer may use a 
 codes depend on, so a wrong guess costs time but cannot change a number:
 
 - the tensor: its memory, shape, strides and dtype, and its version, which every in-place operation changes;
-- the micro-batch;
+- the micro-batch, and on a GPU the stream, because another one would not wait until the codes are written;
 - the request (`MatmulContext.input`): quantizer, layout, split, random key, dtype of the decoded operand.
 
-Layers with different recipes or precisions therefore share what is equal and quantise the rest themselves.
+Layers with different recipes or precisions therefore share what is equal and quantise the rest themselves. A
+layer that runs again makes new forms.
 
 Siblings draw the random numbers of their input under the name of the first sibling. Stochastic rounding
 therefore gives the same codes whether they are shared or made several times.
@@ -82,9 +83,9 @@ class InputForms:
         self.forms: dict[tuple[object, ...], Any] = {}
         self.summed: tuple[Tensor, Tensor] | None = None
 
-    def is_of(self, input: Tensor, siblings: tuple[str, ...], step: int) -> bool:
-        """Whether `input` is this tensor, not changed since, in the same micro-batch and for these layers."""
-        return self._identity == _identity(input, siblings, step)
+    def is_for(self, layer: str, input: Tensor, siblings: tuple[str, ...], step: int) -> bool:
+        """Whether `layer` still has to run and `input` is this tensor, unchanged, in the same micro-batch."""
+        return layer in self._waiting and self._identity == _identity(input, siblings, step)
 
     def end(self, layer: str) -> bool:
         """Record that a sibling has run; true if all have."""
@@ -100,7 +101,13 @@ class InputForms:
 def _identity(input: Tensor, siblings: tuple[str, ...], step: int) -> tuple[object, ...]:
     storage = input.untyped_storage()._cdata
     view = input.storage_offset(), input.shape, input.stride(), input.dtype, input.is_neg()
-    return storage, *view, input._version, siblings, step
+    return storage, *view, input._version, _stream_of(input), siblings, step
+
+
+def _stream_of(input: Tensor) -> object:
+    """The stream that works on a tensor now; `None` on a CPU, and for fake tensors without a GPU."""
+    has_streams = input.is_cuda and torch.cuda.is_initialized()
+    return torch.cuda.current_stream(input.device) if has_streams else None
 
 
 class SharedInput:
@@ -109,17 +116,18 @@ class SharedInput:
     def __init__(self) -> None:
         self._current: InputForms | None = None
 
-    def begin(self, input: Tensor, siblings: tuple[str, ...], step: int) -> InputForms | None:
+    def begin(self, layer: str, input: Tensor, siblings: tuple[str, ...], step: int) -> InputForms | None:
         """The forms of a layer's input, to use and to add to; `None`: they are not shared.
 
         Args:
+            layer: its name.
             input: what the layer multiplies.
             siblings: names of the layer and its siblings; empty if it has none.
             step: the micro-batch.
         """
         current = self._current
         can_share = siblings and not torch.is_inference_mode_enabled() and not input.is_inference()
-        if current is not None and can_share and current.is_of(input, siblings, step):
+        if current is not None and can_share and current.is_for(layer, input, siblings, step):
             return current
         if current is not None:
             current.close()

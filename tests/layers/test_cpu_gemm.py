@@ -9,7 +9,7 @@ import torch
 import megalowbit as mlb
 from megalowbit.errors import UserError
 from megalowbit.layers import cpu_gemm
-from megalowbit.layers.matmul.gemms import gemm_dtype, multiply
+from megalowbit.layers.matmul.gemms import add_product, gemm_dtype, multiply
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.quantize.names import quantizer
 
@@ -131,6 +131,42 @@ def test_fp32_products_of_bf16_layers_are_rounded_once(monkeypatch, has_bias, ou
     allowance = (2.0**-7.99 if out == BF16 else 2.0**-22) * expected.abs() + 2e-6 * (a.abs() @ b.abs().t())
     assert got.dtype == out
     assert ((got.double() - expected).abs() <= allowance).all()
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8e5m2b"])
+def test_operands_with_more_digits_are_rounded_to_bf16_first(monkeypatch, name):
+    """Those of a bf16 layer that autocast gives fp32 tensors, and of mixed blocks."""
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "fp32")
+    left, right = (
+        quantizer(name).quantize(torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)))
+        for rows in (40, 24)
+    )
+    a, b = (each.operand(torch.float32).to(BF16).double() for each in (left, right))
+    assert not torch.equal(a, left.operand(torch.float32).double())
+    got = multiply(left, right, transpose_right=True, compute_dtype=BF16, out_dtype=torch.float32)
+    total = torch.zeros(40, 24)
+    assert add_product(total, left, right, transpose_right=True, compute_dtype=BF16, factor=1.0)
+    for found in (got, total):
+        assert ((found.double() - a @ b.t()).abs() <= 2e-6 * (a.abs() @ b.abs().t())).all()
+
+
+@pytest.mark.parametrize("split", [None, {"rank": 4}, {"method": "mean"}])
+def test_autocast_takes_an_fp32_weight_that_is_not_quantised_as_one_of_bf16(monkeypatch, split):
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "fp32")
+    unquantised = {"q_forward_weight": "fp32", "q_backward_weight": "fp32"}
+    recipe = {**NEAREST, **unquantised, "split_input": split, "split_grad_output": split}
+    found = []
+    for is_rounded_before in (False, True):
+        torch.manual_seed(0)
+        layer, x = mlb.BitLinear(48, 32, recipe=recipe), torch.randn(64, 48).requires_grad_()
+        if is_rounded_before:
+            layer.weight.data = layer.weight.data.to(BF16).float()
+        with torch.autocast("cpu", BF16):
+            output = layer(x)
+        output.backward(torch.ones_like(output))
+        found.append((output.detach(), x.grad))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from tiny_models import tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalowbit.layers import siblings
 from megalowbit.layers.conversion.convert import (
     bit_layers,
     cache_weights,
@@ -189,6 +190,26 @@ def test_a_detached_alias_shares_codes_and_keeps_its_own_gradient(made):
     made.clear()
     assert_equal(gradients(model, inputs()), expected)
     assert made.count("input") == 2
+
+
+def test_a_layer_that_runs_again_quantises_again():
+    """NumPy, and writes through `.data`, do not change a tensor's version."""
+    model, x = converted(Attention()).eval(), inputs()
+    with torch.no_grad():
+        before = model.q_proj(x)
+        x.numpy()[:] *= 3
+        after = model.q_proj(x)
+        assert torch.equal(after, without_sharing(model).q_proj(x))
+        assert not torch.equal(after, before)
+
+
+def test_a_sibling_on_another_stream_quantises_its_input(made, monkeypatch):
+    """It would not wait for the kernels that write the codes."""
+    streams = ["first"]
+    monkeypatch.setattr(siblings, "_stream_of", lambda input: streams[-1])
+    model = converted(Attention(lambda x: streams.append("second") or x))
+    model(inputs())
+    assert made.count("input") == 3  # q; k and v; o
 
 
 def test_siblings_share_what_their_recipes_have_in_common(made):

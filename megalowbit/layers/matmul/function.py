@@ -15,7 +15,8 @@ The gradient is the straight-through estimator: rounding and clipping count as t
 
 If the weight's gradients are summed in fp32 (`slots.GradientSums`), the GEMM adds grad_weight to that sum in
 fp32, and autograd gets no gradient of the weight. Products on FP8 and FP4 tensor cores cannot add, and a
-weight split into parameters needs the gradient for its factors: in these cases autograd gets it.
+weight split into parameters needs the gradient for its factors: in these cases autograd gets it. A probe must
+not change the sum, so the product that it inspects is computed once more.
 """
 
 from __future__ import annotations
@@ -171,8 +172,9 @@ def backward_products(
         is_added = add_to_sum is not None and add_to_sum(
             functools.partial(_add_grad_weight, context, grad_t, input)
         )
-        if not is_added:
-            grad_weight = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
+        if not is_added or context.probe is not None:  # a probe gets the product itself, added or not
+            product = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
+            grad_weight = None if is_added else product
     if needs_bias and dtypes.bias is not None:
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
     grad_t = None
@@ -247,9 +249,9 @@ def _product(
 def _add_grad_weight(
     context: MatmulContext, left: MatmulOperand, right: MatmulOperand, total: Tensor, factor: float
 ) -> bool:
-    """Add factor · grad_weight to `total`, if the GEMM can add and no probe has to see the product."""
+    """Add factor · grad_weight to `total`, if the GEMM can add."""
     product = "grad_weight"
-    if context.recipe.gemm != "bf16" or context.probe is not None:
+    if context.recipe.gemm != "bf16":
         return False
     is_split = left.low_rank is not None or right.low_rank is not None
     if is_split:
@@ -270,7 +272,7 @@ def _add_grad_weight(
         is_added = add_split_product(total, add, *sides, signs=_signs(context, product), **settings)
     else:
         is_added = add()
-    if is_added and context.count is not None:
+    if is_added and context.count is not None and context.probe is None:  # for a probe it runs once more
         context.count(product, "bf16")
     return is_added
 

@@ -21,7 +21,8 @@ The result is then scaled, the bias is added, and it is rounded once to the outp
 limits:
 
 - On CUDA, a GEMM that writes bf16 may split its sum and add the parts in bf16, as in `nn.Linear`;
-  `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False` prevents that.
+  `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False` prevents that. The GEMM also
+  writes an fp16 output of fp16 operands; there it is `allow_fp16_reduced_precision_reduction`.
 - bf16 operands on a CPU: the product is rounded to bf16 before the bias if the output is fp32 (autocast) or
   the bias is fp32.
 - fp16 and fp32: NVFP4 operands reach 2688, so a product could overflow fp16. Therefore it is formed in fp32.
@@ -81,8 +82,7 @@ def multiply(
     # quantised) is transposed as a view: weight (N, K) with strides (K, 1) becomes weightᵀ (K, N) with
     # strides (1, K). BLAS accepts both orders, so nothing is copied.
     dtype = gemm_dtype([left.exact_dtype, right.exact_dtype], compute_dtype, _device(left))
-    a = left.operand(dtype, transpose=transpose_left)
-    b = right.operand(dtype, transpose=transpose_right)
+    a, b = _matrices(left, right, transpose_left, transpose_right, compute_dtype, dtype)
     scale = _combined_scale(left, right)
     with no_autocast(a.device.type):
         if scale is None and _is_last(a, bias, out_dtype):
@@ -121,8 +121,7 @@ def add_product(
     if scale is not None and device.type == "cpu":
         factor *= scale.item()
         scale = None
-    a = left.operand(dtype, transpose=transpose_left)
-    b = right.operand(dtype, transpose=transpose_right)
+    a, b = _matrices(left, right, transpose_left, transpose_right, compute_dtype, dtype)
     with no_autocast(device.type):
         if scale is not None:
             total.addcmul_(_product(a, b), scale, value=factor)
@@ -147,7 +146,7 @@ def can_add(dtype: torch.dtype, device: torch.device) -> bool:
 def add_matrix_product(total: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
     """Add factor · a · b to `total` (m, n), fp32, with operands that `can_add`."""
     if a.dtype == torch.float32:
-        total.addmm_(a, b, alpha=factor)
+        torch.addmm(total, a, b, alpha=factor, out=total)  # `FlopCounterMode` does not know `addmm_`
     else:
         torch.addmm(total, a, b, out_dtype=torch.float32, alpha=factor, out=total)
 
@@ -244,6 +243,31 @@ def gemm_dtype(
     if torch.float16 in exact and (compute_dtype == torch.float32 or torch.bfloat16 not in exact):
         return compute_dtype
     return torch.bfloat16 if None not in exact else torch.float32
+
+
+def _matrices(
+    left: Operand,
+    right: Operand,
+    transpose_left: bool,
+    transpose_right: bool,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Both operands in the GEMM's dtype; if fp32 stands for bf16 on a CPU, with the numbers of bf16."""
+    a = left.operand(dtype, transpose=transpose_left)
+    b = right.operand(dtype, transpose=transpose_right)
+    is_needed = torch.float32 in (left.exact_dtype, right.exact_dtype)
+    if compute_dtype != torch.bfloat16 or dtype != torch.float32 or is_needed:
+        return a, b
+    return rounded_to_bf16(a, left), rounded_to_bf16(b, right)
+
+
+def rounded_to_bf16(matrix: Tensor, operand: Operand) -> Tensor:
+    """The wider matrix of an operand, with numbers of bf16: rounded if it may have more digits."""
+    is_bf16 = operand.exact_dtype == torch.bfloat16
+    if operand.exact_dtype is None:  # not quantised
+        is_bf16 = operand.operand().dtype == torch.bfloat16
+    return matrix if is_bf16 else matrix.to(torch.bfloat16).to(matrix.dtype)
 
 
 def _device(operand: Operand) -> torch.device:

@@ -112,8 +112,12 @@ class ShardedOperands:
         """The input as siblings read it, whose gradient is summed once; `None`: the layer sums its own."""
         if forms.summed is None:
             forms.summed = input, SumGradient.apply(input, self.group)
+        original, summed = forms.summed
         # another tensor with the same memory may have another history, so its gradient goes elsewhere
-        return forms.summed[1] if forms.summed[0] is input else None
+        is_same = original is input
+        # one that a sibling without a graph (`no_grad`, reentrant checkpointing) has made passes none on
+        has_graph = input.requires_grad and torch.is_grad_enabled()
+        return summed if is_same and (summed.grad_fn is not None) == has_graph else None
 
 
 class SumGradient(torch.autograd.Function):

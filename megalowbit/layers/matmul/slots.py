@@ -45,8 +45,9 @@ class Observer(Protocol):
         Args:
             layer: the layer's name in the converted model.
             role: `"input"`, `"weight"` or `"grad_output"`.
-            counts: int64 on the layer's device, one for each of `COUNT_NAMES`; the observer may keep it.
-            error: float64 on the layer's device, one for each of `ERROR_NAMES`.
+            counts: int64 on the layer's device, one for each of `COUNT_NAMES`. The observer may keep it, but
+                must not write to it: layers that share an input report the same tensors.
+            error: float64 on the layer's device, one for each of `ERROR_NAMES`, likewise.
         """
 
 

@@ -27,7 +27,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megalowbit.layers.matmul.gemms import add_matrix_product, can_add, gemm_dtype, no_autocast
+from megalowbit.layers.matmul.gemms import (
+    add_matrix_product,
+    can_add,
+    gemm_dtype,
+    no_autocast,
+    rounded_to_bf16,
+)
 from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand
 from megalowbit.quantize.hadamard import GROUP, hadamard
 
@@ -64,12 +70,15 @@ class Side(NamedTuple):
         left, right = self.low_rank.matrices(rounded, transpose=self.transpose)
         return left.to(dtype), right.to(dtype)
 
-    def residual(self, dtype: torch.dtype) -> Tensor:
-        """The residual's operand as a matrix, without `operand_scale`.
+    def residual(self, compute_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+        """The residual's operand as a matrix, without `operand_scale`; in a bf16 layer with numbers of bf16.
 
         For the left operand (m, inner), for the right one (inner, n).
         """
-        return self.operand.tensor.operand(dtype, transpose=self.transpose != self.operand.is_transposed)
+        tensor = self.operand.tensor
+        matrix = tensor.operand(dtype, transpose=self.transpose != self.operand.is_transposed)
+        is_wider = compute_dtype == torch.bfloat16 and dtype != compute_dtype
+        return rounded_to_bf16(matrix, tensor) if is_wider else matrix
 
     def scaled(self, thin: Tensor, dtype: torch.dtype) -> Tensor:
         """A product with `residual`, times `operand_scale` and the residual's gain."""
@@ -163,14 +172,14 @@ def _thin_terms(
     a_b, c_d = left.factors(compute_dtype, dtype), right.factors(compute_dtype, dtype)
     if a_b is not None:
         a, b = a_b
-        wide = right.scaled(_transformed(b, signs) @ right.residual(dtype), dtype)  # (k, n)
+        wide = right.scaled(_transformed(b, signs) @ right.residual(compute_dtype, dtype), dtype)  # (k, n)
         if c_d is not None:
             wide = wide.addmm_(b @ c_d[0], c_d[1])
         terms.append((None if left.is_row else a, wide))
     if c_d is not None:
         c, d = c_d
         # c.t() is (k, inner), the shape in which the transform runs along the last axis; tall is (m, k)
-        tall = left.scaled(left.residual(dtype) @ _transformed(c.t(), signs).t(), dtype)
+        tall = left.scaled(left.residual(compute_dtype, dtype) @ _transformed(c.t(), signs).t(), dtype)
         terms.append((tall, d))
     return terms
 

@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
+from recording_chooser import RecordingChooser
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import megalowbit as mlb
 from megalowbit.layers.matmul.gemms import add_product, multiply
@@ -238,6 +240,33 @@ def test_changes_of_grad_between_micro_batches_count(change):
     expected = change(layer.weight) + once
     layer(batch()).float().sum().backward()
     torch.testing.assert_close(layer.weight.main_grad, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_probe_gets_the_product_and_changes_no_bit_of_the_sum(dtype):
+    layers = {}
+    for has_probe in (False, True):
+        layer = layers[has_probe] = layer_of(dtype=dtype)
+        layer.chooser = RecordingChooser(has_probe=lambda *_, has_probe=has_probe: has_probe)
+        GradBuffer(layer.parameters())
+        for seed in range(2):
+            layer(batch(seed, dtype=dtype)).float().square().sum().backward()
+    plain, probed = layers[False], layers[True]
+    assert torch.equal(probed.weight.main_grad, plain.weight.main_grad)
+    assert probed.product_counts == plain.product_counts
+    seen = [probe.shown["grad_weight"] for _, probe in probed.chooser.probes]
+    assert [product.dtype for *_, product, _ in seen] == [dtype, dtype]
+    for left, right, product, _ in seen:
+        torch.testing.assert_close(product.double(), left.t() @ right, rtol=2.0**-10, atol=1e-3)
+
+
+def test_a_counter_of_flops_counts_all_three_products():
+    layer = layer_of()
+    GradBuffer(layer.parameters())
+    with FlopCounterMode(display=False) as counter:
+        layer(batch().requires_grad_()).float().sum().backward()
+    assert not is_rounded(layer.weight.main_grad)
+    assert counter.get_total_flops() == 3 * 2 * 32 * 48 * 32
 
 
 def test_factors_are_divided_out():
