@@ -50,7 +50,12 @@ INPUT_INDEX = {
     ),
 }
 PACKAGES = ("megalowbit", "deepspeed")
-PLUMBING = ("deepspeed/comm/", "deepspeed/utils/", "megalowbit/distributed/agreement.py")
+PLUMBING = (
+    "deepspeed/comm/",
+    "deepspeed/utils/",
+    "megalowbit/distributed/agreement.py",
+    "megalowbit/distributed/collectives.py",
+)
 PHASES = {
     "train_step": "step",
     "plain_step": "step",

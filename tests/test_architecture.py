@@ -11,6 +11,8 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megalowbit"
 # The ground: importable from anywhere, imports no room.
@@ -56,6 +58,32 @@ ONE_FILE_EACH = {  # registries, whose entries may be as short as they are
     "megalowbit.optim.loss_scale.registry",
 }
 DRAWERS = {"utils", "common", "helpers", "util", "misc"}
+# What only this file may do; it holds collectives against NCCL's rules. Others may ask torch about groups.
+COLLECTIVES = "megalowbit.distributed.collectives"
+QUESTIONS = {
+    "DistError",
+    "DistNetworkError",
+    "PrefixStore",
+    "ProcessGroup",
+    "ReduceOp",
+    "TCPStore",
+    "_get_default_store",
+    "_world",
+    "destroy_process_group",
+    "distributed_c10d",
+    "get_backend",
+    "get_backend_config",
+    "get_global_rank",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "is_available",
+    "is_initialized",
+}
+TORCH_GROUPS = ("torch.distributed", "torch.distributed.distributed_c10d", "deepspeed.comm")
+# methods of torch's groups and of their backends, whatever the object is called
+METHODS = {"allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "alltoall", "recv_anysource"}
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -158,6 +186,50 @@ def test_folders_and_files_stay_small():
             wrong.append(f"{module}: {lines} lines, imported only by {importers[module].pop()}")
     wrong += [f"{path.relative_to(ROOT)}: a drawer" for path in PACKAGE.rglob("*") if path.stem in DRAWERS]
     assert not wrong
+
+
+def communication_of(tree: ast.Module) -> list[str]:
+    """What a file takes from torch.distributed or deepspeed.comm beyond questions about groups."""
+    modules, found = {"torch.distributed", "deepspeed.comm"}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name in TORCH_GROUPS}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in TORCH_GROUPS:
+                    modules.add(alias.asname or alias.name)
+                elif str(node.module).startswith(TORCH_GROUPS):
+                    found.append(f"{node.module}.{alias.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (ast.unparse(node.value) in modules or node.attr in METHODS):
+            found.append(f"{ast.unparse(node.value)}.{node.attr}")
+    return [each for each in found if each.rpartition(".")[2] not in QUESTIONS]
+
+
+def test_collectives_are_issued_in_one_file():
+    used = {
+        name: found
+        for name, path in MODULES.items()
+        if name != COLLECTIVES and (found := communication_of(ast.parse(path.read_text(encoding="utf-8"))))
+    }
+    assert not used
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import torch.distributed as d; d.all_reduce(x)", ["d.all_reduce"]),
+        ("import torch; torch.distributed.barrier()", ["torch.distributed.barrier"]),
+        ("from torch import distributed; distributed.send(x)", ["distributed.send"]),
+        ("from torch.distributed import broadcast, get_rank", ["torch.distributed.broadcast"]),
+        ("from torch.distributed.nn import all_reduce", ["torch.distributed.nn.all_reduce"]),
+        ("from deepspeed import comm as dist; dist.all_gather(x)", ["dist.all_gather"]),
+        ("def f(group): group.allreduce([x])", ["group.allreduce"]),
+        ("import torch.distributed as dist; dist.get_rank(); dist.ReduceOp.MAX; tensors.gather(1)", []),
+    ],
+)
+def test_a_collective_is_found_by_any_name(line, found):
+    assert communication_of(ast.parse(line)) == found
 
 
 def test_tests_mirror_the_package():

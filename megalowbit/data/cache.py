@@ -18,9 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-import torch.distributed as dist
-
-from megalowbit.distributed.process_group import identify, is_initialized, is_true_anywhere, world_size
+from megalowbit.distributed.agreement import gather
+from megalowbit.distributed.process_group import identify, is_initialized, is_true_anywhere
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
@@ -143,8 +142,7 @@ def _raise_everywhere(failure: Exception | None) -> None:
     if not is_true_anywhere(failure is not None):
         return
     local = None if failure is None else (isinstance(failure, UserError), str(failure), repr(failure))
-    of_all_ranks: list[tuple[bool, str, str] | None] = [None] * world_size()
-    dist.all_gather_object(of_all_ranks, local)
+    of_all_ranks = gather(local)
     if failure is not None:
         raise failure
     for rank, failed in enumerate(of_all_ranks):
@@ -154,8 +152,7 @@ def _raise_everywhere(failure: Exception | None) -> None:
 
 
 def _compare_everywhere(fingerprint: str) -> None:
-    of_all_ranks: list[str] = [""] * world_size()
-    dist.all_gather_object(of_all_ranks, fingerprint)
+    of_all_ranks = gather(fingerprint)
     different = [rank for rank, other in enumerate(of_all_ranks) if other != of_all_ranks[0]]
     if different:
         rank = different[0]

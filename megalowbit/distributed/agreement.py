@@ -126,10 +126,10 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """
     if process_group.world_size(group) == 1:
         return [value]
-    import torch.distributed as dist
+    from megalowbit.distributed import collectives
 
     found: list[Any] = [None] * process_group.world_size(group)
-    dist.all_gather_object(found, value, group=group)
+    collectives.all_gather_object(found, value, group)
     return found
 
 
@@ -137,10 +137,10 @@ def share(value: T, source: int) -> T:
     """The value of rank `source` on every rank; collective. The value must be picklable."""
     if process_group.world_size() == 1:
         return value
-    import torch.distributed as dist
+    from megalowbit.distributed import collectives
 
     holder = [value if process_group.rank() == source else None]
-    dist.broadcast_object_list(holder, src=source)
+    collectives.broadcast_object_list(holder, source)
     shared: Any = holder[0]
     return shared
 
@@ -153,14 +153,16 @@ def gather_bytes(content: bytes) -> torch.Tensor:
     import torch
     import torch.distributed as dist
 
+    from megalowbit.distributed import collectives
+
     device = process_group.exchange_device(None)
     local = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
     size = process_group.world_size()
     if size == 1:
         return local[None]
     longest = torch.tensor([len(local)], device=device)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    collectives.all_reduce(longest, op=dist.ReduceOp.MAX)
     filled = torch.cat([local, local.new_zeros(int(longest) - len(local))])
     everyone = local.new_zeros(size * len(filled))
-    dist.all_gather_single(everyone, filled)
+    collectives.all_gather_single(everyone, filled)
     return everyone.view(size, len(filled)).cpu()

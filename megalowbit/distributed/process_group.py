@@ -233,8 +233,10 @@ def is_true_anywhere(value: bool, group: dist.ProcessGroup | None = None) -> boo
     import torch
     import torch.distributed as dist
 
+    from megalowbit.distributed import collectives
+
     flag = torch.tensor([int(value)], dtype=torch.int32, device=exchange_device(group))
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+    collectives.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
 
 
@@ -258,11 +260,13 @@ def check_numbers_differ(
     import torch
     import torch.distributed as dist
 
+    from megalowbit.distributed import collectives
+
     digest = hashlib.blake2b(repr(source).encode(), digest_size=7).digest()
     value = -1 if source is None else int.from_bytes(digest, "little")
     local = torch.tensor([value], dtype=torch.int64, device=exchange_device(group, device))
     everyone = [torch.empty_like(local) for _ in range(world_size(group))]
-    dist.all_gather(everyone, local, group=group)
+    collectives.all_gather(everyone, local, group=group)
     holders: dict[int, int] = {}
     for number, found in enumerate(torch.cat(everyone).tolist()):
         first = holders.setdefault(found, number)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalowbit.distributed import collectives
 from megalowbit.errors import UserError
 
 
@@ -32,19 +33,19 @@ class TensorGroup:
         if self.size == 1:
             return tensor
         tensor = tensor.contiguous()
-        dist.all_reduce(tensor, group=self.group)
+        collectives.all_reduce(tensor, group=self.group)
         return tensor
 
     def start_sum(self, tensor: Tensor) -> Any:
         """Start to sum a contiguous tensor in place; returns a handle to `wait()` on, or `None`."""
         if self.size == 1:
             return None
-        return dist.all_reduce(tensor, group=self.group, async_op=True)
+        return collectives.all_reduce(tensor, group=self.group, async_op=True)
 
     def largest(self, values: Tensor) -> Tensor:
         """The elementwise maximum over all ranks, in place. No value may be NaN, because MAX drops NaN."""
         if self.size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+            collectives.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -52,7 +53,7 @@ class TensorGroup:
         if self.size == 1:
             return [tensor]
         tensors = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(tensors, tensor.contiguous(), group=self.group)
+        collectives.all_gather(tensors, tensor.contiguous(), group=self.group)
         return tensors
 
     def __deepcopy__(self, memo: object) -> TensorGroup:

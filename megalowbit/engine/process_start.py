@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.versions.installed import check_installed
@@ -153,7 +153,7 @@ def stop_process_group(timeout: timedelta | None = None) -> None:
         return
     if process_group.world_size() > 1:
         if timeout is None:
-            dist.barrier()
+            collectives.barrier()
         elif not _all_ranks_leave(timeout):
             return
     dist.destroy_process_group()
@@ -161,7 +161,7 @@ def stop_process_group(timeout: timedelta | None = None) -> None:
 
 def _all_ranks_leave(timeout: timedelta) -> bool:
     try:
-        arrival = dist.barrier(async_op=True)
+        arrival = collectives.barrier(async_op=True)
         if arrival is not None:
             arrival.wait(timeout)
     except RuntimeError as error:  # the error that ended the run has already been printed

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments
@@ -116,7 +116,7 @@ class LocalDDP(torch.nn.Module):
         for gradients in (averaged, own):
             gradients.mul_(1 / self._world_size)  # before the sum, like Megatron, so the sum cannot overflow
         if averaged.numel():  # an empty buffer may be on a device that the group cannot use
-            dist.all_reduce(averaged, op=dist.ReduceOp.SUM, group=self.data_parallel_group)
+            collectives.all_reduce(averaged, op=dist.ReduceOp.SUM, group=self.data_parallel_group)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state dict of the inner module, under its own names."""
@@ -144,7 +144,7 @@ class LocalDDP(torch.nn.Module):
         first = dist.get_global_rank(group, 0) if group is not None else 0
         for tensor in self._replicated():
             sent = tensor.detach().contiguous()
-            dist.broadcast(sent, src=first, group=group)
+            collectives.broadcast(sent, src=first, group=group)
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(sent)
 

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.optim.gradients.norm import GradientFacts, Measurement
 from megalowbit.optim.gradients.report import Overflow, StepReport
 from megalowbit.optim.instruments import Instruments, adapt
@@ -129,7 +129,7 @@ def _measure(optimizer: Steppable, *, is_exact: bool) -> Measurement:
         return measured
     # All ranks skip together, and clip shared parameters by the same norm. Neither value is ever NaN.
     packet = torch.stack([measured.flag, torch.where(measured.flag > 0, 0.0, measured.norm)])
-    dist.all_reduce(packet, op=dist.ReduceOp.MAX, group=group)
+    collectives.all_reduce(packet, op=dist.ReduceOp.MAX, group=group)
     flag, norm = packet.unbind()
     return Measurement(norm=norm, flag=flag, zeros=measured.zeros)
 

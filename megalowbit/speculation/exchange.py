@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
+from megalowbit.distributed.agreement import gather
 from megalowbit.errors import UserError, shown
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.probe import ENERGIES, ROLES, RankFindings
@@ -102,9 +103,7 @@ class Exchange:
     ) -> None:
         self._group = group
         local = (list(layers), dict(settings), problem)
-        gathered = [local] * process_group.world_size(group)
-        if len(gathered) > 1:
-            dist.all_gather_object(gathered, local, group=group)
+        gathered = gather(local, group)
         for _, _, problem_of_rank in gathered:
             if problem_of_rank is not None:
                 raise _on_all_ranks(problem_of_rank)
@@ -146,8 +145,8 @@ class Exchange:
         magnitudes = of["absmax"].nan_to_num(nan=0.0)
         maxima = torch.cat([magnitudes, self._flags(found, unquantized, decisions).to(device)])
         if process_group.world_size(self._group) > 1:
-            dist.all_reduce(sums, group=self._group)
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
+            collectives.all_reduce(sums, group=self._group)
+            collectives.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
         numbers = torch.cat([sums, maxima]).tolist()
         return self._findings(numbers[: len(sums)], numbers[len(sums) :])
 

@@ -1,8 +1,9 @@
 """Describes where a thread is (which collective, called from where), and recognises failed collectives.
 
 A stack is read from its innermost frame outwards. The frames in torch.distributed and deepspeed.comm give
-the collective's name; the first frame outside them is its caller. Python has no frame for a wait on an
-operation that was started earlier, so such a wait is recognised by its source line (`handle.wait()`).
+the collective's name; the first frame outside them and our wrappers is its caller. Python has no frame for a
+wait on an operation that was started earlier, so such a wait is recognised by its source line
+(`handle.wait()`).
 
 Transport errors are recognised by their text, because gloo raises plain `RuntimeError`s. Mismatched sizes
 (`enforce fail`) are bugs, although gloo reports them too. Not covered: on a GPU, a host that waits for other
@@ -23,7 +24,13 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 COMMUNICATION = ("torch/distributed/", "deepspeed/comm/")
-WRAPPERS = ("torch/utils/_contextlib.py", "contextlib.py", "deepspeed/utils/timer.py")
+WRAPPERS = (
+    "torch/utils/_contextlib.py",
+    "contextlib.py",
+    "deepspeed/utils/timer.py",
+    "megalowbit/distributed/agreement.py",
+    "megalowbit/distributed/collectives.py",
+)
 INNER_NAMES = frozenset({"wrapper", "log_wrapper", "decorate_context", "wait"})  # never a collective's name
 LIBRARIES = ("torch/", "deepspeed/", "megalowbit/")  # in these, `.wait(` waits for other ranks
 ALWAYS = re.compile(
@@ -117,7 +124,7 @@ def _trace(frames: list[_Frame]) -> CollectiveTrace:
     if name is not None:
         return CollectiveTrace(f"{name} ({_place(caller)})", True)
     # inside a library, also name the caller's code
-    own = next((frame for frame in frames if not _is_installed(frame.file)), caller)
+    own = next((frame for frame in frames[len(inside) :] if not _is_installed(frame.file)), caller)
     text = _place(caller) if own is caller else f"{_place(caller)}, from {_place(own)}"
     return CollectiveTrace(text, False)
 

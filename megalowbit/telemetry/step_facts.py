@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker, StepOverflow
 
 # larger than any number of quantisations in a step; times 2^15 ranks, still exact in a float64
@@ -83,7 +83,7 @@ class PendingFacts:
             local.append(tracker.pack_local_step())
         if process_group.world_size(group) > 1:
             packet = packet.to(process_group.exchange_device(group, packet.device))
-            dist.all_reduce(packet, group=group)
+            collectives.all_reduce(packet, group=group)
         self._num_reduced = len(packet)
         self.numbers = torch.cat([packet, *(part.to(packet.device) for part in local)])
 

@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import collective_order
 import pytest
 from forks import Forked
 
@@ -35,10 +36,14 @@ class Ranks:
 
     processes: list
     folder: Path
+    is_compared: bool = True
     logs: list = field(default_factory=list)
 
     def wait(self, timeout: float) -> list:
-        """What each rank wrote; fails with all output if a rank ends with an error or not in time."""
+        """What each rank wrote; fails with all output if a rank ends with an error or not in time.
+
+        Fails too if ranks issued different collectives, or one that NCCL would refuse.
+        """
         end = time.monotonic() + timeout
         try:
             for process in self.processes:
@@ -48,6 +53,11 @@ class Ranks:
             pytest.fail(f"not done after {timeout} s\n{self.output()}")
         if any(process.returncode for process in self.processes):
             pytest.fail(f"exit codes {[p.returncode for p in self.processes]}\n{self.output()}")
+        if self.is_compared and len(self.processes) > 1:
+            records = self.collectives()
+            assert records
+            assert all(record["calls"] for record in records)
+            assert not collective_order.problems(records)
         return [json.loads((self.folder / f"rank{r}.json").read_text()) for r in range(len(self.processes))]
 
     def kill(self) -> None:
@@ -58,23 +68,38 @@ class Ranks:
         for process in self.processes:
             process.wait()
 
+    def collectives(self) -> list:
+        """The record of each rank's collectives; empty if a rank has written none."""
+        return collective_order.read(recorded_in(self.folder, rank) for rank in range(len(self.processes)))
+
     def output(self) -> str:
         """The last lines of every rank."""
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in self.logs)
 
 
+def recorded_in(folder: Path, rank: int) -> Path:
+    return folder / f"collectives-rank{rank}.json"
+
+
 @pytest.fixture(scope="module")
 def launch_ranks(tmp_path_factory):
-    """`launch_ranks(program, *arguments, world_size=2, launcher="torchrun") -> Ranks`.
+    """`launch_ranks(program, *arguments, world_size=2, launcher="torchrun", is_compared=True) -> Ranks`.
 
     `program` is a file of this folder; launcher `"slurm"` exports what `srun` does, not what torchrun does.
+    Without `is_compared`, ranks may issue different collectives, or end without a record of them.
     """
     launched = []
 
-    def launch(program: str, *arguments: object, world_size: int = 2, launcher: str = "torchrun") -> Ranks:
+    def launch(
+        program: str,
+        *arguments: object,
+        world_size: int = 2,
+        launcher: str = "torchrun",
+        is_compared: bool = True,
+    ) -> Ranks:
         folder = tmp_path_factory.mktemp("launch")
         port = str(free_port())
-        ranks = Ranks([], folder)
+        ranks = Ranks([], folder, is_compared)
         for rank in range(world_size):
             log = folder / f"rank{rank}.log"
             env = {
@@ -82,9 +107,11 @@ def launch_ranks(tmp_path_factory):
                 **dict(zip(RANK_NAMES[launcher], map(str, (rank, rank, world_size, 0)), strict=False)),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
                 "OMP_NUM_THREADS": "1", "PYTHONPATH": PROGRAMS_PATH, "RESULTS": str(folder),
+                collective_order.FILE: str(recorded_in(folder, rank)),
             }  # fmt: skip
             log.write_text("")
-            ranks.processes.append(Forked(HERE / program, *arguments, env=env, cwd=folder, output=log))
+            more = {"cwd": folder, "output": log, "hook": "collective_order.install"}
+            ranks.processes.append(Forked(HERE / program, *arguments, env=env, **more))
             ranks.logs.append(log)
         launched.append(ranks)
         return ranks

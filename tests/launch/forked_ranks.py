@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import collective_order
 from forks import Forked
 
 from launchers import ROOT, SCRIPT, Done, built_libraries, copy_libraries, environment, free_port, metrics
@@ -27,7 +28,8 @@ class Ranks:
         world_size: number of ranks.
         is_forked: whether they are forked, or started as users' are.
         file_sizes: bytes that ranks may write to a file, by rank; forked ones only.
-        hook: `module.function` that each calls first; forked ones only.
+        hook: `module.function` that each calls first; forked ones only. None: several ranks record their
+            collectives, which `run_ranks` compares.
         log_folder: where logs go instead.
         more: variables of their environment.
     """
@@ -46,10 +48,13 @@ class Ranks:
         self.cache = folder / "cache"
         port, base = free_port(), environment(self.cache)
         arguments, sizes = [str(argument) for argument in arguments], file_sizes or {}
-        self.ranks = []
+        self.ranks, self.is_recorded = [], is_forked and hook is None and world_size > 1 and not sizes
+        if self.is_recorded:
+            hook = "collective_order.install"
         self.logs = [(log_folder or folder) / f"rank{rank}.log" for rank in range(world_size)]
         for rank, log in enumerate(self.logs):
             env = {**base, **variables(rank, world_size, port), "PYTHONPATH": str(ROOT), **more}
+            env[collective_order.FILE] = str(self._record_of(log))
             log.write_text("")
             if is_forked:
                 special = {"file_size": sizes.get(rank), "hook": hook}
@@ -116,6 +121,17 @@ class Ranks:
         output = "".join(log.read_text(errors="replace") for log in self.logs)
         return Done(next((code for code in self.codes if code), 0), output)
 
+    @staticmethod
+    def _record_of(log):
+        return log.with_suffix(".collectives.json")
+
+    def check_collectives(self):
+        """Ranks that have ended well have issued the same collectives, each as NCCL accepts it."""
+        if self.is_recorded and not any(self.codes):
+            records = collective_order.read(map(self._record_of, self.logs))
+            assert records
+            assert not collective_order.problems(records)
+
     @property
     def errors(self):
         """Lines that say what a user should mend."""
@@ -134,6 +150,7 @@ def run_ranks(*arguments, cwd, processes=1, **more):
         kinds = {"world_size": processes, "log_folder": Path(logs)}
         with Ranks(Path(cwd), *arguments, **kinds, **more) as ranks:
             assert ranks.wait(), f"hangs\n{ranks.output()}"
+            ranks.check_collectives()
             return ranks.done
 
 

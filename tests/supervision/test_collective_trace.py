@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalowbit.distributed import collectives
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import UserError
 from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error, trace_of_frame
@@ -63,6 +64,20 @@ def test_collectives_of_objects_are_named_instead_of_their_parts():
     start_process_group()
     site = trace_of_error(raised(lambda: dist.all_gather_object([None], threading.Lock())))
     assert site.text.startswith(f"all_gather_object ({HERE}:")
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: collectives.broadcast(torch.ones(1), src=3), "broadcast"),
+        (lambda: collectives.all_gather_object([None], threading.Lock()), "all_gather_object"),
+        (lambda: collectives.all_reduce(torch.ones(1, dtype=torch.int16)), None),
+    ],
+)
+def test_our_own_wrappers_are_skipped(call, name):
+    start_process_group()
+    text = trace_of_error(raised(call)).text
+    assert text.startswith(f"{HERE}:" if name is None else f"{name} ({HERE}:")
 
 
 def test_deepspeed_wrappers_are_skipped(tmp_path):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers
@@ -257,7 +257,7 @@ def _broadcast(tensors: Iterable[Tensor], owner: int, group: dist.ProcessGroup |
     source = owner if group is None else dist.get_global_rank(group, owner)
     for tensor in tensors:
         buffer = tensor.detach().contiguous()
-        dist.broadcast(buffer, source, group=group)
+        collectives.broadcast(buffer, source, group=group)
         if buffer.data_ptr() != tensor.data_ptr():
             tensor.copy_(buffer)
 

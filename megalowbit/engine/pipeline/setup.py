@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.config.pipeline import BEST, check_pipeline, interval_of
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
+from megalowbit.distributed.agreement import share
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import PIPELINE_KEY, ProcessGrid
 from megalowbit.engine.pipeline.batch_reader import BatchReader
@@ -205,14 +206,13 @@ def gather_weights(module: PipelinedModel) -> dict[str, torch.Tensor] | None:
     full = dict(own)
     for stage in range(1, module.num_stages):
         sender = module._topo.get_rank(pipe=stage, data=0)
-        shapes: list[Any] = [{name: (value.shape, value.dtype) for name, value in own.items()}]
-        dist.broadcast_object_list(shapes, src=sender)
-        for name, (shape, dtype) in shapes[0].items():
+        shapes = share({name: (value.shape, value.dtype) for name, value in own.items()}, sender)
+        for name, (shape, dtype) in shapes.items():
             if rank == sender:
-                dist.send(own[name].to(device).contiguous(), dst=0)
+                collectives.send(own[name].to(device).contiguous(), dst=0)
             elif rank == 0:
                 received = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(received, src=sender)
+                collectives.recv(received, src=sender)
                 full[name] = received.cpu()
     return full if rank == 0 else None
 
@@ -230,7 +230,7 @@ def _reduce_gradients(engine: Any) -> None:
     engine._exec_reduce_grads()
     if not engine.zero_optimization_stage():
         for weight, group in tied:
-            dist.all_reduce(weight.main_grad, group=group)
+            collectives.all_reduce(weight.main_grad, group=group)
 
 
 def _sum_before_partition(engine: Any, weight: torch.nn.Parameter, group: dist.ProcessGroup) -> None:
@@ -242,6 +242,6 @@ def _sum_before_partition(engine: Any, weight: torch.nn.Parameter, group: dist.P
     peers = engine.module.groups().data
     ranks = process_group.world_size(peers)
     if ranks > 1:
-        dist.all_reduce(gradient, group=peers)
+        collectives.all_reduce(gradient, group=peers)
         gradient.div_(ranks)
-    dist.all_reduce(gradient, group=group)
+    collectives.all_reduce(gradient, group=group)

@@ -22,7 +22,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentra
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.engine.pipeline.micro_batches import Inputs
 from megalowbit.engine.pipeline.parts import (
@@ -174,7 +174,7 @@ class PipelinedModel(PipelineModule):
         for data in range(self._grid.data_parallel_size):
             stages = (0, self.num_stages - 1)
             ranks = [self._grid.stage_to_global(stage_id=stage, data=data) for stage in stages]
-            group = dist.new_group(ranks=ranks)
+            group = collectives.new_group(ranks=ranks)
             if process_group.rank() in ranks:
                 is_head = self.stage_id > 0
                 module = self.get_submodule(self._tied_names[is_head].removesuffix(".weight"))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import TENSOR_KEY, ProcessGrid
@@ -134,14 +134,14 @@ def _broadcast_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None
     device, source = process_group.exchange_device(group), dist.get_process_group_ranks(group)[0]
     for tensor in [*model.parameters(), *model.buffers()]:
         values = tensor.detach().to(device).contiguous()
-        dist.broadcast(values, source, group=group)
+        collectives.broadcast(values, source, group=group)
         tensor.copy_(values)
     generators = [torch.default_generator]
     if torch.cuda.is_available():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     for generator in generators:
         state = generator.get_state().to(device)
-        dist.broadcast(state, source, group=group)
+        collectives.broadcast(state, source, group=group)
         generator.set_state(state.cpu())
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import gather
 from megalowbit.layers.regularizer import DualRangeRegularizer, full_numel
 from megalowbit.optim.gradients.norm import Measurement, is_counted_once, measure_gradients
@@ -90,7 +90,7 @@ class GradientPieces:
         packet = torch.cat([torch.stack([own.flag, zeros]), torch.where(own.flag > 0, 0.0, squares)])
         if self._group is not None:
             packet = packet.to(process_group.exchange_device(self._group))
-            dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=self._group)
+            collectives.all_reduce(packet, op=dist.ReduceOp.SUM, group=self._group)
         return Measurement(
             norm=packet[2:].sqrt().sum(), flag=packet[0], zeros=None if own.zeros is None else packet[1]
         )
@@ -172,5 +172,5 @@ class PieceRegularizer:
                 device
             )
         if process_group.world_size(group) > 1:
-            dist.all_reduce(total, group=group)
+            collectives.all_reduce(total, group=group)
         self._regularizer.value = self._regularizer.sum_over_shards(total)

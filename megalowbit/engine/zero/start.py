@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.config.zero import NOT_ELEMENTWISE
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.engine.model_optimizer import HALF, copies_group, step_options
 from megalowbit.engine.parameters.user_gradients import piece_of
 from megalowbit.engine.zero.pieces import GradientPieces, PieceRegularizer
@@ -138,7 +138,7 @@ class ZeroStart:
             if values is not None:
                 full.copy_(values)
             if process_group.world_size(group) > 1:
-                dist.broadcast(full, source, group=group)
+                collectives.broadcast(full, source, group=group)
             write_master(parameter, full.view(-1))
 
 

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import gather
 from megalowbit.errors import UserError
 from megalowbit.optim.kernels import cpu as cpu_kernels
@@ -137,7 +137,7 @@ def measure_gradients(
         [torch.stack([is_suspicious.double(), zeros]), torch.where(is_suspicious, 0.0, own_squares)]
     )
     if group is not None and process_group.world_size(group) > 1:
-        dist.all_reduce(packet, op=dist.ReduceOp.SUM, group=group)
+        collectives.all_reduce(packet, op=dist.ReduceOp.SUM, group=group)
     norm = packet[2:].sqrt().sum()
     return Measurement(norm=norm, flag=packet[0], zeros=packet[1] if count_zeros else None)
 
@@ -230,5 +230,5 @@ def _count_zeros(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
 def _device(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.device:
     if gradients:
         return gradients[0].device
-    # a rank without gradients still has to send its zeros
-    return process_group.exchange_device(group) if group is not None else torch.device("cpu")
+    # a rank without gradients still has to send its zeros, if not over this group, then over that of the step
+    return process_group.exchange_device(group)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.errors import UserError
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -94,7 +94,7 @@ class GradientWatch:
             maxima.zero_()
         taken.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # reductions need not keep a NaN
         if group is not None and process_group.world_size(group) > 1:
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=group)
+            collectives.all_reduce(taken, op=dist.ReduceOp.MAX, group=group)
         return taken
 
     def detach(self) -> None:

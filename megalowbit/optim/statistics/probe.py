@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.statistics.amax import sampled_positions
 
@@ -101,7 +101,7 @@ class GradientProbe:
         for pending in self._pending:
             pending.clear()
         if group is not None and process_group.world_size(group) > 1:
-            dist.all_reduce(total, group=group)
+            collectives.all_reduce(total, group=group)
         return total
 
     def detach(self) -> None:

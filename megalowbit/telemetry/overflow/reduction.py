@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
+from megalowbit.distributed.agreement import gather
 from megalowbit.quantize.encoding import ERROR_NAMES
 from megalowbit.telemetry.overflow.counters import TABLE_NAMES
 from megalowbit.telemetry.overflow.exact_sum import NUM_DIGITS
@@ -40,7 +41,7 @@ def sum_over_ranks(
         return
     rows = [local.get(key, [0] * ROW_LENGTH) for key in keys]
     sums = torch.tensor(rows, dtype=torch.int64, device=device)
-    dist.all_reduce(sums, group=group)
+    collectives.all_reduce(sums, group=group)
     yield from zip(keys, sums.tolist(), strict=True)
 
 
@@ -49,13 +50,11 @@ def _are_equal(local: list[Key], group: dist.ProcessGroup | None, device: torch.
     digest = hashlib.blake2b(repr(local).encode(), digest_size=7).digest()
     fingerprint = int.from_bytes(digest, "little")
     both_ways = torch.tensor([fingerprint, -fingerprint], dtype=torch.int64, device=device)
-    dist.all_reduce(both_ways, op=dist.ReduceOp.MAX, group=group)
+    collectives.all_reduce(both_ways, op=dist.ReduceOp.MAX, group=group)
     largest, negative_smallest = both_ways.tolist()
     return bool(largest == -negative_smallest)
 
 
 def _keys_of_all_ranks(local: list[Key], group: dist.ProcessGroup | None) -> list[Key]:
     """Union of all ranks' keys, in the order of the first rank that knows each; the same on every rank."""
-    gathered: list[list[Key]] = [[] for _ in range(process_group.world_size(group))]
-    dist.all_gather_object(gathered, local, group=group)
-    return list(dict.fromkeys(key for keys in gathered for key in keys))
+    return list(dict.fromkeys(key for keys in gather(local, group) for key in keys))

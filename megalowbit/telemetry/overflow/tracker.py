@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalowbit.distributed import process_group
+from megalowbit.distributed import collectives, process_group
 from megalowbit.errors import UserError
 from megalowbit.quantize.encoding import ERROR_NAMES
 from megalowbit.telemetry.overflow.counters import ROLES, TABLE_NAMES, LayerOverflow, OperandCounts
@@ -155,7 +155,7 @@ class GradientOverflowTracker:
         summed = self.pack_step()  # (6,)
         if process_group.world_size(self.group) > 1:
             summed = summed.to(process_group.exchange_device(self.group, summed.device))
-            dist.all_reduce(summed, group=self.group)
+            collectives.all_reduce(summed, group=self.group)
         local = self.pack_local_step()
         numbers = torch.cat([summed.to(local.device), local]).tolist()
         return self.unpack_step(numbers[: len(HEADLINE_NAMES)], numbers[len(HEADLINE_NAMES) :])
@@ -176,7 +176,7 @@ class GradientOverflowTracker:
         figures = torch.cat([integers.double(), errors], dim=1).flatten()
         if self._stages is not None:
             figures = figures.to(process_group.exchange_device(self._stages, figures.device))
-            dist.all_reduce(figures, group=self._stages)
+            collectives.all_reduce(figures, group=self._stages)
         return figures
 
     def unpack_step(self, summed: Sequence[float], local: Sequence[float]) -> StepOverflow:
