@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -19,7 +20,6 @@ os.environ["MEGALOWBIT_CPU_GEMM"] = "bf16"
 # one of them would still run a long file when the others have finished.
 LONGEST_FIRST = (
     "test_quality_bar.py",
-    "speculation/test_quality_bar.py",
     "slurm",
     "launch",
     "distributed",
@@ -45,6 +45,8 @@ def pytest_configure(config):
     """
     if config.option.markexpr != "gpu":
         os.environ.update(HIDING)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background job
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item):
