@@ -44,17 +44,19 @@ def test_maxima_of_tensor_parallelism_add_up():
 
 
 def test_the_watchdog_uses_the_heartbeat_interval_of_its_settings():
-    ranks, default = RANKS[-1], WatchdogSettings()
-    longest, shortest = default.interval, WatchdogSettings(timeout=5.0).interval
-    assert (
-        f"a twelfth of\n  `watchdog.timeout`, but at least {shortest} s and at most {longest:.0f} s" in PAGE
-    )
-    assert WatchdogSettings(timeout=24.0).interval == 24.0 / 12
-    assert WatchdogSettings(timeout=60.0).interval == longest > WatchdogSettings(timeout=59.0).interval
-    assert f"from 60 s on and so at the default of {default.timeout:.0f} s" in PAGE
-    for interval, timeout in ((longest, ""), (shortest, " at a timeout of 6 s")):
-        assert f"{round(ranks / interval, -2 if interval > 1 else -3):,.0f}{timeout}" in PAGE
-    assert WatchdogSettings(timeout=6.0).interval == shortest
+    ranks, default = RANKS[-1], WatchdogSettings().interval
+    of_timeout = {
+        seconds: WatchdogSettings(timeout=seconds, silence=None).interval for seconds in (5, 6, 24, 600)
+    }
+    of_silence = {seconds: WatchdogSettings(silence=seconds).interval for seconds in (3, 12, 600)}
+    shortest, longest = of_timeout[5], of_timeout[600]
+    assert of_timeout == {5: shortest, 6: shortest, 24: 24 / 12, 600: longest}
+    assert of_silence == {3: shortest, 12: 12 / 6, 600: longest}
+    words = " ".join(PAGE.split())
+    assert "a twelfth of `watchdog.timeout` or a sixth of `watchdog.silence`, whichever is shorter" in words
+    assert f"but at least {shortest} s and at most {longest:.0f} s; by default it is {default} s" in words
+    assert f"{round(ranks / default, -2):,.0f} such pairs a second" in words
+    assert f"{round(ranks / shortest, -3):,.0f} at a timeout of 6 s" in words
     assert "two descriptors: `ulimit -n` of 40,000" in PAGE
     assert 2 * ranks < 40_000
 

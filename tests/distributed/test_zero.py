@@ -124,9 +124,11 @@ def test_padding_is_neither_counted_nor_regularised(seen, stage):
     for rank in seen:
         found = rank[stage]["uneven"]
         assert [report[2] for report in found["reports"]] == [0, 0, 0]
-        assert largest_difference(found["reports"], expected["reports"]) < 1e-9
-        assert found["values"] == pytest.approx(expected["values"], rel=1e-12)
-    assert seen[0][stage]["uneven"]["weights"] == expected["weights"]
+        # at stage 0, layers add their weight gradients in fp32; here they are fp16 first
+        assert largest_difference(found["reports"], expected["reports"]) < 1e-4
+        assert found["values"] == pytest.approx(expected["values"], rel=1e-4)
+    for name, values in seen[0][stage]["uneven"]["weights"].items():
+        assert largest_difference(values, expected["weights"][name]) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["checkpointing", "chunked"])
@@ -134,13 +136,16 @@ def test_padding_is_neither_counted_nor_regularised(seen, stage):
 def test_recomputed_blocks_and_a_loss_in_chunks_train_as_at_stage_0(seen, stage, name):
     for rank in seen:
         found, expected = rank[stage][name], rank["0"][name]
-        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4)
-        assert found["report"][1] == pytest.approx(expected["report"][1], rel=1e-3)
+        # at stage 0, layers add their weight gradients in fp32; here they are fp16 first
+        assert found["losses"][:2] == expected["losses"][:2]  # before the first update
+        assert found["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-5)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=5e-3)
     expected = seen[0]["0"][name]["weights"]
     for parameter, values in seen[0][stage][name]["weights"].items():
         # three steps of AdamW at lr 0.01; a gradient near zero may turn its sign
         differences = [abs(a - b) for a, b in zip(values, expected[parameter], strict=True)]
-        assert sum(differences) / len(differences) < 1e-4, parameter
+        assert sum(differences) / len(differences) < 2e-3, parameter
 
 
 def test_a_loss_in_chunks_trains_like_a_whole_one(seen):

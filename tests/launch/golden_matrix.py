@@ -36,7 +36,7 @@ BASE = {
         "data": {"corpus": "text.txt", "sequence_length": 32},
         "run": {"steps": 4},
         "checkpoint": {"every": 2, "keep": None, "export_hf": False},
-        "telemetry": {"log_every": 1, "tensorboard": False},
+        "telemetry": {"log_every": 1, "count_every": 1, "tensorboard": False},
         "watchdog": {"slow_step": None},
     },
 }
@@ -73,7 +73,11 @@ class Run:
 
 def shipped(name, *sets, **more):
     steps = ("megalowbit.run.steps=4", "megalowbit.checkpoint.every=2", "megalowbit.checkpoint.keep=null")
-    quick = ("megalowbit.telemetry.log_every=1", "megalowbit.watchdog.slow_step=null")
+    quick = (
+        "megalowbit.telemetry.log_every=1",
+        "megalowbit.telemetry.count_every=1",
+        "megalowbit.watchdog.slow_step=null",
+    )
     return Run(shipped=name, sets=(*steps, *quick, *sets), **more)
 
 
@@ -249,7 +253,9 @@ OTHER_RUNS = {
     ),
     "tables": Run(
         block={
-            "telemetry": {"log_every": 2, "layers_every": 1, "tensorboard": True, "timers": True},
+            "telemetry": {
+                "log_every": 2, "layers_every": 1, "count_every": 1, "tensorboard": True, "timers": True,
+            },
             "checkpoint": {"every": 2, "keep": 1, "export_hf": True},
         },
         is_continued=False,

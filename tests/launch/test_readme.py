@@ -10,6 +10,7 @@ import subprocess
 import pytest
 import torch
 from forks import run_script
+from tiny_models import tiny_model
 
 import megalowbit as mlb
 from launchers import ROOT, write_config
@@ -133,6 +134,6 @@ def test_every_setting_that_initialize_acts_on_is_named():
     "expression", re.findall(r"`(mlb\.\w+\([^`]*\)(?:\(x\))?)`", "\n".join(TEXTS.values()))
 )
 def test_one_liners_evaluate(expression):
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16))
+    model = tiny_model("gpt2")
     mlb.convert(model)
     assert eval(expression, {"mlb": mlb, "x": torch.randn(4, 16), "model": model}) is not None
