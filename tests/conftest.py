@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,7 +17,6 @@ settings.load_profile("busy machine")
 # one of them would still run a long file when the others have finished.
 LONGEST_FIRST = (
     "test_quality_bar.py",
-    "speculation/test_quality_bar.py",
     "slurm",
     "launch",
     "distributed",
@@ -30,6 +30,12 @@ TESTS = Path(__file__).parent
 SLOW_LIMIT = (
     1800  # seconds; on a busy machine a quality bar takes half of it. pyproject.toml limits quick tests
 )
+
+
+def pytest_configure():
+    """Let SIGINT stop the processes of tests in a shell's background job too, where it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

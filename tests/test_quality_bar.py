@@ -1,5 +1,6 @@
-"""What the recipes promise in loss, measured by benchmarks/quality.py: three runs."""
+"""What recipes and speculation promise in loss, measured by the tools for it: four runs, one of them bf16."""
 
+import json
 import os
 import statistics
 import subprocess
@@ -10,21 +11,50 @@ import pytest
 from quality_runs import SEEDS, mean_loss
 
 ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "gpt2_tiny_quality.json"
+SWEEP = ("--no-picture", *(f"--seed={seed}" for seed in SEEDS))
+
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-def test_nvfp4_and_metis_nvfp4_are_within_half_a_percent_of_bf16(tmp_path):
-    arguments = [f"--seed={seed}" for seed in SEEDS] + ["--recipe=nvfp4", "--recipe=metis-nvfp4"]
-    subprocess.run(
-        [sys.executable, "benchmarks/quality.py", "--out", str(tmp_path), "--no-picture", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=True,
-    )
-    losses = {
-        name: [mean_loss(tmp_path / f"{name}-seed-{seed}") for seed in SEEDS]
-        for name in ("bf16", "nvfp4", "metis-nvfp4")
-    }
-    base = statistics.mean(losses["bf16"])
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folder of all runs, so that both tools use one run in bf16."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def write_config(folder, **settings):
+    """The configuration under its own name, which a run in bf16 must share as well to be used again."""
+    config = json.loads(CONFIG.read_text(encoding="utf-8"))
+    config["megalowbit"] |= settings
+    config["megalowbit"]["model"]["config"] = str(ROOT / "configs" / "models" / "gpt2_tiny.json")
+    path = folder / CONFIG.name
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path
+
+
+def run_tool(name, *arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, name, *map(str, arguments)], cwd=ROOT, env=environment, check=True)
+
+
+def losses(folder, name):
+    return statistics.mean(mean_loss(folder / f"{name}-seed-{seed}") for seed in SEEDS)
+
+
+def test_nvfp4_and_metis_nvfp4_are_within_half_a_percent_of_bf16(folder, tmp_path):
+    recipes = ("--recipe=nvfp4", "--recipe=metis-nvfp4")
+    run_tool("benchmarks/quality.py", "--config", write_config(tmp_path), "--out", folder, *SWEEP, *recipes)
     for name in ("nvfp4", "metis-nvfp4"):  # which of the two is closer, so few runs do not show
-        assert statistics.mean(losses[name]) < 1.005 * base, name
+        assert losses(folder, name) < 1.005 * losses(folder, "bf16"), name
+
+
+def test_speculation_at_its_defaults_costs_at_most_three_thousandths_of_the_loss(folder, tmp_path):
+    """With at least 70 % of products in 8 bits or fewer, over the run."""
+    config = write_config(tmp_path, recipe="speculative-int8", speculation={})
+    tool = "tools/calibrate_speculation.py"
+    run_tool(tool, "--ds-config", config, "--out", folder, *SWEEP, "--threshold=15")
+    assert losses(folder, "15-dB") < 1.003 * losses(folder, "bf16")
+    for seed in SEEDS:
+        summary = json.loads((folder / f"15-dB-seed-{seed}" / "summary.json").read_text())
+        assert summary["speculation"]["share_8bit_or_less"] >= 0.7
