@@ -103,9 +103,10 @@ def test_an_unknown_target_is_one_line():
 def test_every_kernel_compiles_without_spills_and_exactly(target):
     if missing := compiling.why_missing(target):
         pytest.skip(missing)
-    found = [
-        compiling.compile_launch(each, target) for each in compiling.distinct(launches.all_launches(), target)
-    ]
+    asked = launches.all_launches()
+    if target != "sm_90":  # compilation takes minutes; all that Hopper runs, elsewhere what recipes use
+        asked = launches.main_launches(asked)
+    found = [compiling.compile_launch(each, target) for each in compiling.distinct(asked, target)]
     assert {each.kernel for each in found} == launches.kernel_names()
     assert not [(each.label, each.kernel, each.problems) for each in found if each.problems]
 
