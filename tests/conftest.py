@@ -17,6 +17,7 @@ settings.load_profile("busy machine")
 # one of them would still run a long file when the others have finished.
 LONGEST_FIRST = (
     "test_quality_bar.py",
+    "speculation/test_controller_predictions.py",
     "slurm",
     "launch",
     "distributed",
