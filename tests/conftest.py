@@ -20,6 +20,7 @@ os.environ["MEGALOWBIT_CPU_GEMM"] = "bf16"
 # one of them would still run a long file when the others have finished.
 LONGEST_FIRST = (
     "test_quality_bar.py",
+    "speculation/test_controller_predictions.py",
     "slurm",
     "launch",
     "distributed",
