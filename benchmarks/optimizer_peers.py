@@ -102,10 +102,10 @@ def loops(shapes: Sequence[tuple[int, ...]], gradients: Sequence[torch.Tensor]) 
 def start_deepspeed() -> None:
     """Create a process group of one rank; DeepSpeed's optimizers need one."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    import deepspeed
+    from megalowbit.engine.process_start import start_process_group
 
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed("gloo")
+    start_process_group()  # tells DeepSpeed, which then does not compile its shared-memory collectives
 
 
 def deepspeed_fp16(

@@ -133,13 +133,13 @@ def test_predictions_are_at_most_a_few_decibels_too_high(by_default):
 
 
 # candidate → least share of predictions within 2 dB: output, grad_input, grad_weight. The model depends on
-# bits of bf16 products, which differ between machines: for INT8, grad_input was
-# 0.93 and 0.86, and grad_weight 0.68 and 0.597.
+# bits of bf16 products, which differ between machines: INT8's grad_input was 0.93 and 0.86, its grad_weight
+# 0.68 and 0.597. With NVFP4 and other seeds: 0.90 to 0.99, 0.85 to 0.95, 0.54 to 0.70.
 LEAST_NEAR = {
     "int8": (0.88, 0.84, 0.57),
     "mixed": (0.86, 0.75, 0.5),
     "fp8": (0.89, 0.86, 0.5),
-    "nvfp4": (0.9, 0.88, 0.57),
+    "nvfp4": (0.87, 0.82, 0.5),
     "int4": (0.8, 0.9, 0.53),
 }
 
