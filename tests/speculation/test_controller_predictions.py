@@ -150,10 +150,10 @@ def test_predictions_at_each_candidate(corpus, candidate):
     settings = SpeculationSettings(candidates=(candidate, "bf16")).model_copy(
         update={"threshold_db": -1000.0}
     )
-    _, rows = trained(corpus, settings, TRAINED + 10 * EVERY + 1)
+    _, rows = trained(corpus, settings, TRAINED + 6 * EVERY + 1)
     for product in PRODUCTS:
         found = gaps(rows, product, candidate)
-        assert len(found) == 11 * 16
+        assert len(found) == 7 * 16
         middle, spread = statistics.median(found), statistics.pstdev(found)
         near, worst = 100 * share_near(found), max(found, key=abs)
         print(
