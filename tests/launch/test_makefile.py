@@ -1,5 +1,6 @@
 """What `make` would run: the number of processes, and which tests."""
 
+import os
 import re
 import subprocess
 import sys
@@ -31,6 +32,11 @@ def test_a_machine_without_gpus_gets_two_processes():
     assert (
         counted.stdout == "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2\n"
     )  # the GPUs are hidden, see tests/conftest.py
+
+
+def test_other_tests_hide_the_gpus():
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_tests_that_need_a_gpu_are_run_apart():
