@@ -119,20 +119,27 @@ def kernels(session: Session) -> Iterator[Finding]:
             expected = reference.encode(request)
             if wrong := different_bytes(backends.encode(request), expected):
                 encoded_bad.append((wrong, f"{name}, {label}"))
-            for transpose in (False, True):
-                packed = DecodeRequest(
-                    expected.codes,
-                    expected.scales,
-                    request.encoding.format,
-                    *x.shape,
-                    torch.bfloat16,
-                    transpose,
-                )
+            for packed in packed_matrices(request, expected):
                 if wrong := _different(backends.decode(packed), reference.decode(packed)):
                     decoded_bad.append((wrong, f"{name}, {label}"))
     backend = backends.backend_of(x)
     yield _verdict(f"encoding by {backend} = reference, different bytes", encoded_bad)
     yield _verdict(f"decoding by {backend} = reference, different bytes", decoded_bad)
+
+
+def packed_matrices(request: EncodeRequest, encoded: Encoded) -> Iterator[DecodeRequest]:
+    """What training decodes: also the transpose, and with the tensor scale if that is a power of two."""
+    folded = encoded.tensor_scale if request.encoding.is_power_of_two else None
+    for transpose in (False, True):
+        yield DecodeRequest(
+            encoded.codes,
+            encoded.scales,
+            request.encoding.format,
+            *request.x.shape,
+            torch.bfloat16,
+            transpose,
+            folded,
+        )
 
 
 def _verdict(check: str, bad: list[tuple[int, str]]) -> Finding:

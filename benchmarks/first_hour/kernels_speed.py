@@ -93,7 +93,9 @@ def candidates(session: Session, x: torch.Tensor) -> dict[str, Callable[[], obje
 
     def decode(transpose: bool) -> Callable[[], object]:
         codes = packed[nearest]
-        request = DecodeRequest(codes.codes, codes.scales, nearest.format, *x.shape, BF16, transpose)
+        request = DecodeRequest(
+            codes.codes, codes.scales, nearest.format, *x.shape, BF16, transpose, codes.tensor_scale
+        )
         return lambda: backends.decode(request)
 
     found: dict[str, Callable[[], object]] = {

@@ -38,7 +38,7 @@ def check(session: Session) -> Iterator[Finding]:
     else:
         yield skip("NCCL", NO_GPU)
     found = importlib.util.find_spec("amp_C") is not None
-    note = "its optimizer is used on GPUs; see step 8" if found else ""
+    note = "its optimizer is used only if MEGALOWBIT_APEX is 1; see step 8" if found else ""
     yield info("NVIDIA's apex", "importable" if found else "not installed", note=note)
     yield kernel_cache()
 

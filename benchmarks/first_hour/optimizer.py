@@ -28,7 +28,7 @@ def check(session: Session) -> Iterator[Finding]:
     yield expect("path of the step", step.path in fast, step.path, " or ".join(fast))
     if session.is_gpu and step.path == "apex":
         yield expect("apex is left out until compared", False, "apex", "fused", is_hard=False,
-                     note="compare five steps with the fused path first, or uninstall apex")  # fmt: skip
+                     note="compare five steps with the fused path, or unset MEGALOWBIT_APEX")  # fmt: skip
     one, zero = (torch.full((), value, device=session.device) for value in (1.0, 0.0))
     step.run(one, zero)
     yield from overflow(step, optimizer, masters, halves, one)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.first_hour.findings import Finding, at_most, expect, info, skip
 from benchmarks.first_hour.session import NO_GPU, ROOT, Session
-from megalowbit.pretrain.components.base import RunSettings
 
 CONFIG = "configs/gpt2_tiny_fp4.json"
 EXPECTED_LOSS, TOLERANCE = (
@@ -111,10 +110,7 @@ def resumed(session: Session, folder: Path) -> Iterator[Finding]:
     if found.status == "pass":
         return
     check = "losses after a kill, deterministic"
-    if "deterministic" in RunSettings.model_fields:
-        yield same_losses(session, folder, check, "megalowbit.run.deterministic=true", is_hard=True)
-    else:
-        yield skip(check, "this version has no run.deterministic")
+    yield same_losses(session, folder, check, "megalowbit.run.deterministic=true", is_hard=True)
 
 
 def same_losses(session: Session, folder: Path, check: str, *settings: str, is_hard: bool) -> Finding:

@@ -6,6 +6,7 @@ python -m benchmarks.first_hour.runner FOLDER STEP      what the runner starts f
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -53,6 +54,7 @@ STEPS = (
     Step("model", "9 a whole step", f"{__package__}.model", 900),
     Step("ranks", "10 several GPUs", f"{__package__}.ranks", 1800),
 )
+SECONDS_TO_END = 20  # for a step that is interrupted to end the programs that it has started
 BY_NAME = {step.name: step for step in STEPS}
 
 
@@ -90,19 +92,12 @@ def run_steps(
         if report.is_done(step.name) and not again:
             statuses.append(_status(report, step))
             say(f"{step.title}: {statuses[-1]} (done before)")
-            continue
-        report.drop(step.name)
-        started = time.monotonic()
-        _run_in_process(report, step)
-        seconds = time.monotonic() - started
-        statuses.append(report.close(step.name, seconds))
-        report.write_summary(titles)
-        say(f"{step.title}: {statuses[-1]}, {seconds:.0f} s")
-        for row in report.of_step(step.name):
-            if row["status"] in ("fail", "warn") and row["value"] is not None:
-                say(f"    {row['status']}  {row['check']}: {row['value']} ({row['limit']}) {row['note']}")
+        else:
+            statuses.append(_run_anew(report, step, say))
+            report.write_summary(titles)
         if step.stops and statuses[-1] == "fail":
-            say(f"stopped: later steps make no sense before step {step.title} has passed")
+            repeat = f"--steps {step.name} --again repeats it"
+            say(f"stopped: later steps make no sense before {step.title} has passed; {repeat}")
             break
     say(f"written: {report.write_summary(titles)}")
     return "fail" not in statuses
@@ -112,6 +107,20 @@ def _status(report: Report, step: Step) -> str:
     return str(report.of_step(step.name)[-1]["status"])
 
 
+def _run_anew(report: Report, step: Step, say: Callable[[str], None]) -> str:
+    """Run a step, say what is over a limit, and return its status."""
+    report.drop(step.name)
+    started = time.monotonic()
+    _run_in_process(report, step)
+    seconds = time.monotonic() - started
+    status = report.close(step.name, seconds)
+    say(f"{step.title}: {status}, {seconds:.0f} s")
+    for row in report.of_step(step.name):
+        if row["status"] in ("fail", "warn") and row["value"] is not None:
+            say(f"    {row['status']}  {row['check']}: {row['value']} ({row['limit']}) {row['note']}")
+    return status
+
+
 def _run_in_process(report: Report, step: Step) -> None:
     log = report.folder / "logs" / f"{step.name}.log"
     log.parent.mkdir(exist_ok=True)
@@ -119,18 +128,31 @@ def _run_in_process(report: Report, step: Step) -> None:
     command = [sys.executable, "-m", "benchmarks.first_hour.runner"]
     command += [str(report.folder.resolve()), step.name, step.module]
     with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
         try:
-            done = subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, timeout=step.seconds,
-                env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-            problem = f"exit code {done.returncode}" if done.returncode else None
+            code = process.wait(step.seconds)
+            problem = f"exit code {code}" if code else None
         except subprocess.TimeoutExpired:
             problem = f"not finished after {step.seconds} s"
-    if problem is not None:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        _end(process)
+    if problem is not None:
         note = f"{lines[-1] if lines else 'no output'}; see logs/{log.name}"
         report.add(step.name, Finding("process", "fail", problem, "exit code 0", note), 0.0)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a step that still runs. Killed at once, it would leave the runs that it has started on the GPU."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def run_step(folder: Path, name: str, module: str) -> None:
@@ -157,4 +179,5 @@ def run_step(folder: Path, name: str, module: str) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the step ends the programs it has started
     run_step(Path(sys.argv[1]), *sys.argv[2:])

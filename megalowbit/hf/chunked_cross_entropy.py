@@ -15,12 +15,13 @@ fourth product of the size of the projection, in addition to its three.
 `torch.nn.functional.linear_cross_entropy` (torch 2.13) is not used: in half precision it rounds the loss to
 half precision, sums grad_weight over its chunks in half precision, and rounds the gradients before they are
 multiplied by the loss scale.
-Not covered: a bias of the output projection, label smoothing, double backward.
+Not covered: a bias of the output projection, label smoothing, double backward, models that scale their logits
+or add to the loss (Gemma 2, Granite, mixtures of experts).
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megalowbit.errors import UserError
+from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.matmul.gemms import no_autocast
 
 IGNORED_LABEL = -100
@@ -51,7 +53,8 @@ def chunk_cross_entropy(model: Any) -> Any:
         The model.
 
     Raises:
-        UserError: it has no plain output projection, or a loss of its own.
+        UserError: it has no plain output projection, a loss of its own, or a forward that is not known to
+            compute its logits by the projection alone.
     """
     if is_chunked(model):
         return model
@@ -70,14 +73,15 @@ def chunk_cross_entropy(model: Any) -> Any:
                 "call mlb.chunk_cross_entropy before the library that replaces it"
             )
     _check_loss(model)
-    model.forward = MethodType(_forward_like(type(model).forward), model)
-    head.forward = MethodType(_head_forward, head)
+    _check_forward(model)
+    model.forward, head.forward = _ChunkedForward(model), _ChunkedForward(head)
     return model
 
 
 def is_chunked(model: nn.Module) -> bool:
     """Whether `chunk_cross_entropy` has changed the model."""
-    return getattr(vars(model).get("forward"), "is_chunked", False)
+    function = getattr(vars(model).get("forward"), "__func__", None)
+    return getattr(function, "is_chunked", False)
 
 
 def sum_of_losses(
@@ -177,18 +181,42 @@ def _head_forward(
     return sum_of_losses(hidden.flatten(0, -2), head.weight, targets.flatten(), ignore_index=ignore_index)
 
 
+class _ChunkedForward:
+    """The forward of a model or its head, like a bound method, which could not be pickled."""
+
+    def __init__(self, module: Any) -> None:
+        is_head = type(module) is nn.Linear
+        self.__self__ = module
+        # Accelerate looks for it, and binds a function in which it has wrapped it
+        self.__func__ = _head_forward if is_head else _forward_like(type(module).forward)
+        self.__signature__ = inspect.signature(MethodType(self.__func__, module))
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__func__(self.__self__, *args, **options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles: the module's copy gets a forward of its own."""
+        return type(self), (self.__self__,)
+
+
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method in the place of `original`, with its signature: Trainer drops columns it does not name."""
+    """A function in the place of `original`, with its signature: Trainer drops columns it does not name."""
+    signature = inspect.signature(original)
+    parameters = list(signature.parameters.values())[1:]  # without `self`
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
-    @functools.wraps(original)
     def forward(model: Any, *args: Any, **options: Any) -> Any:
-        return _model_forward(model, *args, **options)
+        if len(args) > len(names):
+            return original(model, *args, **options)  # raises
+        return _model_forward(model, **dict(zip(names, args, strict=False)), **options)
 
+    # not `__wrapped__`: Accelerate would restore the innermost function when it unwraps a model
+    forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.is_chunked = True  # type: ignore[attr-defined]
     return forward
 
 
-def _model_forward(model: Any, *args: Any, labels: Tensor | None = None, **options: Any) -> Any:
+def _model_forward(model: Any, *, labels: Tensor | None = None, **options: Any) -> Any:
     """The model's forward; in training with `labels`, through `_head_forward` with targets."""
     needs_logits = (
         not model.training
@@ -196,13 +224,13 @@ def _model_forward(model: Any, *args: Any, labels: Tensor | None = None, **optio
         or options.get("return_dict", model.config.return_dict) is False
     )
     if labels is None or needs_logits:
-        return type(model).forward(model, *args, labels=labels, **options)
+        return type(model).forward(model, labels=labels, **options)
     _check_loss(model)
     options.pop("logits_to_keep", None)
     count = options.pop("num_items_in_batch", None)
     shifted = options.pop("shift_labels", None)
     ignore_index = options.pop("ignore_index", IGNORED_LABEL)
-    found = model.base_model(*args, **{**options, "return_dict": True})
+    found = model.base_model(**{**options, "return_dict": True})
     if shifted is None:  # the token at position n predicts the label at n + 1
         shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     hidden = found.last_hidden_state
@@ -232,4 +260,16 @@ def _check_loss(model: Any) -> None:
         raise UserError(
             f"chunked_cross_entropy computes the cross entropy of the next token, but the loss of "
             f"{type(model).__name__} is {name}: set it to false"
+        )
+
+
+def _check_forward(model: Any) -> None:
+    """Reject a model that may do more than project: scale or cap its logits, or add to the loss."""
+    config, origin = getattr(model, "config", None), type(model).forward.__module__
+    kind = getattr(config, "model_type", None)
+    if kind not in FAMILIES or not origin.startswith("transformers.models."):
+        raise UserError(
+            f"chunked_cross_entropy knows the forward of transformers' models {', '.join(FAMILIES)}, but not "
+            f"that of {type(model).__name__} (model_type {kind!r}, {origin}), which may scale its logits or "
+            "add to the loss: set it to false"
         )

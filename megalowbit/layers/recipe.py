@@ -134,6 +134,12 @@ class Recipe:
         return not all(quantizer(name).is_identity for name in names)
 
     @property
+    def has_power_of_two_scales(self) -> bool:
+        """Whether the tensor scale of any operand is rounded to a power of two."""
+        names = [*(getattr(self, field) for field in OPERAND_FIELDS), self.outputgrad_for_weight]
+        return any(each is not None and each.is_power_of_two for each in map(_encoding, names))
+
+    @property
     def outputgrad_for_weight(self) -> str:
         """Quantizer of the output gradient in grad_weight: a separate one, or that of both products."""
         return self.q_backward_outputgrad_for_weight or self.q_backward_outputgrad

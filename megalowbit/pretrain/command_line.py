@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import re
 import signal
@@ -47,6 +46,7 @@ REFUSAL = "MEGALOWBIT_REFUSAL"  # names the file that gets the line of a user er
 MAIN_RANK_HEAD_START_SECONDS = 5.0
 SHUTDOWN_SECONDS = 60.0
 BENCHMARK_STEPS = 20
+PROFILE = "megalowbit.profile"
 
 
 def escape_unprintable_output() -> None:
@@ -164,24 +164,26 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def profile_overrides(text: str | None) -> list[str]:
-    """`--profile 20:3` as an override of the configuration; None: there is no `--profile`.
+def with_profile(overrides: list[str], text: str | None) -> list[str]:
+    """The overrides of `--set` and of `--profile 20:3`, which keeps other keys of the section.
+
+    Args:
+        overrides: of `--set`.
+        text: of `--profile`; None: there is none.
 
     Raises:
         UserError: `text` is not of this form.
     """
     if text is None:
-        return []
+        return overrides
     found = re.fullmatch(r"(?:(\d+)(?::(\d+))?)?", text)
     if found is None:
         raise UserError(
             f"--profile {shown(text)} is not FIRST or FIRST:STEPS: write for example --profile 20:3"
         )
-    names = ("first_step", "steps")
-    values = {
-        name: int(value) for name, value in zip(names, found.groups(), strict=True) if value is not None
-    }
-    return [f"megalowbit.profile={json.dumps(values)}"]
+    values = zip(("first_step", "steps"), found.groups(), strict=True)
+    given = [f"{PROFILE}.{name}={int(value)}" for name, value in values if value is not None]
+    return [f"{PROFILE}.first_step=null", *overrides, *given]  # the first one turns it on
 
 
 def program() -> int:
@@ -227,7 +229,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         raise UserError("--restart and --resume auto cannot be combined: leave one of them out")
     if options.benchmark is not None:
         _check_benchmark(options)
-    overrides = [*options.overrides, *profile_overrides(options.profile)]
+    overrides = with_profile(options.overrides, options.profile)
     config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
     _limit_threads()
     # torch reads this when it is imported; without it every rank prints a stack if the main process is lost

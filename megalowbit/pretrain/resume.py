@@ -92,6 +92,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             **EngineSettings().model_dump(mode="json", include=set(ADDED_LATER)),
             "run": {"overflow_retries": 0, "deterministic": False},
             "watchdog": {"silence": EngineSettings().watchdog.silence},
+            "telemetry": {"count_every": 1},  # not today's default
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }

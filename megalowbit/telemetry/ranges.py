@@ -46,10 +46,12 @@ class LayerRanges:
             self._add(name, module, is_block=name in blocks)
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and end a range that no gradient has ended, as of blocks below frozen ones."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._backward is not None:
+            self._end_backward(self._backward[0])
 
     def _add(self, name: str, module: nn.Module, *, is_block: bool) -> None:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import megalowbit as mlb
+from benchmarks.first_hour import bits, memory, runner
 from benchmarks.first_hour import run as run_step
-from benchmarks.first_hour import runner
 from benchmarks.first_hour.findings import Finding, at_least, at_most, expect, info, skip
 from benchmarks.first_hour.machine import file_system_of
 from benchmarks.first_hour.report import STEP, Report
 from benchmarks.first_hour.runner import STEPS, Step
 from megalowbit.errors import UserError
+from megalowbit.quantize import backends
+from megalowbit.quantize.encoding import EncodeRequest
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "first_gpu_hour.py"
@@ -132,6 +136,54 @@ def test_every_step_runs_without_a_gpu_and_names_what_it_could_not_check(tmp_pat
     assert "- not run: " not in summary
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.stdout.count("(done before)") == len(STEPS)
+
+
+WITH_A_RUN = """
+from benchmarks.first_hour import run
+def check(session):
+    run.sys.executable, run.ROOT = "/bin/sh", session.folder
+    yield from run.pretrain(session.folder / "run", 1)
+"""
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finished_in_time_ends_the_runs_that_it_has_started(tmp_path, monkeypatch):
+    (tmp_path / "planted.py").write_text(WITH_A_RUN)
+    script = tmp_path / "out" / "launch" / "pretrain.py"  # run by a shell in its place
+    script.parent.mkdir(parents=True)
+    script.write_text("echo $$ > pid\nexec sleep 300\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert not runner.run_steps(tmp_path / "out", [Step("planted", "11 planted", "planted", seconds=25)])
+    pid = int((tmp_path / "out" / "pid").read_text())
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_failed_step_that_others_depend_on_stops_the_next_attempt_too(tmp_path):
+    report, said = Report(tmp_path), []
+    report.add("machine", Finding("Triton", "fail"), 0.0)
+    report.close("machine", 0.0)
+    assert not runner.run_steps(tmp_path, list(STEPS[:2]), say=said.append)
+    assert said[0] == "0 machine and install: fail (done before)"
+    assert said[1].startswith("stopped: ")
+    assert not report.is_done("ceilings")
+
+
+def test_matrices_are_decoded_as_training_decodes_them():
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for name in ("nvfp4e2m1bnosr", "nvfp4e2m1bnosr:fp32_scale", "mxfp4e2m1bnosr"):
+        request = EncodeRequest(x, mlb.quantizer(name).encoding)
+        packed = mlb.quantizer(name).quantize(x)
+        encoded = backends.encode(request)
+        for decoded, transpose in zip(bits.packed_matrices(request, encoded), (False, True), strict=True):
+            assert torch.equal(backends.decode(decoded), packed.operand(transpose=transpose)), name
+
+
+@pytest.mark.parametrize(
+    ("ratio", "status"), [(1.0, "pass"), (0.89, "warn"), (1.12, "warn"), (1.16, "fail"), (math.nan, "fail")]
+)
+def test_memory_above_the_estimate_is_worse_than_below(ratio, status):
+    assert memory.verdict("peak", ratio, "").status == status
 
 
 def test_a_quick_step_runs_for_real_and_is_kept_until_it_is_run_again(tmp_path):

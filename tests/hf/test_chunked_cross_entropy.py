@@ -2,9 +2,12 @@
 
 import copy
 import inspect
+import io
 
+import accelerate
 import pytest
 import torch
+import transformers
 from quick_cases import slow_except
 from tiny_models import KINDS, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -291,3 +294,82 @@ def test_a_loss_that_is_set_later_is_rejected_when_the_model_runs():
     with_own_loss(model)
     with pytest.raises(UserError, match="mse_loss"):
         model(**batch())
+
+
+def test_a_pickled_model_is_chunked_and_has_the_same_loss():
+    model = chunk_cross_entropy(tiny_model("gpt2", vocab_size=VOCABULARY).train())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    torch.manual_seed(0)
+    expected = model(**batch()).loss
+    torch.manual_seed(0)
+    found = loaded(**batch())
+    assert found.logits is None
+    assert found.loss == expected
+    assert chunk_cross_entropy(loaded) is loaded
+
+
+def test_accelerate_wraps_and_unwraps_a_chunked_model():
+    model = chunk_cross_entropy(tiny_model("llama", vocab_size=VOCABULARY).train())
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    wrapped = accelerator.prepare(model)
+    assert wrapped(**batch()).logits is None
+    unwrapped = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    assert unwrapped is model
+    found = unwrapped(**batch())
+    assert found.logits is None
+    assert found.loss.isfinite()
+    assert chunk_cross_entropy(unwrapped) is unwrapped
+
+
+def test_positional_arguments_are_those_of_the_model():
+    plain = tiny_model("llama", vocab_size=VOCABULARY).train()
+    model = chunk_cross_entropy(copy.deepcopy(plain))
+    tokens = batch()["input_ids"]
+    arguments = (tokens, torch.ones_like(tokens), None, None, None, tokens)  # the last are the labels
+    found = model(*arguments)
+    assert found.logits is None
+    torch.testing.assert_close(found.loss, plain(*arguments).loss)
+    with pytest.raises(TypeError, match="multiple values"):
+        model(*arguments, labels=tokens)
+    with pytest.raises(TypeError, match="positional argument"):
+        model(*arguments, *arguments)
+
+
+def granite():
+    return transformers.GraniteForCausalLM(
+        transformers.GraniteConfig(**TINY, logits_scaling=4.0, tie_word_embeddings=False)
+    )
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**TINY, output_router_logits=True))
+
+
+class OwnForward(transformers.LlamaForCausalLM):
+    def forward(self, *args, **options):
+        output = super().forward(*args, **options)
+        output.loss = 2 * output.loss
+        return output
+
+
+def own_forward():
+    return OwnForward(transformers.LlamaConfig(**TINY))
+
+
+TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize("build", [granite, mixtral, own_forward])
+def test_models_that_may_do_more_than_project_are_rejected(build):
+    with pytest.raises(UserError, match="may scale its logits or add to the loss: set it to false"):
+        chunk_cross_entropy(build())

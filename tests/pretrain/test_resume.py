@@ -111,6 +111,11 @@ def with_speculation(**settings):
     return changed("megalowbit", "speculation", value=block)
 
 
+def test_an_older_run_counted_every_step():
+    now = changed("megalowbit", "telemetry", "count_every", value=10)
+    assert changed_settings(SAVED, now) == ["megalowbit.telemetry.count_every: 1 → 10"]
+
+
 def test_a_run_without_a_speculation_section_has_it_off():
     assert changed_settings(SAVED, changed("megalowbit", "speculation", value=None)) == []
 

@@ -62,3 +62,18 @@ def test_all_ranges_end_and_change_no_gradient(recomputed):
         assert ends[f"block {index + 1} backward"].end <= ends[f"block {index} backward"].start
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert hooks_of(model) == hooks_before  # with checkpointing, transformers has one of its own
+
+
+def test_a_range_that_no_gradient_ends_is_ended_when_ranges_are_removed():
+    model = tiny_llama()
+    model.model.embed_tokens.requires_grad_(False)
+    tokens = torch.arange(8)[None]
+    ranges = LayerRanges(*parts_of(model))
+    with torch.profiler.profile() as profile:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        ranges.remove()
+        with torch.profiler.record_function("after"):
+            torch.ones(1) + 1
+    found = {event.name: event.time_range for event in profile.events()}
+    assert found["block 0 backward"].elapsed_us() > 0
+    assert found["block 0 backward"].end <= found["after"].start

@@ -221,6 +221,13 @@ def load_together(
             logger.warning("%s", how)
         load_reshaped(engine, contents, present)
         state = contents.header
+    # versions with unrounded scales did not record the other choice either
+    if "cpu_gemm" not in own and has_power_of_two_scales(engine) and process_group.rank() == 0:
+        logger.warning(
+            "checkpoint %s was written when NVFP4's tensor scales were not rounded; now they are powers of "
+            "two. The run continues: its errors are as large as before, but its numbers differ",
+            path,
+        )
     recorded = own.get("cpu_gemm", UNRECORDED)
     if engine.device.type == "cpu" and recorded is not None:  # None: saved on another device
         use_cpu_gemm(recorded)
@@ -256,6 +263,12 @@ def recipes_of(engine: Any) -> str:
     """Names of the recipes of this rank's layers."""
     layers = [module for module in engine.module.modules() if isinstance(module, BitLinear)]
     return ", ".join(sorted({layer.recipe.name for layer in layers})) or "none"
+
+
+def has_power_of_two_scales(engine: Any) -> bool:
+    """Whether any layer of this rank rounds tensor scales to powers of two."""
+    layers = (module for module in engine.module.modules() if isinstance(module, BitLinear))
+    return any(layer.recipe.has_power_of_two_scales for layer in layers)
 
 
 def remove_checkpoint(path: Path) -> None:

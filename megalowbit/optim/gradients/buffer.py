@@ -16,7 +16,10 @@ A low-bit layer adds its weight's gradient to `main_grad` itself (`add_gradient`
 it, so there is no half-precision gradient. If something has to see one (a hook on the parameter,
 `torch.autograd.grad`, anomaly detection), the layer returns it to autograd as usual.
 
-Not covered: overlap of communication with backward; compiled autograd beyond the first micro-batch.
+Not covered: overlap of communication with backward; compiled autograd beyond the first micro-batch; backward
+passes of several threads at once, whose sums may be wrong; hooks on the node that accumulates a weight's
+gradient, which PyTorch does not list. They run, but get None in place of a gradient that a layer has added
+itself.
 """
 
 from __future__ import annotations

@@ -25,7 +25,11 @@ from megalowbit.data.synthetic import synthetic_loader
 from megalowbit.distributed.agreement import agree, gather
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.durable_files import atomic_file
-from megalowbit.engine.process_start import start_process_group
+from megalowbit.engine.process_start import (
+    compute_deterministically,
+    naming_nondeterministic_operations,
+    start_process_group,
+)
 from megalowbit.engine.run_checks.ranks_agree import check_ranks_agree
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.hf.checkpoint import read_config
@@ -124,7 +128,9 @@ def benchmark(
         TransientError: a rank was lost.
         UserError: the configuration is invalid, or `folder` cannot be written to.
     """
-    with report_lost_ranks(identity):
+    with report_lost_ranks(identity), naming_nondeterministic_operations():
+        if config.settings.run.deterministic:
+            compute_deterministically()
         start_process_group(identity)
         check_ranks_agree(start_facts(config, is_resume=False))
         agree(lambda: check_config(config))

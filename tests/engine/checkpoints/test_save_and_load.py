@@ -54,6 +54,28 @@ def test_a_resumed_run_multiplies_in_the_dtype_of_its_checkpoint(tmp_path, monke
     assert cpu_gemm() == continued
 
 
+@pytest.mark.parametrize(
+    ("recipe", "is_earlier", "is_told"),
+    [("nvfp4", True, True), ("nvfp4", False, False), ("mxfp4", True, False), ("bf16", True, False)],
+)
+def test_a_run_of_a_version_with_unrounded_tensor_scales_is_told_of_the_change(
+    tmp_path, monkeypatch, caplog, recipe, is_earlier, is_told
+):
+    engine, store, state = trained(recipe=recipe), CheckpointStore(tmp_path), checkpoint_io._engine_state
+
+    def earlier_state(*arguments):
+        own = state(*arguments)
+        del own["cpu_gemm"]
+        return own
+
+    if is_earlier:
+        monkeypatch.setattr(checkpoint_io, "_engine_state", earlier_state)
+    path = store.save(engine, 1, {})
+    caplog.clear()
+    store.load(engine, path)
+    assert ("tensor scales were not rounded" in caplog.text) == is_told
+
+
 def test_an_interrupted_removal_leaves_no_apparent_checkpoint(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     path = store.save(trained(), 1, {})

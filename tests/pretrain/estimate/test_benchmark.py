@@ -1,14 +1,18 @@
 """Benchmarks need no data and write only what is asked for; their figures follow from their times."""
 
 import json
+import os
 from statistics import median
 
 import pytest
+import torch
 
 from launchers import write_config
 from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.engine.process_start import CUBLAS_VARIABLE
 from megalowbit.errors import UserError
-from megalowbit.pretrain.command_line import main
+from megalowbit.pretrain.command_line import main, with_profile
+from megalowbit.pretrain.components.profiler import ProfileSettings
 from megalowbit.pretrain.estimate.benchmark import BenchmarkResult, benchmark
 
 FLOPS_PER_TOKEN = 6 * (2 * 12 * 32 * 32 + 256 * 32) + 12 * 2 * 32 * 32  # of the tiny GPT-2
@@ -21,8 +25,19 @@ def files(folder):
     return {name for name in found if not name.startswith("cache/")}
 
 
+@pytest.fixture
+def _algorithms_of_before():
+    variable = os.environ.get(CUBLAS_VARIABLE)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    if variable is None:
+        os.environ.pop(CUBLAS_VARIABLE, None)
+
+
+@pytest.mark.usefixtures("_algorithms_of_before")
 def test_a_benchmark_needs_no_data_and_leaves_no_files(resolve, tmp_path, capsys, monkeypatch):
-    config = resolve("megalowbit.telemetry.peak_tflops=0.25")
+    config = resolve("megalowbit.telemetry.peak_tflops=0.25", "megalowbit.run.deterministic=true")
     (tmp_path / "text.txt").unlink()
     monkeypatch.chdir(tmp_path)
     before = files(tmp_path)
@@ -38,6 +53,7 @@ def test_a_benchmark_needs_no_data_and_leaves_no_files(resolve, tmp_path, capsys
     assert "random tokens" in output
     assert " Benchmark " in output
     assert "MFU (PaLM)" in output
+    assert torch.are_deterministic_algorithms_enabled()  # times are those of the configured run
 
 
 @pytest.mark.slow
@@ -80,6 +96,21 @@ def test_the_summary_is_ascii_that_fits_a_screen():
         "61.00 GiB",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(None, (100, 4)), ("", (100, 4)), ("20", (20, 4)), ("020:3", (20, 3))],
+)
+def test_the_option_profile_keeps_the_rest_of_its_section(resolve, text, expected):
+    section = 'megalowbit.profile={"first_step": 100, "steps": 4, "all_ranks": true}'
+    for options in ([section], [section, "megalowbit.profile.memory=false"]):
+        found = resolve("megalowbit.run.steps=200", *with_profile(options, text)).settings.of(ProfileSettings)
+        assert (found.first_step, found.steps) == expected
+        assert found.all_ranks
+        assert found.memory == (len(options) == 1)
+    if text is not None:
+        assert resolve("megalowbit.run.steps=200", *with_profile([], text)).settings.of(ProfileSettings)
 
 
 @pytest.mark.parametrize(
