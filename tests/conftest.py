@@ -58,6 +58,12 @@ def pytest_runtest_setup(item):
         pytest.skip("needs a GPU: run `make test-gpu` on a machine that has one")
 
 
+def pytest_configure():
+    """Let SIGINT stop the processes of tests in a shell's background job too, where it is ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(items):
     @functools.cache
     def place(path):

@@ -92,7 +92,10 @@ def recv(tensor: Tensor, src: int) -> None:
 
 def all_gather_object(found: list[Any], value: object, group: dist.ProcessGroup | None = None) -> None:
     """Write the picklable values of all ranks into the list `found`, in rank order."""
-    dist.all_gather_object(found, value, group=group)
+    gather = dist.all_gather_object
+    if torch.compiler.is_compiling():  # it reads attributes of the group that Dynamo cannot trace
+        gather = torch.compiler.disable(gather)
+    gather(found, value, group=group)
 
 
 def broadcast_object_list(values: list[Any], src: int) -> None:
