@@ -22,7 +22,7 @@ the micro-batch of the repeated forward (`RandomStream.at`), as `engine.pipeline
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,6 +127,10 @@ class ProductCounts:
                 if not precisions["fp8"]:
                     del precisions["fp8"]
         return table
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for copies and pickles: numbers only, because a copy may run on another device."""
+        return {"_counts": self.table(), "_declined": {}}
 
 
 def _draw_seed() -> int:

@@ -3,23 +3,26 @@
 A program of its own, because Triton chooses between compiler and interpreter once for a process.
 """
 
-import itertools
+import copy
 import sys
-from unittest import mock
+from functools import partial
 
 import pytest
 import torch
+from fp8_operands import spread_matrix
 from host_reads import HostReads
-from test_fp8 import EVERY_SHIFT, FITTING, NOT_FITTING, error_bound, exact, factor_of, spread_matrix
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from benchmarks.kernels import launches
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.matmul.fp8 import DTYPES, fits, multiply
+from megalowbit.layers.conversion.convert import convert, product_counts
+from megalowbit.layers.matmul.fp8 import DTYPES
 from megalowbit.quantize import backends
-from megalowbit.quantize.encoding import E4M3, E5M2
 from megalowbit.quantize.random_stream import RandomStream
-from megalowbit.quantize.triton import launch_arguments, launch_fp8
+from megalowbit.quantize.triton import launch_arguments
 
+LAYER = torch.ops.megalowbit.linear.default
 FORWARD = ["fp4.encode_kernel", "fp8.decode_kernel"] * 2 + ["fp8.product_kernel"]
 TRANSPOSED = ["fp8.decode_kernel", "fp8.product_kernel"]
 BACKWARD = {
@@ -86,13 +89,6 @@ def check_far_layer():
     assert layer.product_counts["output"] == {"bf16": 1, "fp8": 1}
 
 
-def lonely_matrix(rows, cols, exponents, seed):
-    """The first exponent in one block, the last in all others: most sums have only its numbers."""
-    matrix = spread_matrix(rows, cols, exponents[-1:], seed)
-    matrix[0, :32] *= 2.0 ** (exponents[0] - exponents[-1])
-    return matrix
-
-
 def tensors():
     return (
         spread_matrix(48, 64, [0, -1, 2]),
@@ -101,89 +97,50 @@ def tensors():
     )
 
 
-def product(left, right, dtypes, counter, **options):
-    return multiply(left, right, dtypes=dtypes, declined=lambda device: counter, **options)
+def two_layers(is_near):
+    """A model whose second input fits, or not; and data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    with torch.no_grad():
+        model[0].weight[:, :32] *= 1.0 if is_near else 2.0**-20
+    convert(model, {"base": "mxfp4", "gemm": "fp8"}, seed=3)
+    return model, torch.randn(32, 64, requires_grad=True)
 
 
-def check_not_fitting():
-    """Products that do not fit are those of float64 up to accumulation; without the kernel they are not."""
-    out_dtypes = {1: torch.bfloat16, 4: torch.bfloat16, 5: torch.float16}
-    for index, (name, (a, b, dtypes)) in enumerate(NOT_FITTING.items()):
-        transposes = list(itertools.product([False, True], repeat=2))
-        out_dtype = out_dtypes.get(index, torch.float32)
-        for transpose_left, transpose_right in transposes if index < 2 else transposes[index % 4 :][:1]:
-            m, k, n = (80, 112, 144) if index < 2 else (16, 48, 32)
-            left = factor_of(lonely_matrix(*((k, m) if transpose_left else (m, k)), a, 1))
-            right = factor_of(lonely_matrix(*((n, k) if transpose_right else (k, n)), b, 2))
-            options = {"transpose_left": transpose_left, "transpose_right": transpose_right}
-            expected, bound = error_bound(left, right, **options, out_dtype=out_dtype)
-            counter = torch.zeros((), dtype=torch.int32)
-            with mock.patch.object(launch_fp8, "PROGRAMS", 2):
-                got = product(left, right, dtypes, counter, **options, out_dtype=out_dtype)
-            assert got.dtype == out_dtype
-            assert ((got.double() - expected).abs() <= bound).all(), name
-            assert int(counter) == 1, name
-            with mock.patch.object(launch_fp8, "correct"):
-                wrong = product(left, right, dtypes, counter, **options, out_dtype=out_dtype)
-            is_wrong = not ((wrong.double() - expected).abs() <= bound).all()
-            assert is_wrong or "together" in name, name  # there the hardware might flush to zero
+def results(model, x, forward, backwards=1):
+    """Output and gradients; further backward passes add what the first one did."""
+    output = forward(model, x)
+    for each in range(backwards):
+        output.square().sum().backward(retain_graph=each + 1 < backwards)
+    return [output.detach(), *(each.grad / backwards for each in (x, *model.parameters()))]
 
 
-def check_spoiled():
-    """NaN comes out of a NaN block, and of an operand that is infinite in bf16, as from the bf16 product."""
-    options = {"transpose_left": False, "transpose_right": False, "out_dtype": torch.float32}
-    for exponents, declined in (([0, -3], 0), ([0, -20], 1)):
-        matrix = spread_matrix(32, 96, exponents)
-        matrix[3, 70] = torch.nan
-        left, right = factor_of(matrix), factor_of(spread_matrix(96, 32, [0], 1))
-        counter = torch.zeros((), dtype=torch.int32)
-        got = product(left, right, (E4M3, E4M3), counter, **options)
-        assert int(counter) == declined
-        assert got[3].isnan().all()
-        assert int(got.isnan().sum()) == 32
-    large, zeros = factor_of(torch.full((16, 32), 3.5 * 2.0**126)), factor_of(torch.zeros(32, 16))
-    counter = torch.zeros((), dtype=torch.int32)
-    assert product(large, zeros, (E4M3, E4M3), counter, **options).isnan().all()
-    assert int(counter) == 1
-    for bias in (None, torch.ones(16)):
-        got = product(zeros, zeros.__class__(zeros.tensor), (E5M2, E4M3), counter, **options | {
-            "transpose_right": True, "bias": None if bias is None else torch.ones(32)
-        })  # fmt: skip
-        assert torch.equal(got, torch.full((32, 32), 0.0 if bias is None else 1.0))
-    assert int(counter) == 1
-
-
-def check_rules():
-    """The kernel and the host have the same rules."""
-    codes = factor_of(torch.zeros(16, 32)).tensor
-
-    def on_the_device(left, right, dtypes):
-        counter, out = torch.zeros((), dtype=torch.int32), torch.empty(16, 16)
-        sides = [
-            launch_fp8.Fp8Side(codes.codes, codes.scales, exponents, (16, 32), dtype, transpose)
-            for exponents, dtype, transpose in zip((left, right), dtypes, (False, True), strict=True)
-        ]
-        launch_fp8.correct(out, *sides, counter)
-        return int(counter) == 0
-
-    seen = set()
-    for left, right in EVERY_SHIFT:
-        for dtypes in ((E4M3, E4M3), (E5M2, E4M3)):
-            expected = fits(left, right, dtypes)
-            assert on_the_device(left, right, dtypes) == expected, (left, right, dtypes)
-            seen.add(expected)
-    assert seen == {True, False}
-
-
-def check_fitting():
-    for a, b, dtypes in FITTING.values():
-        left, right = factor_of(spread_matrix(16, 96, a)), factor_of(spread_matrix(96, 32, b, 1))
-        counter = torch.zeros((), dtype=torch.int32)
-        options = {"transpose_left": False, "transpose_right": False, "out_dtype": torch.float32}
-        got = product(left, right, dtypes, counter, **options)
-        expected, bound = error_bound(left, right, **options)
-        assert ((got.double() - expected).abs() <= bound).all()
-        assert int(counter) == 0
+def check_ways():
+    """Compiled, checkpointed and repeated passes have the bits of the plain one, and count what they ran."""
+    ways = {
+        "compiled": lambda model, x: torch.compile(model, fullgraph=True, backend="aot_eager")(x),
+        "checkpointed": lambda model, x: checkpoint(model, x, use_reentrant=False),
+        "checkpointed, reentrant": lambda model, x: checkpoint(model, x, use_reentrant=True),
+        "selective": lambda model, x: checkpoint(
+            model, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, [LAYER])
+        ),
+        "graph kept": lambda model, x: model(x),
+        "copied": lambda model, x: copy.deepcopy(model)(x) * 0 + model(x),
+    }
+    for is_near in (True, False):
+        model, x = two_layers(is_near)
+        expected, counts = results(model, x, lambda model, x: model(x)), product_counts(model)
+        assert counts["output"] == ({"fp8": 2} if is_near else {"fp8": 1, "bf16": 1})
+        for name, forward in ways.items():
+            model, x = two_layers(is_near)
+            got = results(model, x, forward, backwards=2 if name == "graph kept" else 1)
+            for one, other in zip(got, expected, strict=True):
+                assert torch.equal(one, other), name
+            found = product_counts(model)["output"]
+            times = 2 if name.startswith("checkpointed") else 1
+            assert found == {path: times * count for path, count in counts["output"].items()}, (name, found)
+        again = copy.deepcopy(model)
+        assert product_counts(again) == product_counts(model)
 
 
 def main():
@@ -191,15 +148,11 @@ def main():
     group = sys.argv[2]
     if group == "layer":
         check_layer("single_copy")
-    elif group == "layers":
+    elif group == "ways":
+        check_ways()
+    else:
         check_layer("per_gemm")
         check_far_layer()
-    else:
-        check_not_fitting()
-        check_spoiled()
-        check_fitting()
-        check_rules()
-    assert exact(factor_of(torch.ones(1, 32))).eq(1).all()
     print("equal")
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fp8_operands import FITTING, GRADIENT, NOT_FITTING, OUTPUT, error_bound, spread_matrix
 from triton_comparison import compare_in_a_process
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import product_counts
 from megalowbit.layers.matmul import fp8 as fp8_product
-from megalowbit.layers.matmul.fp8 import DTYPES, fits, multiply
+from megalowbit.layers.matmul.fp8 import fits, multiply
 from megalowbit.layers.matmul.gemms import multiply as multiply_bf16
 from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.quantize import backends
@@ -20,63 +21,17 @@ from megalowbit.quantize.encoding import DEPTH, E4M3, E5M2, NO_EXPONENT
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
 
-GRID = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 PROGRAM = Path(__file__).parent / "fp8_on_triton.py"
 ROOT = PROGRAM.parents[3]
-OUTPUT, GRADIENT = DTYPES["output"], DTYPES["grad_input"]
-# exponents of the left and of the right operand
-FITTING = {
-    "near": ([-2, 0, 5], [0, -5], OUTPUT),
-    "at the limit of E4M3": ([0, -14], [3, -11], OUTPUT),
-    "at the limit of E5M2": ([8, -20], [0, -14], GRADIENT),
-    "large": ([100, 88], [-60], GRADIENT),
-}
-NOT_FITTING = {
-    "left beyond E4M3": ([0, -15], [0, -5], OUTPUT),
-    "right beyond E4M3": ([0], [1, -14], GRADIENT),
-    "left beyond E5M2": ([0, -29], [0, -5], GRADIENT),
-    "both far beyond": ([0, -40], [0, -40], OUTPUT),
-    "a scale below normal": ([-122], [100], OUTPUT),
-    "a scale below normal, right": ([100], [-122], GRADIENT),
-    "scales below normal together": ([-40], [-90], OUTPUT),
-}
-EVERY_SHIFT = [  # around all limits
-    (torch.tensor([high, spread - high], dtype=torch.int32), torch.tensor([other, -other], dtype=torch.int32))
-    for high, other in ((127, 127), (253, 40), (252, 40), (6, 200), (7, 200), (13, 200), (14, 200), (70, 69),
-                        (70, 75), (70, 82), (70, 90), (233, 130), (240, 150), (250, 150))
-    for spread in (0, 14, 15, 28, 29)
-    if high - spread >= 0
-]  # fmt: skip
-EVERY_SHIFT += [(torch.tensor([NO_EXPONENT] * 2, dtype=torch.int32), right) for _, right in EVERY_SHIFT[::5]]
-
-
-def spread_matrix(rows, cols, exponents, seed=0):
-    """Every E2M1 magnitude in blocks whose scales run through the exponents given."""
-    generator = np.random.default_rng(seed)
-    blocks = -(-cols // 32)
-    codes = generator.integers(0, 16, (rows, blocks, 32))
-    codes[:, :, 0] = 7  # each block holds its largest element
-    values = np.array([*GRID, *(-v for v in GRID)])[codes]
-    scale = np.ldexp(1.0, np.resize(exponents, (rows, blocks, 1)))
-    return torch.from_numpy((values * scale).reshape(rows, blocks * 32)[:, :cols].copy()).float()
 
 
 def factor_of(matrix, name="mxfp4e2m1bnosr"):
     return MatmulOperand(quantizer(name).quantize(matrix, with_exponents=name.startswith("mxfp4")))
 
 
-def exact(factor):
-    return factor.tensor.operand(torch.float64)
-
-
-def error_bound(left, right, *, transpose_left, transpose_right, out_dtype):
-    """The product in float64, and how far one summed in fp32 and rounded once may be from it."""
-    a, b = exact(left), exact(right)
-    a, b = (a.t() if transpose_left else a), (b.t() if transpose_right else b)
-    largest = torch.finfo(out_dtype).max
-    expected = (a @ b).clamp(-largest, largest)
-    rounding = torch.finfo(out_dtype).eps / 2 * expected.abs() + torch.finfo(out_dtype).tiny
-    return expected, 3e-6 * (a.abs() @ b.abs() + expected.abs()) + rounding
+def exact(factor, *, transpose=False):
+    matrix = factor.tensor.operand(torch.float64)
+    return matrix.t() if transpose else matrix
 
 
 def decoded(factor, dtype, *, transpose=False):
@@ -168,8 +123,7 @@ def test_products_are_those_of_float64_up_to_accumulation(
     bias = torch.randn(64, generator=torch.Generator().manual_seed(3)) if has_bias else None
     options = {"transpose_left": transpose_left, "transpose_right": transpose_right, "bias": bias}
     got = multiply(left, right, dtypes=GRADIENT, **options, out_dtype=torch.float32)
-    a, b = exact(left), exact(right)
-    a, b = (a.t() if transpose_left else a), (b.t() if transpose_right else b)
+    a, b = exact(left, transpose=transpose_left), exact(right, transpose=transpose_right)
     expected = a @ b + (bias.double() if has_bias else 0)
     assert ((got.double() - expected).abs() <= 3e-6 * (a.abs() @ b.abs() + expected.abs())).all()
     same = multiply_bf16(
@@ -202,7 +156,7 @@ def test_products_at_the_limits_are_exact(name):
     a, b, dtypes = FITTING[name]
     left, right = factor_of(spread_matrix(32, 64, a)), factor_of(spread_matrix(64, 32, b))
     options = {"transpose_left": False, "transpose_right": False, "out_dtype": torch.float32}
-    expected, bound = error_bound(left, right, **options)
+    expected, bound = error_bound(exact(left), exact(right), torch.float32)
     assert ((multiply(left, right, dtypes=dtypes, **options).double() - expected).abs() <= bound).all()
 
 
@@ -324,7 +278,7 @@ def test_a_block_that_may_be_infinite_as_bf16_is_left_to_bf16():
 
 
 @pytest.mark.parametrize(
-    "group", ["layer", *(pytest.param(group, marks=pytest.mark.slow) for group in ("layers", "products"))]
+    "group", ["layer", *(pytest.param(group, marks=pytest.mark.slow) for group in ("layers", "ways"))]
 )
 def test_triton_kernels_replace_products_that_do_not_fit_without_a_host_read(group):
     pytest.importorskip("triton", reason="Triton is not installed")
