@@ -15,8 +15,8 @@ import megalowbit as mlb
 from benchmarks.first_hour.findings import Finding, at_most, info, skip
 from benchmarks.first_hour.session import NO_GPU, Session
 from benchmarks.timing import cache_note
-from megalowbit.quantize import backends
-from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest
+from megalowbit.quantize import backends, reference
+from megalowbit.quantize.encoding import E4M3, DecodeRequest, EncodeRequest
 from megalowbit.quantize.philox import RandomKey
 
 KEY = RandomKey(1)
@@ -117,11 +117,13 @@ def candidates(session: Session, x: torch.Tensor) -> dict[str, Callable[[], obje
 def gpu_only(x: torch.Tensor, nearest: Any, mxfp4: Any) -> dict[str, Callable[[], object]]:
     """The tensor's maximum alone, and FP8 operands."""
     from benchmarks.kernels.launches import captured
-    from megalowbit.quantize.triton import launch_arguments, launch_fp4
+    from megalowbit.quantize.triton import launch_arguments, launch_fp8
+
+    exponents = reference.block_exponents(mxfp4.codes, mxfp4.scales)
 
     def fp8(transpose: bool) -> Callable[[], object]:
-        return lambda: launch_fp4.decode_fp8(
-            mxfp4.codes, mxfp4.scales, *x.shape, dtype=torch.float8_e4m3fn, transpose=transpose
+        return lambda: launch_fp8.decode(
+            mxfp4.codes, mxfp4.scales, exponents, *x.shape, dtype=E4M3, transpose=transpose
         )
 
     def maximum(matrix: torch.Tensor) -> Callable[[], object]:

@@ -194,10 +194,12 @@ def source_of(launch: Launch, target: GPUTarget) -> ASTSource:
 
 
 def elements_of(launch: Launch) -> int:
-    """Elements that one program encodes or decodes."""
+    """Elements that one program encodes or decodes, or of a tile of a product."""
     arguments = launch.arguments
     if "TILE_GROUPS" in arguments:
         return arguments["TILE_ROWS"] * arguments["TILE_GROUPS"] * 16
+    if "TILE_M" in arguments:  # a product
+        return arguments["TILE_M"] * arguments["TILE_N"]
     return arguments["TILE_ROWS"] * arguments["TILE_WORDS"] * (32 // arguments.get("BITS", 4))
 
 

@@ -20,14 +20,15 @@ import megalowbit as mlb
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
 from megalowbit.quantize import reference
 from megalowbit.quantize import triton as kernel_package
-from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest
+from megalowbit.quantize.encoding import E4M3, E5M2, DecodeRequest, Encoded, EncodeRequest
 from megalowbit.quantize.philox import RandomKey
-from megalowbit.quantize.triton import launch_arguments, launch_fp4, launch_fp32_scales
+from megalowbit.quantize.triton import launch_arguments, launch_fp4, launch_fp8, launch_fp32_scales
+from megalowbit.quantize.triton.launch_fp8 import Fp8Side
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
 SIGNS = 0xA5C3
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8 = (E4M3, E5M2)
 ROUNDED = (  # a quantizer of each format and rounding that has a kernel
     "nvfp4e2m1bnosr",
     "nvfp4e2m1b",
@@ -60,17 +61,27 @@ DECODED = (
 
 
 class Fp8Request(NamedTuple):
-    """Arguments of `launch_fp4.decode_fp8`."""
+    """Arguments of `launch_fp8.decode`."""
 
     codes: Tensor
     scales: Tensor
+    exponents: Tensor
     rows: int
     cols: int
     dtype: torch.dtype
     transpose: bool
 
 
-Request = EncodeRequest | DecodeRequest | Fp8Request
+class ProductRequest(NamedTuple):
+    """Arguments of `launch_fp8.correct`."""
+
+    product: Tensor
+    left: Fp8Side
+    right: Fp8Side
+    declined: Tensor
+
+
+Request = EncodeRequest | DecodeRequest | Fp8Request | ProductRequest
 
 
 class Launch(NamedTuple):
@@ -100,6 +111,10 @@ def encode_requests(x: Tensor) -> dict[str, EncodeRequest]:
             if name in TRAINED:
                 requests[f"{name}, {direction}, operand"] = EncodeRequest(
                     matrix, encoding, KEY, operand_dtype=BF16
+                )
+            if name in TRAINED and encoding.format == MXFP4:
+                requests[f"{name}, {direction}, operand in E4M3"] = EncodeRequest(
+                    matrix, encoding, KEY, operand_dtype=E4M3
                 )
     nearest, stochastic, int8 = (
         mlb.quantizer(name).encoding for name in ("nvfp4e2m1bnosr", "nvfp4e2m1b", "int8")
@@ -133,15 +148,40 @@ def decode_requests(x: Tensor) -> dict[str, DecodeRequest | Fp8Request]:
                 )
             for fp8 in FP8 if format == MXFP4 else ():
                 requests[f"decode {name} to {str(fp8)[6:]}, {direction}"] = Fp8Request(
-                    encoded.codes, encoded.scales, *x.shape, fp8, is_turned
+                    encoded.codes, encoded.scales, _exponents(encoded), *x.shape, fp8, is_turned
                 )
     return requests
+
+
+def product_requests(x: Tensor) -> dict[str, ProductRequest]:
+    """Requests that multiply a matrix (fp32) by its transpose again, because its exponents do not fit."""
+    encoded = reference.encode(EncodeRequest(x, mlb.quantizer("mxfp4e2m1bnosr").encoding))
+    far = torch.tensor([200, -100], dtype=torch.int32)  # highest, and lowest negated
+    requests = {}
+    for product, is_turned in (("x xᵀ", False), ("xᵀ x", True)):
+        left, right = (
+            Fp8Side(encoded.codes, encoded.scales, far, (x.shape[0], x.shape[1]), E4M3, transpose)
+            for transpose in (is_turned, not is_turned)
+        )
+        size = x.shape[1 if is_turned else 0]
+        for dtype in (BF16, FP32):
+            out, declined = torch.empty(size, size, dtype=dtype), torch.zeros((), dtype=torch.int32)
+            requests[f"{product} of mxfp4e2m1bnosr, {str(dtype)[6:]}"] = ProductRequest(
+                out, left, right, declined
+            )
+    return requests
+
+
+def _exponents(encoded: Encoded) -> Tensor:
+    return reference.block_exponents(encoded.codes, encoded.scales)
 
 
 def run(request: Request) -> Any:
     """Run a request by the launcher of its format; returns what that returns."""
     if isinstance(request, Fp8Request):
-        return launch_fp4.decode_fp8(*request[:4], dtype=request.dtype, transpose=request.transpose)
+        return launch_fp8.decode(*request[:5], dtype=request.dtype, transpose=request.transpose)
+    if isinstance(request, ProductRequest):
+        return launch_fp8.correct(*request)
     format = request.encoding.format if isinstance(request, EncodeRequest) else request.format
     launcher = launch_fp32_scales if launch_fp32_scales.is_for(format) else launch_fp4
     assert launcher is launch_fp32_scales or format in (NVFP4, NVFP4_TILED, MXFP4)
@@ -201,7 +241,7 @@ def captured(requests: dict[str, Request]) -> list[Launch]:
 def all_launches(rows: int = 256, cols: int = 512) -> list[Launch]:
     """The launches of every request on a matrix of zeros, by default as divisible as those of layers."""
     x = torch.zeros(rows, cols)
-    return captured({**encode_requests(x), **decode_requests(x)})
+    return captured({**encode_requests(x), **decode_requests(x), **product_requests(x)})
 
 
 def main_launches(launches: list[Launch]) -> list[Launch]:

@@ -32,7 +32,7 @@ from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.matmul.quantizations import OPERANDS
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
 from megalowbit.layers.matmul.slots import Chooser, Observer, Probe
-from megalowbit.layers.matmul.use_counter import LayerStream, Use, UseCounter, is_recomputing
+from megalowbit.layers.matmul.use_counter import LayerStream, ProductCounts, Use, UseCounter, is_recomputing
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.parameter_split.split_linear import SplitLinear
@@ -66,7 +66,7 @@ SLOTS = (
     "shared_input",
     "split_states",
     "is_split",
-    "product_counts",
+    "_product_counts",
 )
 
 
@@ -94,7 +94,6 @@ class BitLinear(SplitLinear):
         siblings: names of the layers that read the same input, its own included; empty: none.
         shared_input: the input that siblings share; one object for a model, or `None`.
         split_states: for split operands, by role: directions from which the next factorisation starts.
-        product_counts: number of products by product and precision: `{"output": {"fp8": 3, "bf16": 1}, …}`.
         is_transposed: whether it replaces a transformers `Conv1D`, which stores its weight as (in, out).
         is_split: whether the weight is W_R + U·diag(S)·V, see `SplitLinear`.
         handle: identifies the layer and its recipe in a compiled graph; see `compiled`.
@@ -136,7 +135,15 @@ class BitLinear(SplitLinear):
         self.random_stream: RandomStream | None = None
         self._layer_stream = LayerStream()
         self._uses = UseCounter()
-        self.product_counts: dict[str, dict[str, int]] = {}
+        self._product_counts = ProductCounts()
+
+    @property
+    def product_counts(self) -> dict[str, dict[str, int]]:
+        """Number of products by product and precision: `{"output": {"fp8": 3, "bf16": 1}, …}`.
+
+        With FP8 products on a GPU, reading this waits for the device.
+        """
+        return self._product_counts.table()
 
     @property
     def recipe(self) -> Recipe:
@@ -329,7 +336,8 @@ class BitLinear(SplitLinear):
             random_key=partial(self._random_key, stream, use),
             hadamard_signs=stream.hadamard_signs() if recipe.hadamard else 0,
             observe=None if observer is None else partial(self._observe, observer),
-            count=self._count,
+            count=self._product_counts.add,
+            declined=self._product_counts.declined,
             weights=self.weight_slot,
             # ZeRO 3 gathers the weight to another address for each use
             keeps_until_cleared=self.shards is not None or hasattr(self.weight, "ds_id"),
@@ -362,17 +370,14 @@ class BitLinear(SplitLinear):
         state = self.split_states.setdefault(role, SplitState())
         return state if use.is_training else state.copy()
 
-    def _count(self, product: str, path: str) -> None:
-        paths = self.product_counts.setdefault(product, {})
-        paths[path] = paths.get(path, 0) + 1
-
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles: without the chooser, which belongs to the original's layers."""
         return {**self.__dict__, "chooser": None, "_chosen": None, "_pending_probe": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled state, with a new handle and without the original's weight cache."""
-        super().__setstate__({"siblings": (), "shared_input": None, **state})  # older pickles lack them
+        state = {"siblings": (), "shared_input": None, "_product_counts": ProductCounts(), **state}
+        super().__setstate__(state)  # older pickles lack some of these
         self.weight_slot, self.handle = None, register(self)
         self._needed_blocks = needed_blocks(self._recipe)
 

@@ -12,7 +12,7 @@ An operator takes tensors and plain values only. Therefore
 
 - an integer handle identifies the layer. It is looked up at run time in a registry with weak references.
 - the micro-batch is passed as a tensor, which `advance` increments within the graph.
-- backward gets step, use and exponent ranges of its forward in a small CPU tensor, the saved handle, whose
+- backward gets step and use of its forward in a small CPU tensor, the saved handle, whose
   memory also keeps the layer alive until then.
 
 Cached quantised weights are copied, because a compiler may reuse the memory of an operator's results.
@@ -33,14 +33,13 @@ from torch import Tensor
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import Dtypes, backward_products, forward_products
-from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.matmul.use_counter import Use, is_recomputing
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.random_stream import RandomStream, check_advance
 
-SAVED_LENGTH = 8  # entries of a saved handle: use (4), exponent ranges of input and weight (2 each)
+SAVED_LENGTH = 4  # entries of a saved handle: a `Use`
 _TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # do not merge, do not replay
 
 
@@ -201,16 +200,10 @@ def _forward(*values: Any) -> list[Tensor]:
     )
     if not given.needs_grad:
         return [result.output]
-    saved = _SavedHandle.tensor([*use, *_exponents(result.input), *_exponents(result.weight)], layer)
+    saved = _SavedHandle.tensor(use, layer)
     parts = parts_of(result.input, is_shared=False)
     parts += parts_of(result.weight, is_shared=context.weights is not None)
     return [result.output, saved, *parts]
-
-
-def _exponents(operand: MatmulOperand | None) -> tuple[int, int]:
-    if operand is None or operand.exponents is None:
-        return -1, -1
-    return operand.exponents.lowest, operand.exponents.highest
 
 
 @_forward.register_fake
@@ -263,15 +256,15 @@ def _backward(*values: Any) -> list[Tensor]:
             "change it after backward"
         )
     saved_handle, *parts = given.saved
-    step, number, is_replay, is_training, *exponents = saved_handle.tolist()
+    step, number, is_replay, is_training = saved_handle.tolist()
     use = Use(step, number, bool(is_replay), bool(is_training))
     input = weight = None
     if given.needs_weight:
         kept = template(layer.recipe, "input", layer.sizes, given.input_shape, given.input_dtype)
-        input, parts = kept.filled(parts, (exponents[0], exponents[1]))
+        input, parts = kept.filled(parts)
     if given.needs_input:
         kept = template(layer.recipe, "weight", layer.sizes, given.weight_shape, given.weight_dtype)
-        weight, _ = kept.filled(parts, (exponents[2], exponents[3]))
+        weight, _ = kept.filled(parts)
     gradients = backward_products(
         layer.context(use, compute_dtype=given.compute_dtype, needs_grad=True),
         given.grad_output,

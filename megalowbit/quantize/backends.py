@@ -21,12 +21,13 @@ from torch._C import _functorch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError, unknown_name
-from megalowbit.formats.block_format import BlockFormat
+from megalowbit.formats.block_format import MXFP4, BlockFormat
 from megalowbit.quantize import reference
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
-from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, check_parts
+from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, Fp8Operand, check_parts
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
+from megalowbit.quantize.triton import launch_fp8
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
 
 BACKEND_VARIABLE = "MEGALOWBIT_BACKEND"
@@ -49,14 +50,37 @@ class Kernels(Protocol):
 
 
 def encode(request: EncodeRequest) -> Encoded:
-    """Quantise a matrix with the device's backend; same result as `reference.encode`."""
+    """Quantise a matrix with the device's backend; same result as `reference.encode`.
+
+    Raises:
+        UserError: an operand in FP8, or exponents, are requested of another format than MXFP4.
+    """
     x, format = request.x, request.encoding.format
+    needs_exponents = request.with_exponents or request.fp8_dtype is not None
+    if needs_exponents and format != MXFP4:
+        raise UserError(f"{format} has no exact FP8 operand: quantise to MXFP4, or ask for bf16")
     kernels = _kernels(backend_of(x, request.tensor_amax), format)
+    if kernels is launch_triton and can_encode(kernels, request):
+        return launch_triton.encode(request)
+    if needs_exponents:  # other backends have no kernels for them
+        return _with_exponents(request)
     if kernels is not None:
         if can_encode(kernels, request):
             return kernels.encode(request)
         _say_uncovered(x.device, "quantising", format, x.dtype)
     return reference.encode(request)
+
+
+def _with_exponents(request: EncodeRequest) -> Encoded:
+    dtype = request.fp8_dtype
+    narrow = None if dtype is not None else request.operand_dtype
+    encoded = encode(request._replace(operand_dtype=narrow, with_exponents=False))
+    exponents = reference.block_exponents(encoded.codes, encoded.scales)
+    if dtype is None:
+        return encoded._replace(exponents=exponents)
+    rows, cols = request.x.shape
+    fp8 = decode_fp8(encoded.codes, encoded.scales, exponents, rows, cols, dtype=dtype)
+    return encoded._replace(exponents=exponents, fp8=fp8)
 
 
 def maximum(request: EncodeRequest) -> Tensor | None:
@@ -93,6 +117,39 @@ def decode(request: DecodeRequest) -> Tensor:
             return kernels.decode(request)
         _say_uncovered(codes.device, "decoding", format, dtype)
     return reference.decode(request)
+
+
+def decode_fp8(
+    codes: Tensor,
+    scales: Tensor,
+    exponents: Tensor,
+    rows: int,
+    cols: int,
+    *,
+    dtype: torch.dtype,
+    transpose: bool = False,
+) -> Fp8Operand:
+    """MXFP4 as an operand in `dtype`, E4M3 or E5M2; the device's backend decodes.
+
+    Numbers of blocks more than `DEPTH` below the highest exponent are undefined, and the scale is one only
+    if it is a normal number. Elements of a NaN block are NaN.
+
+    Args:
+        codes: of a matrix (rows, cols), as are the scales.
+        scales: see `codes`.
+        exponents: `Encoded.exponents` of that matrix.
+        rows: of the matrix.
+        cols: of the matrix.
+        dtype: of the result.
+        transpose: write the transpose (cols, rows).
+
+    Raises:
+        UserError: codes or scales do not belong to a matrix of this size.
+    """
+    check_parts(codes, scales, MXFP4, rows, cols)
+    if backend_of(codes, scales, exponents) == "triton" and codes.numel() > 0:
+        return launch_fp8.decode(codes, scales, exponents, rows, cols, dtype=dtype, transpose=transpose)
+    return reference.decode_fp8(codes, scales, exponents, cols, dtype, transpose)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

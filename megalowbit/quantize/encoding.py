@@ -51,6 +51,7 @@ SHIFT = {E4M3: 6, E5M2: 13}  # 6 · 2^shift, 384 and 49152, is the largest numbe
 DEPTH = {E4M3: 14, E5M2: 28}  # how far below the largest exponent every element is exact
 MANTISSA = {E4M3: 3, E5M2: 2}  # bits
 BIAS = {E4M3: 7, E5M2: 15}
+NO_EXPONENT = -256  # below every exponent code and its negative
 
 SMALLEST_NORMAL = 2.0**-126  # of fp32
 _FITTING = {
@@ -125,8 +126,10 @@ class EncodeRequest(NamedTuple):
         random_key: key of the random numbers of stochastic rounding.
         signs: apply a Hadamard transform with these signs to the rows first; cols must be a multiple of 16.
         tensor_amax: fp32, 0-dim: use this as the tensor's largest magnitude.
-        operand_dtype: also return the operand, in this dtype.
+        operand_dtype: also return the operand, in this dtype. With E4M3 or E5M2 (MXFP4 only) that is `fp8`
+            of the result, and the exponents are returned too.
         with_counts: also return counts and error.
+        with_exponents: also return the range of the blocks' exponents; MXFP4 only.
     """
 
     x: Tensor
@@ -136,6 +139,24 @@ class EncodeRequest(NamedTuple):
     tensor_amax: Tensor | None = None
     operand_dtype: torch.dtype | None = None
     with_counts: bool = False
+    with_exponents: bool = False
+
+    @property
+    def fp8_dtype(self) -> torch.dtype | None:
+        """E4M3 or E5M2 if the operand is requested in one of them."""
+        return self.operand_dtype if self.operand_dtype in SHIFT else None
+
+
+class Fp8Operand(NamedTuple):
+    """An MXFP4 matrix as FP8 numbers: numbers · scale is the decoded matrix, if its exponents fit.
+
+    Attributes:
+        numbers: contiguous, E4M3 or E5M2: (rows, cols), or (cols, rows) of the transpose.
+        scale: a power of two, fp32, 0-dim.
+    """
+
+    numbers: Tensor
+    scale: Tensor
 
 
 class DecodeRequest(NamedTuple):
@@ -171,6 +192,10 @@ class Encoded(NamedTuple):
             dtype, or `None`.
         counts: int64, one for each of `COUNT_NAMES`, or `None`.
         error: float64, one for each of `ERROR_NAMES`, or `None`.
+        exponents: int32 (2,): the highest exponent code of the blocks that have an element besides 0 and NaN,
+            and the lowest one, negated; `NO_EXPONENT` twice if there is no such block. Or `None`. (Both are
+            maxima, so the programs of a kernel can raise them.)
+        fp8: the operand in FP8, or `None`.
     """
 
     codes: Tensor
@@ -179,6 +204,8 @@ class Encoded(NamedTuple):
     operand: Tensor | None = None
     counts: Tensor | None = None
     error: Tensor | None = None
+    exponents: Tensor | None = None
+    fp8: Fp8Operand | None = None
 
 
 def new_encoded(request: EncodeRequest) -> Encoded:
@@ -189,9 +216,14 @@ def new_encoded(request: EncodeRequest) -> Encoded:
     tensor_scale = operand = None
     if format.has_tensor_scale:
         tensor_scale = torch.empty((), dtype=torch.float32, device=device)
-    if request.operand_dtype is not None:
+    if request.operand_dtype is not None and request.fp8_dtype is None:
         operand = torch.empty((rows, cols), dtype=request.operand_dtype, device=device)
     return Encoded(codes, scales, tensor_scale, operand)
+
+
+def no_exponents(device: torch.device) -> Tensor:
+    """The exponents of a matrix without blocks that count."""
+    return torch.full((2,), NO_EXPONENT, dtype=torch.int32, device=device)
 
 
 def no_counts(device: torch.device) -> tuple[Tensor, Tensor]:

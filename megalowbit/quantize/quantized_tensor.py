@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megalowbit.formats.block_format import BlockFormat
 from megalowbit.quantize import backends
-from megalowbit.quantize.encoding import DecodeRequest
+from megalowbit.quantize.encoding import DecodeRequest, Fp8Operand
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -70,6 +70,8 @@ class QuantizedTensor:
         counts: int64, one for each of `COUNT_NAMES`, or `None` if not requested.
         error: float64, one for each of `ERROR_NAMES`, or `None`.
         ready_operand: the operand, if the quantizer has already computed it; never saved.
+        exponents: range of an MXFP4 tensor's block exponents, see `Encoded`; `None` if not requested.
+        fp8: an MXFP4 operand in FP8, if the quantizer has already computed it; never saved.
     """
 
     codes: Tensor
@@ -82,6 +84,8 @@ class QuantizedTensor:
     counts: Tensor | None = None
     error: Tensor | None = None
     ready_operand: Tensor | None = None
+    exponents: Tensor | None = None
+    fp8: Fp8Operand | None = None
 
     def __repr__(self) -> str:
         bits = f"{self.format.bits_per_element:g} bits an element"
@@ -90,7 +94,7 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of codes, block scales and tensor scale."""
-        return sum(part.nbytes for part in self._parts())
+        return sum(part.nbytes for part in (self.codes, self.scales, self.tensor_scale) if part is not None)
 
     @property
     def operand_scale(self) -> Tensor | None:
@@ -128,30 +132,30 @@ class QuantizedTensor:
         largest = min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
         return values.clamp(-largest, largest).to(self.dtype).reshape(self.shape)
 
-    def _parts(self) -> tuple[Tensor, ...]:
-        return (self.codes, self.scales) + (() if self.tensor_scale is None else (self.tensor_scale,))
-
     def to_parts(self) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
-        """The tensors, and a copy of this object without them."""
+        """The tensors (codes, scales, tensor scale, exponents), and a copy of this object without them."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        tensor_scale = None if self.tensor_scale is None else nothing
+        optional = (self.tensor_scale, self.exponents)
         rest = replace(
             self,
             codes=nothing,
             scales=nothing,
-            tensor_scale=tensor_scale,
+            tensor_scale=None if self.tensor_scale is None else nothing,
+            exponents=None if self.exponents is None else nothing,
             counts=None,
             error=None,
             ready_operand=None,
+            fp8=None,
         )
-        return self._parts(), rest
+        return (self.codes, self.scales, *(part for part in optional if part is not None)), rest
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> QuantizedTensor:
         """Inverse of `to_parts`; call it on the second result of that."""
-        codes, scales, *tensor_scale = tensors
-        return replace(
-            self, codes=codes, scales=scales, tensor_scale=tensor_scale[0] if tensor_scale else None
-        )
+        codes, scales, *others = tensors
+        rest = iter(others)
+        tensor_scale = None if self.tensor_scale is None else next(rest)
+        exponents = None if self.exponents is None else next(rest)
+        return replace(self, codes=codes, scales=scales, tensor_scale=tensor_scale, exponents=exponents)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -18,7 +18,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_format import GROUP
 from megalowbit.quantize import backends
-from megalowbit.quantize.encoding import Encoded, EncodeRequest, Encoding, new_encoded, no_counts
+from megalowbit.quantize.encoding import (
+    Encoded,
+    EncodeRequest,
+    Encoding,
+    new_encoded,
+    no_counts,
+    no_exponents,
+)
 from megalowbit.quantize.philox import NO_KEY, RandomKey
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
 
@@ -31,6 +38,7 @@ class Options(NamedTuple):
     tensor_amax: Tensor | float | None = None
     operand_dtype: torch.dtype | None = None
     signs: int | None = None
+    with_exponents: bool = False
 
 
 class Quantizer(ABC):
@@ -54,6 +62,7 @@ class Quantizer(ABC):
         with_counts: bool = False,
         tensor_amax: Tensor | float | None = None,
         operand_dtype: torch.dtype | None = None,
+        with_exponents: bool = False,
     ) -> QuantizedTensor | UnquantizedTensor:
         """Quantise a tensor, without gradient.
 
@@ -65,13 +74,17 @@ class Quantizer(ABC):
                 floating-point 0-dim tensor on x's device, rounded to fp32. If it is not finite, x becomes
                 NaN. If it is ≤ 0, x is treated as a tensor of zeros. Formats without a tensor scale ignore
                 it.
-            operand_dtype: also compute the operand of the GEMM, in this dtype.
+            operand_dtype: also compute the operand of the GEMM, in this dtype. E4M3 and E5M2 are for MXFP4:
+                the result's `fp8` and `exponents`.
+            with_exponents: fill the result's `exponents`; MXFP4 only.
 
         Raises:
-            UserError: x is not a dense floating-point tensor, or `tensor_amax` is not valid.
+            UserError: x is not a dense floating-point tensor, `tensor_amax` is not valid, or FP8 or exponents
+                are asked of another format than MXFP4.
         """
         self._check(x)
-        return self._quantize(x.detach(), Options(random_key, with_counts, tensor_amax, operand_dtype))
+        options = Options(random_key, with_counts, tensor_amax, operand_dtype, with_exponents=with_exponents)
+        return self._quantize(x.detach(), options)
 
     @abstractmethod
     def _quantize(self, x: Tensor, options: Options) -> QuantizedTensor | UnquantizedTensor:
@@ -124,6 +137,7 @@ class BlockQuantizer(Quantizer):
         random_key: RandomKey | None = None,
         with_counts: bool = False,
         tensor_amax: Tensor | float | None = None,
+        with_exponents: bool = False,
     ) -> QuantizedTensor:
         """Quantise xᵀ, in blocks along x's rows, after a Hadamard transform if `signs` is given.
 
@@ -133,6 +147,7 @@ class BlockQuantizer(Quantizer):
             random_key: as for `quantize`.
             with_counts: as for `quantize`.
             tensor_amax: as for `quantize`, but of the full transformed tensor, times `q_scalar`.
+            with_exponents: as for `quantize`.
 
         Returns:
             A matrix (cols, rows), with rows padded to a multiple of 16 if there is a transform.
@@ -144,7 +159,7 @@ class BlockQuantizer(Quantizer):
         matrix = x.detach().reshape(matrix_shape(x.shape))
         if signs is not None and matrix.shape[0] % GROUP:
             matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % GROUP))
-        options = Options(random_key, with_counts, tensor_amax, signs=signs)
+        options = Options(random_key, with_counts, tensor_amax, signs=signs, with_exponents=with_exponents)
         return self._tensor(self._encode(matrix.t(), options), matrix.t().shape, x.dtype)
 
     @torch.no_grad()
@@ -161,6 +176,7 @@ class BlockQuantizer(Quantizer):
             None if amax is None else self._maximum(amax, matrix.device),
             options.operand_dtype,
             options.with_counts,
+            options.with_exponents,
         )
         return _nothing(request) if is_empty else backends.encode(request)
 
@@ -188,6 +204,8 @@ class BlockQuantizer(Quantizer):
             counts=encoded.counts,
             error=encoded.error,
             ready_operand=encoded.operand,
+            exponents=encoded.exponents,
+            fp8=encoded.fp8,
         )
 
 
@@ -216,7 +234,9 @@ def _nothing(request: EncodeRequest) -> Encoded:
     if encoded.tensor_scale is not None:
         encoded.tensor_scale.fill_(1)
     counts, error = no_counts(request.x.device) if request.with_counts else (None, None)
-    return encoded._replace(counts=counts, error=error)
+    needs_exponents = request.with_exponents or request.fp8_dtype is not None
+    exponents = no_exponents(request.x.device) if needs_exponents else None
+    return encoded._replace(counts=counts, error=error, exponents=exponents)
 
 
 def fresh_key() -> RandomKey:

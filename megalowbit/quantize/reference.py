@@ -6,10 +6,12 @@ line in the log, if a compiler or Triton is missing.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from megalowbit.formats.block_format import GROUP, BlockFormat
+from megalowbit.formats.block_format import GROUP, MXFP4, BlockFormat
 from megalowbit.formats.block_scale import (
     SLACK,
     BlockScales,
@@ -20,11 +22,22 @@ from megalowbit.formats.block_scale import (
 )
 from megalowbit.formats.codes import code_values, nearest_codes, pack_codes, stochastic_codes, unpack_codes
 from megalowbit.formats.mixed_blocks import largest_elements, mixed_scales_and_codes, mixed_values
-from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, Encoding
+from megalowbit.quantize.encoding import (
+    DEPTH,
+    NO_EXPONENT,
+    SHIFT,
+    DecodeRequest,
+    Encoded,
+    EncodeRequest,
+    Encoding,
+    Fp8Operand,
+    no_exponents,
+)
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes, random_fractions
 
 FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
+E8M0_NAN, E8M0_BIAS = 255, 127  # codes of NaN and of 2^0
 
 
 def encode(request: EncodeRequest) -> Encoded:
@@ -72,6 +85,53 @@ def decode(request: DecodeRequest) -> Tensor:
         values = values * tensor_scale
     values = values[:rows, :cols].to(dtype)
     return (values.t() if transpose else values).contiguous()
+
+
+def block_exponents(codes: Tensor, scales: Tensor) -> Tensor:
+    """`Encoded.exponents` of MXFP4 codes and scales."""
+    if codes.numel() == 0:
+        return no_exponents(codes.device)
+    exponent = scales.view(torch.uint8).to(torch.int32)  # (rows, blocks)
+    # codes is (rows, blocks · 16), two 4-bit codes a byte; 0x77 clears both sign bits
+    largest = (codes & 0x77).unflatten(1, (exponent.shape[1], -1)).amax(2)  # (rows, blocks)
+    counts = largest.ne(0) & (exponent != E8M0_NAN)
+    return torch.where(counts, torch.stack([exponent, -exponent]), NO_EXPONENT).amax((1, 2))
+
+
+def decode_fp8(
+    codes: Tensor,
+    scales: Tensor,
+    exponents: Tensor,
+    cols: int,
+    dtype: torch.dtype,
+    transpose: bool,
+) -> Fp8Operand:
+    """MXFP4 as an FP8 operand, by a table; exact if no block is more than `DEPTH` below the highest one."""
+    depth, highest = DEPTH[dtype], exponents[0]
+    # Each block selects a row of the table by how far its exponent is below the highest one.
+    stored = scales.view(torch.uint8).to(torch.int32)  # (rows, blocks)
+    row = (stored - (highest - depth)).clamp(0, depth).masked_fill(stored == E8M0_NAN, depth + 1)
+    words = codes.unflatten(1, (row.shape[1], -1)).to(torch.int32)  # (rows, blocks, 16) bytes, two codes each
+    pairs = _fp8_table(dtype, codes.device)[words + row.unsqueeze(2) * 256]  # two FP8 numbers each
+    matrix = pairs.flatten(1).view(torch.uint8)[:, :cols]  # the last block may reach beyond cols
+    power = torch.where(highest < 0, E8M0_BIAS, highest - SHIFT[dtype]).clamp(1, 254)  # of normal numbers
+    scale = (power << 23).to(torch.int32).view(torch.float32)
+    return Fp8Operand((matrix.t() if transpose else matrix).contiguous().view(dtype), scale)
+
+
+def _fp8_table(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Lookup table (depth + 2) · 256 of int16: a byte of two E2M1 codes → two FP8 numbers.
+
+    Row i belongs to exponents depth - i below the highest; the last row is NaN.
+    """
+    depth, shift = DEPTH[dtype], SHIFT[dtype]
+    powers = [2.0 ** (exponent - depth + shift) for exponent in range(depth + 1)]
+    rows = torch.tensor([*powers, math.nan], dtype=torch.float32, device="cpu")
+    values = torch.tensor(MXFP4.element.code_values(), dtype=torch.float32, device="cpu")
+    numbers = torch.outer(rows, values).to(dtype).view(torch.uint8)
+    byte = torch.arange(256, device="cpu")
+    pairs = torch.stack([numbers[:, byte & 15], numbers[:, byte >> 4]], dim=2)
+    return pairs.flatten(1).view(torch.int16).flatten().to(device)
 
 
 def _blocks(matrix: Tensor, format: BlockFormat) -> Tensor:

@@ -23,6 +23,7 @@ CASES = {
     "gpt2": {"family": "gpt2", "recipe": NEAREST, "regularizer": True},
     "gpt2 tied": {"family": "gpt2", "recipe": NEAREST, "is_tied": True, "checkpointing": True},
     "gpt2 mxfp4": {"family": "gpt2", "recipe": MX, "stage": 1, "regularizer": True},
+    "gpt2 mxfp4 in FP8": {"family": "gpt2", "recipe": {**MX, "gemm": "fp8"}},
     "gpt2 fp8": {"family": "gpt2", "recipe": "fp8", "stage": 2},
     "gpt2 int8 or e5m2": {"family": "gpt2", "recipe": MIXED, "stage": 2},
     "gpt2 stochastic": {"family": "gpt2", "recipe": "nvfp4"},

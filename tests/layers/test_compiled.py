@@ -311,19 +311,21 @@ def test_an_operator_returns_no_tensor_that_aliases_the_weight_cache():
     assert len(cache) == 1
 
 
+@pytest.mark.parametrize(("distance", "expected"), [(8, "fp8"), (20, "bf16")])
 @pytest.mark.parametrize("wide", ["input", "weight"])
-def test_exponents_found_in_forward_reach_a_compiled_backward_unchanged(wide):
+def test_exponents_found_in_forward_reach_a_compiled_backward_unchanged(wide, distance, expected):
     def gradients(is_compiled):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 32))
         convert(model, {"base": "mxfp4", "gemm": "fp8", "q_backward_outputgrad": "mxfp4e2m1bnosr"})
         x = torch.randn(32, 64)
-        with torch.no_grad():  # blocks 20 powers of two apart: E5M2
-            (x if wide == "input" else model[0].weight)[:, 32:] *= 2.0**-20
+        with torch.no_grad():  # blocks some powers of two apart
+            (x if wide == "input" else model[0].weight)[:, 32:] *= 2.0**-distance
         x.requires_grad_()
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if is_compiled else model
         run(x).square().sum().backward()
-        assert product_counts(model)["grad_weight"] == {"fp8": 1}
+        product = "grad_weight" if wide == "input" else "grad_input"
+        assert product_counts(model)[product] == {expected: 1}
         return x.grad, model[0].weight.grad
 
     for one, other in zip(gradients(is_compiled=True), gradients(is_compiled=False), strict=True):

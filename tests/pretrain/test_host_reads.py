@@ -5,71 +5,22 @@ Of the places below, only those in `DEVICE` wait for a GPU; the others do not ex
 that is on the host anyway.
 """
 
-import sys
-from collections import Counter
-
 import pytest
 import torch
+from host_reads import HostReads
 from quick_cases import slow_except
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalowbit.pretrain.loop import train_step
 
-METHODS = (
-    "item", "tolist", "numpy", "cpu", "nonzero", "__array__", "__bool__", "__int__", "__float__", "__index__",
-)  # fmt: skip
-OPERATORS = {
-    "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
-}  # fmt: skip
-PACKAGES = ("megalowbit", "deepspeed", "transformers")
-
 DEVICE = {"megalowbit.optim.gradients.norm.read": 1}  # norm, flag, loss, counts: one copy
 ON_THE_HOST = {
+    "megalowbit.layers.matmul.fp8.fits",  # without Triton: whether a product is exact in FP8
     "megalowbit.layers.matmul.gemms._alpha",  # CPUs: tensor scales as an argument of a bf16 GEMM
     "megalowbit.layers.matmul.gemms.add_product",  # CPUs: as a factor of a sum in main_grad
     "megalowbit.layers.matmul.gemms.finish",  # CPUs: the same for the C kernel, in fp16 and fp32
     "megalowbit.spectral.orthogonal.cholesky_rows",  # CPUs: whether LAPACK failed
     "deepspeed.runtime.utils.is_invalid_grad_norm",  # ZeRO: the norm has been read before
 }
-
-
-class HostReads(TorchDispatchMode):
-    """Counts reads by the function of one of `PACKAGES` that issued them."""
-
-    def __init__(self, patch):
-        super().__init__()
-        self.places = Counter()
-        self._depth = 0
-        for name in METHODS:
-            patch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
-
-    def _counted(self, method):
-        def read(*arguments, **named):
-            self._note()
-            self._depth += 1
-            try:
-                return method(*arguments, **named)
-            finally:
-                self._depth -= 1
-
-        return read
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function.overloadpacket.__name__ in OPERATORS:
-            self._note()
-        return function(*args, **(kwargs or {}))
-
-    def _note(self):
-        if self._depth:
-            return
-        frame = sys._getframe(2)
-        while frame is not None:
-            module = frame.f_globals["__name__"]
-            if module.split(".")[0] in PACKAGES:
-                self.places[f"{module}.{frame.f_code.co_name}"] += 1
-                return
-            frame = frame.f_back
-        self.places["elsewhere"] += 1
 
 
 def reads_of_a_step(job):
@@ -92,6 +43,7 @@ CASES = {
     ],
     "no counts": ["megalowbit.telemetry.overflow=false"],
     "splits": ['megalowbit.recipe={"base": "nvfp4", "split_grad_output": {"rank": 2}}'],
+    "FP8 products": ['megalowbit.recipe={"base": "mxfp4", "gemm": "fp8"}'],
     "ZeRO 1": ["zero_optimization.stage=1"],
     "ZeRO 2": ["zero_optimization.stage=2"],
     "ZeRO 3": ["zero_optimization.stage=3"],

@@ -18,6 +18,7 @@ from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.tensor_statistics import tensor_maximum
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
+from megalowbit.quantize.triton import launch_fp8
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
 ENCODINGS = {
@@ -193,18 +194,27 @@ def compare_decoding(device):
 
 def compare_fp8(device):
     for (name, x), dtype in itertools.product(matrices(device.type == "cuda"), FP8):
-        encoded = reference.encode(EncodeRequest(x.to(device), Encoding(format=MXFP4, scale_rounding="up")))
+        request = EncodeRequest(x.to(device), Encoding(format=MXFP4, scale_rounding="up"))
+        encoded = reference.encode(request)
+        made = launch_triton.encode(request._replace(operand_dtype=dtype, with_counts=True))
+        exponents = made.exponents
+        assert torch.equal(exponents, reference.block_exponents(encoded.codes, encoded.scales)), name
         exact = reference.decode(
             DecodeRequest(encoded.codes, encoded.scales, MXFP4, *x.shape, torch.float32)
         ).double()
         for transpose in (False, True):
-            packed = (encoded.codes, encoded.scales, *x.shape)
-            operand, scale, inexact = launch_triton.decode_fp8(*packed, dtype=dtype, transpose=transpose)
-            check_fp8(name, operand.t() if transpose else operand, scale, inexact, exact, encoded, dtype)
+            packed = (encoded.codes, encoded.scales, exponents, *x.shape)
+            operand = launch_fp8.decode(*packed, dtype=dtype, transpose=transpose)
+            assert operand.numbers.is_contiguous()
+            ours = operand.numbers.t() if transpose else operand.numbers
+            check_fp8(name, ours, operand.scale, exponents, exact, encoded, dtype)
+            if not transpose:
+                assert torch.equal(bits(made.fp8.numbers), bits(operand.numbers)), name
+                assert torch.equal(made.fp8.scale, operand.scale), name
 
 
-def check_fp8(name, operand, scale, inexact, exact, encoded, dtype):
-    """Blocks within reach are exact, the others are counted, by float64 and by comparing exponents."""
+def check_fp8(name, operand, scale, exponents, exact, encoded, dtype):
+    """Blocks within reach are exact by float64, and the exponents are those of blocks with numbers."""
     reach, shift = FP8[dtype]
     rows, cols = exact.shape
     padded = torch.nn.functional.pad(exact, (0, -cols % 32)).view(rows, -1, 32)
@@ -213,10 +223,14 @@ def check_fp8(name, operand, scale, inexact, exact, encoded, dtype):
     is_counted = (padded.nan_to_num() != 0).any(2) & ~is_nan
     top = torch.where(is_counted, exponent, -1).amax()
     is_out = is_counted & (exponent - top < -reach)
-    assert int(inexact) == int(is_out.sum()), (name, dtype)
-    expected_scale = torch.where(top < 0, 1.0, torch.exp2(top.double() - 127 - shift))
-    in_fp32 = expected_scale.float()
-    assert torch.equal(scale, in_fp32), (name, scale, in_fp32)
+    if is_counted.any():
+        assert exponents.tolist() == [int(top), -int(exponent[is_counted].min())], name
+    else:
+        assert exponents.tolist() == [-256, -256], name
+    expected_scale = torch.where(top < 0, 1.0, torch.exp2(top.double() - 127 - shift)).clamp_min(2.0**-126)
+    assert torch.equal(scale, expected_scale.float()), (name, scale, expected_scale)
+    if top >= 0 and top - shift < 1:
+        return  # the scale would not be a normal number: does not fit
     is_in = (~is_out).unsqueeze(2).expand(padded.shape).reshape(rows, -1)[:, :cols]
     restored = operand.double() * expected_scale
     assert torch.equal(restored.isnan(), exact.isnan()), (name, dtype)

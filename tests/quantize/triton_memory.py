@@ -22,9 +22,9 @@ from triton.runtime.interpreter import interpreter_builder
 from triton_comparison import bits
 
 from benchmarks.kernels import launches
-from benchmarks.kernels.launches import Fp8Request
+from benchmarks.kernels.launches import Fp8Request, ProductRequest
 from megalowbit.formats.block_format import SCALE_DTYPES
-from megalowbit.quantize import reference
+from megalowbit.quantize import backends, reference
 from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest
 from megalowbit.quantize.triton import launch_fp4
 
@@ -149,14 +149,21 @@ def spoil_new_tensors():
 
 def check_requests(rows, cols, only):
     x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows * cols))
-    requests = {**launches.encode_requests(x), **launches.decode_requests(x)}
+    requests = {
+        **launches.encode_requests(x),
+        **launches.decode_requests(x),
+        **launches.product_requests(x),
+    }
     for label, request in requests.items():
         if only not in label:
             continue
         expected = None
-        if not isinstance(request, Fp8Request):
-            is_encoding = isinstance(request, EncodeRequest)
-            expected = reference.encode(request) if is_encoding else reference.decode(request)
+        if isinstance(request, EncodeRequest) and request.fp8_dtype is not None:
+            expected = backends.encode(request)  # by C or plain torch
+        elif isinstance(request, EncodeRequest):
+            expected = reference.encode(request)
+        elif not isinstance(request, Fp8Request | ProductRequest):
+            expected = reference.decode(request)
         try:
             with launches.launching(launch_checked), spoil_new_tensors():
                 result = launches.run(request)
@@ -171,10 +178,13 @@ def check_equal(result, expected):
     if isinstance(result, torch.Tensor):
         assert torch.equal(bits(result), bits(expected)), "another matrix than the reference's"
         return
-    for field in ("codes", "scales", "tensor_scale", "operand", "counts"):
+    for field in ("codes", "scales", "tensor_scale", "operand", "counts", "exponents"):
         ours, theirs = getattr(result, field), getattr(expected, field)
         assert (ours is None) == (theirs is None), field
         assert ours is None or torch.equal(bits(ours), bits(theirs)), f"other {field} than the reference's"
+    if expected.fp8 is not None:
+        assert torch.equal(bits(result.fp8.numbers), bits(expected.fp8.numbers)), "another FP8 operand"
+        assert torch.equal(result.fp8.scale, expected.fp8.scale), "another scale of the FP8 operand"
     if expected.error is not None:
         torch.testing.assert_close(result.error, expected.error, rtol=1e-6, atol=0)
 
@@ -280,7 +290,8 @@ def check_far_addresses():
                 DecodeRequest(codes, scales, encoding.format, rows, cols, torch.bfloat16, transpose)
             )
             if name.startswith("mxfp4"):
-                requests.append(Fp8Request(codes, scales, rows, cols, torch.float8_e5m2, transpose))
+                near = torch.tensor([127, -127], dtype=torch.int32)
+                requests.append(Fp8Request(codes, scales, near, rows, cols, torch.float8_e5m2, transpose))
     for request in requests:
         with launches.launching(launch_ends):
             launches.run(request)

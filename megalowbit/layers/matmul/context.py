@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalowbit.layers.matmul.gemms import no_autocast
 from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand, OperandTensor, transposed_values
-from megalowbit.layers.matmul.quantizations import Quantization, Quantizations
+from megalowbit.layers.matmul.quantizations import Quantization, Quantizations, needs_exponents
 from megalowbit.layers.matmul.sharded_operands import AmaxRequest, ShardedOperands
 from megalowbit.layers.matmul.slots import Probe
 from megalowbit.layers.matmul.weight_cache import WeightSlot
@@ -66,6 +66,7 @@ class MatmulContext:
         hadamard_signs: signs of the random Hadamard transform, if the recipe uses one.
         observe: receives (role, counts, error) of each quantised operand; `None`: nothing is counted.
         count: receives (product, the precision it ran in) of each product; `None`: nothing is counted.
+        declined: (product, device) → number of the products counted as FP8 that the device declined, there.
         weights: the layer's slot in the weight cache, or `None`.
         keeps_until_cleared: `until_cleared` of `WeightSlot.get`.
         is_replay: whether this forward repeats an earlier one, whose operands were already reported.
@@ -86,6 +87,7 @@ class MatmulContext:
     hadamard_signs: int = 0
     observe: Observe | None = None
     count: Callable[[str, str], None] | None = None
+    declined: Callable[[str, torch.device], Tensor] | None = None
     weights: WeightSlot | None = None
     keeps_until_cleared: bool = False
     is_replay: bool = False
@@ -174,7 +176,7 @@ class MatmulContext:
                 and the result is stored as (cols, rows) with blocks along the original rows.
             quantization: role, quantizer and block axis.
             operand_dtype: also make the decoded operand of the GEMM, in this dtype; ignored if the result is
-                stored transposed.
+                stored transposed. E4M3 or E5M2 for products on FP8 tensor cores.
             is_reported: false if the observer has this operand's counts already.
         """
         observe = self._observer(quantization) if is_reported else None
@@ -196,6 +198,7 @@ class MatmulContext:
             "random_key": self._key(quantization, x),
             "with_counts": with_counts,
             "tensor_amax": self._amax(operand, quantization),
+            "with_exponents": needs_exponents(self.recipe, quantization.name),
         }
         result: OperandTensor
         if not quantization.is_transposed:

@@ -35,7 +35,7 @@ from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
 from megalowbit.layers.matmul.gemms import add_product, column_sums, gemm_dtype, multiply
 from megalowbit.layers.matmul.operand import MatmulOperand, exact_dtype, restore_operands, save_operands
-from megalowbit.layers.matmul.quantizations import Quantization
+from megalowbit.layers.matmul.quantizations import Quantization, scale_format
 from megalowbit.layers.matmul.slots import GradientSums
 from megalowbit.layers.matmul.split import Side, add_split_product, multiply_split
 from megalowbit.layers.matmul.weight_factors import WeightFactors
@@ -87,10 +87,11 @@ def forward_products(
     context.exchange_maxima(wanted, {"input": input, "weight": weight})
     context.probe_operands(input=input, weight=weight)
 
-    ready = _ready_dtype(context, "output", input.device)
-    x = context.input(input, plan.input, split_input, operand_dtype=ready)
+    sizes = (*matrix_shape(input.shape), weight.shape[0])
+    ready = _ready_dtype(context, "output", input.device, sizes)
+    x = context.input(input, plan.input, split_input, operand_dtype=ready.left)
     w = context.weight(
-        weight, plan.weight, lambda: context.quantize(split_weight(), plan.weight, operand_dtype=ready)
+        weight, plan.weight, lambda: context.quantize(split_weight(), plan.weight, operand_dtype=ready.right)
     )
     whole, dtype = w if factors is None else factors.attach_to(w), context.compute_dtype
     sums_output = context.shards is not None and context.shards.is_row
@@ -155,17 +156,16 @@ def backward_products(
     """
     grad_input = grad_weight = grad_bias = None
     grad, grad_t = _quantize_gradient(
-        context, grad_output, for_input=weight is not None, for_weight=input is not None
+        context, grad_output, in_features, for_input=weight is not None, for_weight=input is not None
     )
-    if context.recipe.gemm == "fp8" and context.compute_dtype != torch.float64:
-        # one host read for both products
-        fp8_product.measure_products((grad, weight), (grad_t, input))
     if weight is not None:
         assert grad is not None  # made above
         whole = weight if factors is None else factors.attach_to(weight)
         grad_input = _product(context, "grad_input", grad, whole, out_dtype=dtypes.input)
         grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
     grad = None  # with separate copies, this one is not needed any more
+    if grad_t is not None and context.recipe.gemm == "fp8":
+        grad_t = grad_t.packed()  # without FP8 numbers, because the next product reads their transpose
     summing = None if context.shards is None else context.shards.start_sum_grad_input(grad_input)
     if input is not None:
         assert grad_t is not None  # made above
@@ -187,7 +187,7 @@ def backward_products(
 
 
 def _quantize_gradient(
-    context: MatmulContext, grad_output: Tensor, *, for_input: bool, for_weight: bool
+    context: MatmulContext, grad_output: Tensor, in_features: int, *, for_input: bool, for_weight: bool
 ) -> tuple[MatmulOperand | None, MatmulOperand | None]:
     """The output gradient for grad_input and for grad_weight; `None` if the product is not needed."""
     plan = context.quantizations
@@ -205,17 +205,33 @@ def _quantize_gradient(
     for each, product in wanted.items():
         # Report the first quantised copy only; a copy that is not quantised has no counts.
         is_first = all(other.quantizer.is_identity for other in made)
-        ready = _ready_dtype(context, product, grad_output.device)
+        sizes = (*matrix_shape(grad_output.shape), in_features)
+        ready = _ready_dtype(context, product, grad_output.device, sizes).left
+        if product == "grad_weight" and context.recipe.gemm == "fp8":
+            ready = None  # it reads the transpose
         made[each] = context.quantize(operand, each, operand_dtype=ready, is_reported=is_first)
     return made.get(plan.grad_output), made.get(plan.grad_output_for_weight)
 
 
-def _ready_dtype(context: MatmulContext, product: str, device: torch.device) -> torch.dtype | None:
-    """The dtype in which a product reads its operands, made while quantising; `None`: it reads codes."""
-    if context.recipe.gemm != "bf16":
-        return None
-    exact = [exact_dtype(name) for name in operand_quantizers(context.recipe, product)]
-    return gemm_dtype(exact, context.compute_dtype, device)
+class ReadyDtypes(NamedTuple):
+    """Dtypes in which a product reads its operands, made while quantising; `None`: it reads codes."""
+
+    left: torch.dtype | None
+    right: torch.dtype | None
+
+
+def _ready_dtype(
+    context: MatmulContext, product: str, device: torch.device, sizes: tuple[int, ...]
+) -> ReadyDtypes:
+    """What a product of these sizes reads; `sizes` are tokens, in_features and out_features in any order."""
+    names, gemm = operand_quantizers(context.recipe, product), context.recipe.gemm
+    if gemm == "bf16":
+        dtype = gemm_dtype([exact_dtype(name) for name in names], context.compute_dtype, device)
+        return ReadyDtypes(dtype, dtype)
+    may_fit = fp8_product.may_fit([scale_format(name) for name in names], sizes)
+    if gemm == "fp8" and context.compute_dtype != torch.float64 and may_fit:
+        return ReadyDtypes(*fp8_product.DTYPES[product])
+    return ReadyDtypes(None, None)
 
 
 def _product(
@@ -325,7 +341,10 @@ def _gemm(
     }
     result, path = None, context.recipe.gemm
     if path == "fp8" and context.compute_dtype != torch.float64:
-        result = fp8_product.multiply(left, right, **arguments)
+        declined = context.declined and functools.partial(context.declined, product)
+        result = fp8_product.multiply(
+            left, right, **arguments, dtypes=fp8_product.DTYPES[product], declined=declined
+        )
     elif path == "fp4":
         result = native_fp4.multiply(left, right, out_dtype=out_dtype, bias=bias)
     if result is None:

@@ -27,14 +27,6 @@ from megalowbit.spectral.split import right_factor, scaled_left
 OperandTensor = QuantizedTensor | UnquantizedTensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExponentRange:
-    """Range of the E8M0 exponent codes over a tensor's non-zero blocks; an empty tensor has none."""
-
-    lowest: int
-    highest: int
-
-
 @dataclass(frozen=True, eq=False)
 class LowRankPart:
     """The low-rank part of a split operand M = gain · residual + U·diag(values)·Vᵀ.
@@ -97,13 +89,11 @@ class MatmulOperand:
     Attributes:
         tensor: quantised, or the values themselves; for a split operand, its residual.
         is_transposed: whether the stored matrix is the transpose of the original tensor.
-        exponents: range of its block exponents, once measured (`fp8_product.measure`).
         low_rank: the low-rank part of a split operand, never transposed.
     """
 
     tensor: OperandTensor
     is_transposed: bool = False
-    exponents: ExponentRange | None = None
     low_rank: LowRankPart | None = None
 
     @property

@@ -103,6 +103,17 @@ class Quantizations(NamedTuple):
         return cls(input, weight, backward_input, backward_weight, grad_output, for_weight)
 
 
+def needs_exponents(recipe: Recipe, name: str) -> bool:
+    """Whether products on FP8 tensor cores read the range of this quantizer's exponents."""
+    return recipe.gemm == "fp8" and scale_format(name) == "e8m0"
+
+
+def scale_format(name: str) -> str | None:
+    """The format of a quantizer's scales; `None` if it packs nothing."""
+    chosen = quantizer(name)
+    return chosen.encoding.format.scale if isinstance(chosen, BlockQuantizer) else None
+
+
 def _serves_backward(recipe: Recipe) -> bool:
     """Whether the codes that forward made of the weight serve backward as well."""
     is_same = recipe.q_forward_weight == recipe.q_backward_weight

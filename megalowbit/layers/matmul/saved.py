@@ -6,6 +6,7 @@ and the shapes of input and weight alone. For a quantised operand of matrix shap
     codes          uint8, (rows, packed cols)    two 4-bit codes a byte, or one 8-bit code
     scales         (rows, blocks); (row tiles, column tiles) for square blocks; (0, 0) without blocks
     tensor scale   fp32, 0-dim, if the format has one
+    exponents      int32, (2,), of MXFP4 for products on FP8 tensor cores
 
 and for a split operand also Uᵀ (k, rows), Vᵀ (k, cols), the singular values (k,) and the gain (0-dim), if
 any. An operand stored transposed has (cols, rows) here, with rows padded to the Hadamard group if it is
@@ -27,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megalowbit.layers.matmul.operand import ExponentRange, LowRankPart, MatmulOperand, OperandTensor
-from megalowbit.layers.matmul.quantizations import Quantizations
+from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand, OperandTensor
+from megalowbit.layers.matmul.quantizations import Quantizations, needs_exponents
 from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.hadamard import GROUP
 from megalowbit.quantize.names import quantizer
@@ -57,17 +58,10 @@ class Template(NamedTuple):
         """Uninitialised tensors of these shapes on the device of `like`."""
         return [like.new_empty(shape, dtype=dtype) for shape, dtype in self.shapes]
 
-    def filled(self, parts: list[Tensor], exponents: tuple[int, int]) -> tuple[MatmulOperand, list[Tensor]]:
-        """Inverse of `parts_of`: the operand, and the remaining tensors.
-
-        Args:
-            parts: the operand's tensors, then others.
-            exponents: lowest and highest block exponent; negative if they were not measured.
-        """
-        count, (lowest, highest) = len(self.shapes), exponents
-        operand = self.operand.from_parts(tuple(parts[:count]))
-        operand.exponents = ExponentRange(lowest=lowest, highest=highest) if lowest >= 0 else None
-        return operand, parts[count:]
+    def filled(self, parts: list[Tensor]) -> tuple[MatmulOperand, list[Tensor]]:
+        """Inverse of `parts_of`: the operand, and the remaining tensors of `parts`."""
+        count = len(self.shapes)
+        return self.operand.from_parts(tuple(parts[:count])), parts[count:]
 
 
 def template(
@@ -81,7 +75,8 @@ def template(
     # transpose, whose last axis is padded to whole Hadamard groups.
     stored_rows = -(-rows // GROUP) * GROUP if kept.is_transformed else rows
     size = (cols, stored_rows) if kept.is_transposed else (rows, cols)
-    tensor, shapes = _matrix(_sample(kept.name, dtype), size, dtype)
+    with_exponents = needs_exponents(recipe, kept.name)
+    tensor, shapes = _matrix(_sample(kept.name, dtype, with_exponents), size, dtype)
     settings: OperandSplit | None = getattr(recipe, f"split_{operand}")
     low_rank = None
     if settings is not None and not kept.quantizer.is_identity:
@@ -100,8 +95,9 @@ def _matrix(sample: OperandTensor, size: tuple[int, int], dtype: torch.dtype) ->
     parts, rest = sample.to_parts()
     if isinstance(rest, UnquantizedTensor):
         return rest, [(size, parts[0].dtype)]
-    shapes = (rest.format.codes_shape(*size), rest.format.scales_shape(*size), ())
-    found = [(shape, part.dtype) for shape, part in zip(shapes, parts, strict=False)]
+    shapes: list[tuple[int, ...]] = [rest.format.codes_shape(*size), rest.format.scales_shape(*size)]
+    shapes += [tuple(part.shape) for part in parts[2:]]  # tensor scale and exponents, the same for all sizes
+    found = [(shape, part.dtype) for shape, part in zip(shapes, parts, strict=True)]
     return replace(rest, shape=torch.Size(size), dtype=dtype), found
 
 
@@ -126,10 +122,10 @@ def _copied(tensor: OperandTensor) -> OperandTensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _sample(name: str, dtype: torch.dtype) -> OperandTensor:
+def _sample(name: str, dtype: torch.dtype, with_exponents: bool) -> OperandTensor:
     """An example of the quantizer's result, to read its structure from."""
     with _disable_current_modes():
-        made = quantizer(name).quantize(_zeros(dtype))
+        made = quantizer(name).quantize(_zeros(dtype), with_exponents=with_exponents)
     parts, rest = made.to_parts()
     return rest.from_parts(parts)
 

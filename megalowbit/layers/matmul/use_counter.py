@@ -1,4 +1,4 @@
-"""Numbering of a layer's uses within a micro-batch, and the random stream of a layer without a model's.
+"""Numbers of a layer's uses in a micro-batch, the stream of a layer without a model's, counts of products.
 
 A layer that runs twice in one forward must round with different random numbers each time. A forward that
 activation checkpointing repeats during backward must draw the same numbers as the first time. Segments are
@@ -22,9 +22,10 @@ the micro-batch of the repeated forward (`RandomStream.at`), as `engine.pipeline
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megalowbit.quantize.random_stream import RandomStream
 
@@ -93,6 +94,43 @@ class LayerStream:
             self._seeded_at = (step, use)
         elif is_replay and self._seeded_at == (step, use):
             _draw_seed()
+
+
+class ProductCounts:
+    """How many of a layer's products ran in each precision; the device counts what it decides."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, dict[str, int]] = {}
+        self._declined: dict[tuple[str, torch.device], Tensor] = {}
+
+    def add(self, product: str, precision: str) -> None:
+        """Count a product."""
+        precisions = self._counts.setdefault(product, {})
+        precisions[precision] = precisions.get(precision, 0) + 1
+
+    def declined(self, product: str, device: torch.device) -> Tensor:
+        """How many products counted as FP8 the device computed in bf16: int32, 0-dim, which it increases."""
+        key = product, device
+        if key not in self._declined:
+            self._declined[key] = torch.zeros((), dtype=torch.int32, device=device)
+        return self._declined[key]
+
+    def table(self) -> dict[str, dict[str, int]]:
+        """Product → precision → number; waits for devices that have decided about products."""
+        table = {product: dict(precisions) for product, precisions in self._counts.items()}
+        for (product, _), tensor in self._declined.items():
+            number = int(tensor)
+            if number:
+                precisions = table[product]
+                precisions["bf16"] = precisions.get("bf16", 0) + number
+                precisions["fp8"] -= number
+                if not precisions["fp8"]:
+                    del precisions["fp8"]
+        return table
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for copies and pickles: numbers only, because a copy may run on another device."""
+        return {"_counts": self.table(), "_declined": {}}
 
 
 def _draw_seed() -> int:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from megalowbit.quantize.triton.numbers import (
+    E8M0_NAN,
     ELEMENT_MAX,
     INFINITY,
     SLACK,
@@ -31,6 +32,7 @@ from megalowbit.quantize.triton.numbers import (
 GROUP = tl.constexpr(16)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 FP32_MAX = tl.constexpr((2 - 2.0**-23) * 2.0**127)
+NO_EXPONENT = tl.constexpr(-256)  # as in `encoding`
 
 
 @triton.jit
@@ -292,6 +294,19 @@ def _store_codes(codes, is_kept, pointer, row, group, rows, groups, BITS: tl.con
 
 
 @triton.jit
+def _raise_exponents(exponents, codes, scales):
+    """See `Encoded.exponents`: of MXFP4 blocks, with codes (rows, groups, 16) and scales (rows, blocks)."""
+    R: tl.constexpr = scales.shape[0]
+    B: tl.constexpr = scales.shape[1]
+    largest = tl.max(tl.max(codes & 7, axis=2).reshape(R, B, codes.shape[1] // B), axis=2)
+    counts = (largest > 0) & (scales != E8M0_NAN)
+    highest = tl.max(tl.where(counts, scales, NO_EXPONENT), axis=1)
+    lowest = tl.max(tl.where(counts, -scales, NO_EXPONENT), axis=1)
+    tl.atomic_max(exponents, tl.max(highest, axis=0))
+    tl.atomic_max(exponents + 1, tl.max(lowest, axis=0))
+
+
+@triton.jit
 def _store_values(values, pointer, row, col, rows, cols, row_stride, col_stride, DTYPE: tl.constexpr):
     """Store (rows, x, y) where `col` (x, y) lies inside; bf16 as the upper half of fp32, which is exact."""
     offset = row[:, None, None].to(tl.int64) * row_stride + col[None, :, :].to(tl.int64) * col_stride
@@ -329,8 +344,8 @@ def _store_counts(
 
 @triton.jit(do_not_specialize=["signs", "key_low", "key_high", "step_low", "step_high"])
 def encode_kernel(
-    x, amax, codes, scales, tensor_scale, operand, counts, errors, rows, cols, row_stride, col_stride,
-    q_scalar, signs, key_low, key_high, step_low, step_high, DTYPE: tl.constexpr, BLOCK_ROWS:
+    x, amax, codes, scales, tensor_scale, exponents, operand, counts, errors, rows, cols, row_stride,
+    col_stride, q_scalar, signs, key_low, key_high, step_low, step_high, DTYPE: tl.constexpr, BLOCK_ROWS:
     tl.constexpr, BLOCK_COLS: tl.constexpr, SCALE: tl.constexpr, IS_UP: tl.constexpr, IS_STOCHASTIC:
     tl.constexpr, IS_UNBIASED: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, IS_POWER_OF_TWO: tl.constexpr,
     HAS_SIGNS: tl.constexpr, OPERAND: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS: tl.constexpr,
@@ -338,8 +353,9 @@ def encode_kernel(
 ):  # fmt: skip
     """Everything of `reference.encode` but the tensor's maximum, from one read of x.
 
-    `codes` are int32 words, `scales` bytes, a bf16 `operand` is int16; `counts` (programs, 8) int32 and
-    `errors` (programs, 2) fp64 hold one row a program. `OPERAND` is "none", "bf16" or "fp32".
+    `codes` are int32 words, `scales` bytes, `exponents` int32 or `None`, a bf16 `operand` is int16; `counts`
+    (programs, 8) int32 and `errors` (programs, 2) fp64 hold one row a program. `OPERAND` is "none", "bf16" or
+    "fp32".
     """
     row, group, groups = _tile(cols, BLOCK_COLS, TILE_ROWS, TILE_GROUPS)
     values = _load(x, row, group, rows, cols, row_stride, col_stride, signs, DTYPE, HAS_SIGNS)
@@ -370,6 +386,8 @@ def encode_kernel(
     is_block = (block_row[:, None] < block_rows) & (block_col[None, :] < block_cols)
     offset = block_row[:, None].to(tl.int64) * block_cols + block_col[None, :]
     tl.store(scales + offset, scale.to(tl.uint8), mask=is_block)
+    if exponents is not None:
+        _raise_exponents(exponents, code, scale)
     if OPERAND != "none" or HAS_COUNTS:
         restored = _element(code) * factor
         col = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -7,6 +7,7 @@ matrices its tile is tall.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int
 
 def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict[str, Any]:
     """Additional arguments of the kernels that write codes: rounding and results."""
-    encoding, operand, dtype = request.encoding, encoded.operand, request.operand_dtype
+    encoding, operand = request.encoding, encoded.operand
     return {
         **random_words(request.random_key),
         "codes": encoded.codes.view(torch.int32),
@@ -70,7 +71,7 @@ def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict
         "errors": partial[1],
         "IS_STOCHASTIC": encoding.is_stochastic,
         "IS_UNBIASED": encoding.is_unbiased,
-        "OPERAND": "none" if dtype is None else DTYPES[dtype],
+        "OPERAND": "none" if operand is None else DTYPES[operand.dtype],
         "HAS_COUNTS": request.with_counts,
     }
 
@@ -163,6 +164,16 @@ def with_counts(encoded: Encoded, partial: Partial, elements: int) -> Encoded:
     total[COUNT_NAMES.index("elements")] = elements
     total[COUNT_NAMES.index("blocks")] = max(encoded.scales.numel(), 1)
     return encoded._replace(counts=total, error=error.sum(0))
+
+
+@functools.lru_cache(maxsize=1)
+def is_interpreted() -> bool:
+    """Whether Triton read the variable when the kernels were defined; a later change of it has no effect."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    from megalowbit.quantize.triton.fp4 import encode_kernel
+
+    return isinstance(encode_kernel, InterpretedFunction)
 
 
 def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:

@@ -25,6 +25,7 @@ SPLITS = {
 RECIPES = {
     "nvfp4": {"base": "nvfp4"},
     "mxfp4 per product": {"base": "mxfp4", "layout": "per_gemm"},
+    "mxfp4 in FP8": {"base": "mxfp4", "gemm": "fp8"},
     "transformed": {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
     "int8 or e5m2": {"base": "speculative-int8"},
     "int8 or e5m2, transformed": {"base": "speculative-int8", "layout": "per_gemm", "hadamard": True},
@@ -47,7 +48,7 @@ def test_what_is_kept_has_the_shapes_expected_and_comes_back_as_it_was(base, cha
         parts = parts_of(operand, is_shared=False)
         empty = expected.empty_parts(like)
         assert [(p.shape, p.dtype) for p in parts] == [(p.shape, p.dtype) for p in empty]
-        again, rest = expected.filled([*parts, torch.zeros(3)], (-1, -1))
+        again, rest = expected.filled([*parts, torch.zeros(3)])
         assert [each.shape for each in rest] == [(3,)]
         assert again.is_transposed == operand.is_transposed
         assert torch.equal(again.tensor.operand(torch.float32), operand.tensor.operand(torch.float32))

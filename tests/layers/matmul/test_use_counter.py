@@ -1,3 +1,5 @@
+import copy
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -5,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megalowbit.layers.conversion.convert import convert
-from megalowbit.layers.matmul.use_counter import UseCounter, is_recomputing
+from megalowbit.layers.matmul.use_counter import ProductCounts, UseCounter, is_recomputing
 
 
 def test_uses_count_up_within_a_step_and_start_again_with_the_next():
@@ -25,6 +27,22 @@ def test_replays_repeat_all_uses_last_to_first(uses, passes):
 def test_a_replay_of_a_step_not_seen_counts_as_a_use():
     counter = UseCounter()
     assert counter.next(3, is_replay=True) == 0
+
+
+def test_products_that_a_device_declines_are_counted_as_bf16_also_in_copies():
+    counts, device = ProductCounts(), torch.device("cpu")
+    for product in ("output", "output", "grad_input"):
+        counts.add(product, "fp8")
+    assert counts.table() == {"output": {"fp8": 2}, "grad_input": {"fp8": 1}}
+    counts.declined("output", device).add_(1)
+    counts.declined("grad_input", device).add_(1)
+    expected = {"output": {"fp8": 1, "bf16": 1}, "grad_input": {"bf16": 1}}
+    again = copy.deepcopy(counts)
+    assert counts.table() == again.table() == expected
+    again.add("output", "fp8")
+    again.declined("output", device).add_(1)
+    assert again.table()["output"] == {"fp8": 1, "bf16": 2}
+    assert counts.table() == expected
 
 
 def test_recomputing_is_true_inside_a_backward_pass_only():
