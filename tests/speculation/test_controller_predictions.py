@@ -137,10 +137,10 @@ def test_predictions_are_at_most_a_few_decibels_too_high(by_default):
 # 0.68 and 0.597. With NVFP4 and other seeds: 0.90 to 0.99, 0.85 to 0.95, 0.54 to 0.70.
 LEAST_NEAR = {
     "int8": (0.88, 0.84, 0.57),
-    "mixed": (0.86, 0.75, 0.5),
+    "mixed": (0.86, 0.72, 0.5),
     "fp8": (0.89, 0.86, 0.5),
     "nvfp4": (0.87, 0.82, 0.5),
-    "int4": (0.8, 0.9, 0.53),
+    "int4": (0.76, 0.9, 0.53),
 }
 
 
