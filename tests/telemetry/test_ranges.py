@@ -75,5 +75,5 @@ def test_a_range_that_no_gradient_ends_is_ended_when_ranges_are_removed():
         with torch.profiler.record_function("after"):
             torch.ones(1) + 1
     found = {event.name: event.time_range for event in profile.events()}
-    assert found["block 0 backward"].elapsed_us() > 0
-    assert found["block 0 backward"].end <= found["after"].start
+    last = max(time.end for name, time in found.items() if name.startswith("autograd::engine"))
+    assert last <= found["block 0 backward"].end <= found["after"].start
