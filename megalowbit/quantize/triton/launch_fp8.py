@@ -23,7 +23,7 @@ from megalowbit.quantize.triton.launch_arguments import (
 
 WORD_TILE = (16, 32)  # rows and words of eight codes
 TALL_WORD_TILE = (64, 8)
-PRODUCT_TILE = (64, 64, 64)  # m, n, k
+PRODUCT_TILE = (64, 32, 64)  # m, n, k; a square one spills registers on Blackwell
 PROGRAMS = 528  # most programs of a product: four for each multiprocessor of an H200
 
 
