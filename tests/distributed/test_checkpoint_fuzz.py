@@ -5,7 +5,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 CASES = 15
-LONG = "45s"
+LONG = "25s"
 
 
 @pytest.mark.parametrize("stage", [0, 2])

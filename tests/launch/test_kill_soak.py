@@ -1,7 +1,6 @@
 """Runs killed at random moments and resumed are bitwise equal to an uninterrupted run.
 
-The short soak is of one run with nearly everything that has state, whose ranks are forked after all imports;
-speculation is killed in test_pretrain_speculation.py. The long one is of all, imports included.
+The runs are short here, because each start pays for its imports; `kill_soak.py` by itself kills longer ones.
 """
 
 import random
@@ -29,20 +28,10 @@ def soak(folder, *arguments):
 
 
 @pytest.mark.slow
-def test_a_run_killed_repeatedly_equals_an_uninterrupted_one_bitwise(tmp_path):
+def test_runs_killed_repeatedly_equal_uninterrupted_ones_bitwise(tmp_path):
     seed = random.randrange(10**6)  # printed, and with every failure
-    said = soak(
-        tmp_path, "--kills", 6, "--seed", seed, "--steps", 14, "--runs", "splits", "--most-steps", 5,
-        "--unforked", 0,
-    )  # fmt: skip
-    assert said.count("bitwise the undisturbed run") >= 1
-    assert re.search(r"^6 kills in \d+ s", said, re.MULTILINE)
-
-
-@pytest.mark.slow
-def test_fifteen_kills_of_all_runs_in_several_phases(tmp_path):
-    seed = random.randrange(10**6)
-    said = soak(tmp_path, "--kills", 15, "--seed", seed)
-    (hit,) = re.findall(r"^15 kills in \d+ s: (.*)", said, re.MULTILINE)
+    said = soak(tmp_path, "--kills", 10, "--seed", seed, "--steps", 14, "--most-steps", 5)
+    assert said.count("bitwise the undisturbed run") >= 2
+    (hit,) = re.findall(r"^10 kills in \d+ s: (.*)", said, re.MULTILINE)
     phases = re.findall(r"[1-9]\d* in (\w+)", hit)
     assert len(phases) >= 2, hit  # chance and load decide which of the five

@@ -308,8 +308,12 @@ def main():
         check_requests(19, 21, only="nvfp4e2m1b, column, operand and counts")
         check_requests(19, 21, only="decode nvfp4e2m1bnosr to bfloat16, transposed")
     else:
-        for rows, cols in ((37, 75), (1, 1), (17, 272), (270, 17)):  # more than a tile either way
-            check_requests(rows, cols, only="")
+        check_requests(37, 75, only="")
+        check_requests(1, 1, only="")
+        for rows, cols, orientation in ((17, 272, "row"), (270, 17, "column")):  # longer than a tile
+            check_requests(rows, cols, only=f", {orientation}")
+        check_requests(17, 272, only="straight")
+        check_requests(270, 17, only="transposed")
         assert set(launched) == launches.kernel_names(), launched
     print("equal")
 

@@ -183,6 +183,7 @@ class RunFolder:
             try:
                 self._sign(file)
                 remove_drafts(self.path, DRAFT_NAMES)
+                remove_drafts(self.checkpoints)  # a kill can interrupt the removal of an older checkpoint
                 yield
             finally:
                 if self.is_new and not has_content(self.path):

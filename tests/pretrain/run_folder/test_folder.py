@@ -184,8 +184,13 @@ def test_the_next_job_removes_half_written_files_of_a_killed_one(tmp_path):
     (folder.path / ".hf.0123abcd.tmp" / "model.safetensors").write_text("half")
     for name in (".config.json.0123abcd.tmp", ".metrics.jsonl.0123abcd.tmp", ".mine.0123abcd.tmp"):
         (folder.path / name).write_text("half")
+    removed = folder.checkpoints / ".step-00000002.0123abcd.tmp"  # an older checkpoint, half removed
+    removed.mkdir(parents=True)
+    (removed / "rank-0.safetensors").write_text("half")
     with folder.locked():
-        assert sorted(path.name for path in folder.path.iterdir()) == [".lock", ".mine.0123abcd.tmp"]
+        left = sorted(path.name for path in folder.path.iterdir())
+        assert left == [".lock", ".mine.0123abcd.tmp", "checkpoints"]
+        assert not list(folder.checkpoints.iterdir())
 
 
 @pytest.mark.parametrize(
