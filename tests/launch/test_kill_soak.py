@@ -1,6 +1,7 @@
 """Runs killed at random moments and resumed are bitwise equal to an uninterrupted run.
 
 The runs are short here, because each start pays for its imports; `kill_soak.py` by itself kills longer ones.
+A run with speculation is killed in test_pretrain_speculation.py.
 """
 
 import random
@@ -30,8 +31,9 @@ def soak(folder, *arguments):
 @pytest.mark.slow
 def test_runs_killed_repeatedly_equal_uninterrupted_ones_bitwise(tmp_path):
     seed = random.randrange(10**6)  # printed, and with every failure
-    said = soak(tmp_path, "--kills", 10, "--seed", seed, "--steps", 14, "--most-steps", 5)
-    assert said.count("bitwise the undisturbed run") >= 2
-    (hit,) = re.findall(r"^10 kills in \d+ s: (.*)", said, re.MULTILINE)
-    phases = re.findall(r"[1-9]\d* in (\w+)", hit)
-    assert len(phases) >= 2, hit  # chance and load decide which of the five
+    said = soak(
+        tmp_path, "--kills", 6, "--seed", seed, "--steps", 14, "--most-steps", 5,
+        "--runs", "splits", "parameters",
+    )  # fmt: skip
+    assert said.count("bitwise the undisturbed run") >= 1
+    assert re.search(r"^6 kills in \d+ s", said, re.MULTILINE)
