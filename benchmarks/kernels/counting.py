@@ -30,6 +30,7 @@ KERNELS = {  # operations of several kernels; those of cuSOLVER and of a sort ar
     "linalg_solve_triangular": 3,  # two copies, solution
     "sort": 3,  # numbers of the elements, copy, sort
 }
+DEPENDENT = {"factors.transform_kernel": 25e-6}  # one program of 64 steps, each of which waits for the last
 PRODUCTS = ("mm", "addmm", "addmm_")
 
 
@@ -56,9 +57,17 @@ class Prediction(NamedTuple):
     shortest: float = 4e-6
 
     def seconds(self, kernels: list[Kernel]) -> float:
-        """Time of kernels one after the other: each as long as its bytes, its operations, or the shortest."""
+        """Time of kernels one after the other: each as long as its bytes, its operations, or the shortest.
+
+        `DEPENDENT` kernels take longer: seconds estimated from their compiled instructions.
+        """
         return sum(
-            max(each.bytes / self.bandwidth, each.flops / self.speed, each.launches * self.shortest)
+            max(
+                each.bytes / self.bandwidth,
+                each.flops / self.speed,
+                each.launches * self.shortest,
+                DEPENDENT.get(each.name, 0.0),
+            )
             for each in kernels
         )
 

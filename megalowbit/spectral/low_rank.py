@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.spectral.orthogonal import Orthonormal, cholesky_rows, householder_rows, row_norms
+from megalowbit.spectral.triton import launch_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,12 +98,15 @@ def _iterated(
         basis = orthonormal((matrix @ directions.t()).t(), least=_least(matrix.dtype))
         left = basis.rows.to(matrix.dtype)
         low_rank, directions, _ = _from_left(left, left @ matrix, directions)
-        fallbacks = fallbacks + basis.fallbacks
+        fallbacks = fallbacks + basis.fallbacks if done else basis.fallbacks
     return Factored(low_rank, directions, fallbacks)
 
 
 def _from_left(left: Tensor, product: Tensor, started_from: Tensor) -> Factored:
     """Factors from Uᵀ (k, rows), orthonormal or zero, and UᵀM (k, cols)."""
+    if left.is_contiguous() and launch_factors.covers(left, product, started_from):
+        found = launch_factors.ordered(left, product, started_from, least=_least(product.dtype))
+        return Factored(LowRank(found.left.t(), found.values, found.right.t()), found.directions)
     norms = row_norms(product)
     is_live = norms.isfinite() & (norms > _least(product.dtype) * norms.amax())
     values, order = torch.where(is_live, norms, 0.0).sort(descending=True, stable=True)
