@@ -26,7 +26,7 @@ from megalowbit.quantize.triton import launch_arguments, launch_fp4, launch_fp8,
 from megalowbit.quantize.triton.launch_fp8 import Fp8Side
 from megalowbit.spectral import triton as factor_package
 from megalowbit.spectral.orthogonal import LEAST_SHARE, SHIFT, STRONG_SHIFT
-from megalowbit.spectral.triton import launch_factors
+from megalowbit.spectral.triton import launch_factors, launch_residual
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
 SIGNS = 0xA5C3
@@ -91,7 +91,15 @@ class FactorRequest(NamedTuple):
     directions: Tensor
 
 
-Request = EncodeRequest | DecodeRequest | Fp8Request | ProductRequest | FactorRequest
+class ResidualRequest(NamedTuple):
+    """Arguments of `launch_residual.residual`."""
+
+    matrix: Tensor
+    tall: Tensor
+    flat: Tensor
+
+
+Request = EncodeRequest | DecodeRequest | Fp8Request | ProductRequest | FactorRequest | ResidualRequest
 
 
 class Launch(NamedTuple):
@@ -182,10 +190,16 @@ def product_requests(x: Tensor) -> dict[str, ProductRequest]:
     return requests
 
 
-def factor_requests(x: Tensor) -> dict[str, FactorRequest]:
-    """Requests that factor a matrix (fp32), with few directions and with as many as the kernels take."""
-    matrix = x.to(BF16)
-    return {f"factors, rank {rank}": FactorRequest(matrix, matrix[:rank]) for rank in (5, min(60, *x.shape))}
+def factor_requests(x: Tensor) -> dict[str, FactorRequest | ResidualRequest]:
+    """Requests that factor a matrix (fp32) and subtract, with few directions and with many."""
+    matrix, requests = x.to(BF16), dict[str, FactorRequest | ResidualRequest]()
+    for rank in (5, min(60, *x.shape)):
+        flat = matrix[:rank].contiguous()
+        requests[f"factors, rank {rank}"] = FactorRequest(matrix, flat)
+        tall = matrix[:, :rank].contiguous()
+        requests[f"residual, row, rank {rank}"] = ResidualRequest(matrix, tall, flat)
+        requests[f"residual, column, rank {rank}"] = ResidualRequest(turned(matrix), tall, flat)
+    return requests
 
 
 def factored(request: FactorRequest) -> launch_factors.Ordered:
@@ -210,6 +224,8 @@ def run(request: Request) -> Any:
         return launch_fp8.correct(*request)
     if isinstance(request, FactorRequest):
         return factored(request)
+    if isinstance(request, ResidualRequest):
+        return launch_residual.residual(*request)
     format = request.encoding.format if isinstance(request, EncodeRequest) else request.format
     launcher = launch_fp32_scales if launch_fp32_scales.is_for(format) else launch_fp4
     assert launcher is launch_fp32_scales or format in (NVFP4, NVFP4_TILED, MXFP4)

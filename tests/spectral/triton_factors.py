@@ -10,9 +10,15 @@ from unittest import mock
 import torch
 
 from megalowbit.quantize import backends
+from megalowbit.quantize.names import quantizer
+from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.tensor_statistics import tensor_maximum
 from megalowbit.spectral import low_rank, orthogonal
 from megalowbit.spectral.orthogonal import cholesky_rows
-from megalowbit.spectral.triton import launch_factors
+from megalowbit.spectral.settings import OperandSplit
+from megalowbit.spectral.split import right_factor, scaled_left, split
+from megalowbit.spectral.state import SplitState
+from megalowbit.spectral.triton import launch_factors, launch_residual
 
 LEAST = 2.0**-12
 
@@ -112,6 +118,52 @@ def check_factors(device):
     assert ours < 1.001 * theirs, (ours, theirs)
 
 
+def check_residual(device):
+    """The difference is rounded once; its maximum is the one that NVFP4's tensor scale follows from."""
+    encoding = quantizer("nvfp4e2m1bnosr").encoding
+    for rows, cols, rank in ((130, 75, 5), (3, 200, 1)):
+        x, tall, flat = (gaussian(*shape).bfloat16() for shape in ((rows, cols), (rows, rank), (rank, cols)))
+        exact = x.double() - tall.double() @ flat.double()
+        for bad in (None, torch.inf, torch.nan):
+            if bad is not None:
+                x[1, 20], exact[1, 20] = bad, bad
+            for matrix in (x, x.t().contiguous().t()):
+                difference, amax = launch_residual.residual(
+                    *(each.to(device) for each in (matrix, tall, flat))
+                )
+                difference = difference.cpu()
+                torch.testing.assert_close(
+                    difference.double(), exact, rtol=2.0**-8, atol=1e-6, equal_nan=True
+                )
+                assert torch.equal(amax, tensor_maximum(difference, encoding))
+    x, ones = gaussian(5, 48, seed=6).bfloat16(), torch.ones(5, 1).bfloat16()
+    found = launch_residual.residual(x.to(device), ones.to(device), x[:1].contiguous().to(device))
+    assert torch.equal(found.difference.cpu(), x - x[:1])  # a mean row: the bits of torch
+
+
+def check_split(device):
+    """A split of a layer's operand is that of torch's operations, rounding aside."""
+    x = ((gaussian(96, 4, seed=2) * 10) @ gaussian(4, 64, seed=3) + gaussian(96, 64)).bfloat16().to(device)
+    for settings in (OperandSplit(rank=4), OperandSplit(method="mean")):
+        arguments = {
+            "rank": settings.rank_of(96, 64),
+            "step": 1,
+            "is_replay": False,
+            "random_key": RandomKey(1),
+        }
+        found = split(x, settings, SplitState(), **arguments)
+        with on_torch():
+            expected = split(x, settings, SplitState(), **arguments)
+        assert found.residual_amax is not None
+        assert expected.residual_amax is None
+        for done in (found, expected):
+            left, right = scaled_left(done.left, done.values, x.dtype), right_factor(done.right, x.dtype)
+            exact = x.double() - left.double() @ right.double()
+            torch.testing.assert_close(done.residual.double(), exact, rtol=2.0**-7, atol=1e-3)
+        ours, theirs = (float(each.residual.double().norm()) for each in (found, expected))
+        assert abs(ours / theirs - 1) < 0.02, (ours, theirs)
+
+
 def tensors(found):
     return list(vars(found).values()) if hasattr(found, "values") else [found.directions]
 
@@ -121,7 +173,14 @@ def error(x, found):
     return float((x.double() - made).norm() / x.double().norm())
 
 
-GROUPS = {"rows": check_rows, "dependent": check_dependent, "order": check_order, "factors": check_factors}
+GROUPS = {
+    "rows": check_rows,
+    "dependent": check_dependent,
+    "order": check_order,
+    "factors": check_factors,
+    "residual": check_residual,
+    "split": check_split,
+}
 
 if __name__ == "__main__":
     os.environ[backends.BACKEND_VARIABLE] = "triton"

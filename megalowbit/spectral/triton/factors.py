@@ -2,7 +2,8 @@
 
 Cholesky QR takes three kernels: partial Gram matrices, one program that turns them into the triangular
 transform, and the product with it. Two more order the directions by length. In plain torch the same takes a
-hundred kernels of a few microseconds each. Sums have a fixed order, so results repeat bitwise.
+hundred kernels of a few microseconds each. Sums have a fixed order, so results repeat bitwise. A last kernel
+subtracts the product of the factors; it also finds the maximum that NVFP4's tensor scale follows from.
 
 Matrices are bf16, passed as int16, see `launch_arguments`. Numbers are scaled by powers of two, so that
 squares stay in range; that is exact. `IS_WIDE` multiplies tiles of fp32, for Triton's interpreter.
@@ -18,6 +19,7 @@ from megalowbit.quantize.triton.numbers import INFINITY, _bits, _constant, _divi
 
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
+BLOCK = tl.constexpr(16)  # of NVFP4
 FARTHEST = tl.constexpr(126)  # exponents by which numbers are scaled
 
 
@@ -224,3 +226,35 @@ def order_kernel(
         is_live = own > 0
         tl.store(right + end + col, tl.where(is_live, found, tl.zeros_like(found)), mask=col < cols)
         tl.store(next_directions + end + col, tl.where(is_live, found, old), mask=col < cols)
+
+
+@triton.jit
+def residual_kernel(
+    x, tall, flat, out, amax, rows, cols, k, row_stride, col_stride, IS_WIDE: tl.constexpr, TILE_ROWS:
+    tl.constexpr, TILE_COLS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """Out = x - tall · flat, of (rows, cols), (rows, k) and (k, cols); all but x row-major.
+
+    `amax` (int32 bits of an fp32 number, 0 before) is raised to the largest maximum of a finite block of 16.
+    """
+    tiles = tl.cdiv(cols, TILE_COLS)
+    row = (tl.program_id(0) // tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    col = (tl.program_id(0) % tiles) * TILE_COLS + tl.arange(0, TILE_COLS)
+    i = tl.arange(0, RANK)
+    is_row, is_col, is_used = row[:, None] < rows, col[None, :] < cols, i < k
+    left = tl.load(tall + row[:, None].to(tl.int64) * k + i[None, :], mask=is_row & is_used[None, :], other=0)
+    right = tl.load(
+        flat + i[:, None].to(tl.int64) * cols + col[None, :], mask=is_used[:, None] & is_col, other=0
+    )
+    left, right = _widened(left), _widened(right)
+    if IS_WIDE:
+        product = tl.dot(left, right, input_precision="ieee")
+    else:  # exact
+        product = tl.dot(left.to(tl.bfloat16), right.to(tl.bfloat16))
+    offset = row[:, None].to(tl.int64) * row_stride + col[None, :].to(tl.int64) * col_stride
+    rest = _rounded_to_bf16(_widened(tl.load(x + offset, mask=is_row & is_col, other=0)) - product)
+    tl.store(out + row[:, None].to(tl.int64) * cols + col[None, :], rest, mask=is_row & is_col)
+    magnitude = tl.where(is_row & is_col, (rest.to(tl.int32) << 16) & MAGNITUDE, 0)
+    largest = tl.max(magnitude.reshape(TILE_ROWS, TILE_COLS // BLOCK, BLOCK), axis=2)
+    largest = tl.where(largest < INFINITY_BITS, largest, 0)
+    tl.atomic_max(amax, tl.max(tl.max(largest, axis=1), axis=0))

@@ -62,7 +62,7 @@ def cholesky_rows(
     from megalowbit.spectral.triton import factors as kernels
 
     (k, n), device = rows.shape, rows.device
-    rank = _tile_rank(k)
+    rank = tile_rank(k)
     tiles = -(-n // (GRAM_TILE * PARTS))  # of a part
     parts = -(-n // (GRAM_TILE * tiles))
     matrix = {
@@ -156,11 +156,11 @@ def ordered(left: Tensor, product: Tensor, directions: Tensor, *, least: float) 
         k=k,
         least=least,
         TILE=PIECE,
-        RANK=_tile_rank(k),
+        RANK=tile_rank(k),
     )
     return Ordered(new[0], values, new[1], new[2])
 
 
-def _tile_rank(k: int) -> int:
+def tile_rank(k: int) -> int:
     """K rounded up to a power of two that tiles may have."""
     return max(LEAST_DIRECTIONS, 1 << (k - 1).bit_length())
