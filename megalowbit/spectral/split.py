@@ -76,7 +76,7 @@ def scaled_left(left: Factor, values: Tensor, dtype: torch.dtype) -> Tensor:
     scale = values.to(wide)
     if left.operand_scale is not None:
         scale = scale * left.operand_scale
-    if left.exact_dtype == dtype == torch.bfloat16 and values.device.type != "cpu":
+    if _is_exact_in(left, dtype) and dtype == torch.bfloat16 and values.device.type != "cpu":
         factor = left.operand(dtype)
         out = factor.new_empty(factor.shape[::-1])
         return torch.mul(factor.t(), scale, out=out)  # computed in fp32, in one pass
@@ -85,11 +85,16 @@ def scaled_left(left: Factor, values: Tensor, dtype: torch.dtype) -> Tensor:
 
 def right_factor(right: Factor, dtype: torch.dtype) -> Tensor:
     """Vᵀ in `dtype`, rounded once: (k, cols)."""
-    if right.exact_dtype == dtype and right.operand_scale is None:
+    if _is_exact_in(right, dtype) and right.operand_scale is None:
         return right.operand(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     values = right.operand(wide)
     return (values if right.operand_scale is None else values * right.operand_scale).to(dtype)
+
+
+def _is_exact_in(factor: Factor, dtype: torch.dtype) -> bool:
+    """Whether `factor.operand(dtype)` holds its numbers exactly: codes, or a matrix of that dtype."""
+    return dtype in (factor.exact_dtype, factor.dtype if factor.exact_dtype is None else None)
 
 
 @torch.no_grad()
@@ -183,9 +188,10 @@ def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
     mean = (first.sum(0, dtype=wide) / max(1, len(first))).to(matrix.dtype)
     # a mean that is not finite is replaced by 0, so the residual is the matrix itself in that column
     mean = torch.where(mean.isfinite(), mean, 0.0).to(matrix.dtype).unsqueeze(0)
-    ones, amax = matrix.new_ones((1, len(matrix))), None
+    ones, amax, products = matrix.new_ones((1, len(matrix))), None, None
     if launch_residual.covers(matrix, mean):
-        residual, amax = launch_residual.residual(matrix, ones.t().contiguous(), mean)
+        products = ones.view(-1, 1), mean
+        residual, amax = launch_residual.residual(matrix, *products)
     else:
         residual = matrix - mean
     return SplitTensor(
@@ -195,6 +201,7 @@ def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
         right=UnquantizedTensor(values=mean),
         residual_gain=1.0,
         residual_amax=amax,
+        products=products,
     )
 
 
