@@ -40,7 +40,8 @@ RECIPES = {
     "mxfp4, FP8 products": Goal({"base": "mxfp4", "name": "fp8", "gemm": "fp8"}, 0.80, 1.3),
     "nvfp4, rank 60": Goal({"base": "nvfp4", "name": "split", "split_grad_output": {"rank": 60}}, 1.30, 4),
 }
-KERNELS = {"nvfp4": 24, "nvfp4, counting": 36, "mxfp4, FP8 products": 28}  # launches of forward and backward
+# launches of forward and backward
+KERNELS = {"nvfp4": 24, "nvfp4, counting": 36, "mxfp4, FP8 products": 28, "nvfp4, rank 60": 44}
 HOST_MILLISECONDS = (0.6, 1.2)  # goal and limit at 64 × 64 × 64
 
 

@@ -44,6 +44,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
     torch.float16: "*fp16",
+    torch.int64: "*i64",
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.uint8: "*u8",
@@ -200,6 +201,10 @@ def elements_of(launch: Launch) -> int:
         return arguments["TILE_ROWS"] * arguments["TILE_GROUPS"] * 16
     if "TILE_M" in arguments:  # a product
         return arguments["TILE_M"] * arguments["TILE_N"]
+    if "TILE_COLS" in arguments:  # a residual
+        return arguments["TILE_ROWS"] * arguments["TILE_COLS"]
+    if "TILE_ROWS" not in arguments:  # of factors
+        return arguments.get("TILE", arguments.get("RANK", 1)) * arguments.get("RANK", 1)
     return arguments["TILE_ROWS"] * arguments["TILE_WORDS"] * (32 // arguments.get("BITS", 4))
 
 

@@ -24,6 +24,9 @@ from megalowbit.quantize.encoding import E4M3, E5M2, DecodeRequest, Encoded, Enc
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.triton import launch_arguments, launch_fp4, launch_fp8, launch_fp32_scales
 from megalowbit.quantize.triton.launch_fp8 import Fp8Side
+from megalowbit.spectral import triton as factor_package
+from megalowbit.spectral.orthogonal import LEAST_SHARE, SHIFT, STRONG_SHIFT
+from megalowbit.spectral.triton import launch_factors, launch_residual
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
 SIGNS = 0xA5C3
@@ -81,7 +84,22 @@ class ProductRequest(NamedTuple):
     declined: Tensor
 
 
-Request = EncodeRequest | DecodeRequest | Fp8Request | ProductRequest
+class FactorRequest(NamedTuple):
+    """Arguments of a step of `low_rank.qb`: the matrix, and the directions (k, cols) to start from."""
+
+    matrix: Tensor
+    directions: Tensor
+
+
+class ResidualRequest(NamedTuple):
+    """Arguments of `launch_residual.residual`."""
+
+    matrix: Tensor
+    tall: Tensor
+    flat: Tensor
+
+
+Request = EncodeRequest | DecodeRequest | Fp8Request | ProductRequest | FactorRequest | ResidualRequest
 
 
 class Launch(NamedTuple):
@@ -172,6 +190,28 @@ def product_requests(x: Tensor) -> dict[str, ProductRequest]:
     return requests
 
 
+def factor_requests(x: Tensor) -> dict[str, FactorRequest | ResidualRequest]:
+    """Requests that factor a matrix (fp32) and subtract, with few directions and with many."""
+    matrix, requests = x.to(BF16), dict[str, FactorRequest | ResidualRequest]()
+    for rank in (5, min(60, *x.shape)):
+        flat = matrix[:rank].contiguous()
+        requests[f"factors, rank {rank}"] = FactorRequest(matrix, flat)
+        tall = matrix[:, :rank].contiguous()
+        requests[f"residual, row, rank {rank}"] = ResidualRequest(matrix, tall, flat)
+        requests[f"residual, column, rank {rank}"] = ResidualRequest(turned(matrix), tall, flat)
+    return requests
+
+
+def factored(request: FactorRequest) -> launch_factors.Ordered:
+    """A step of `low_rank.qb` by the kernels."""
+    matrix, directions = request
+    shifts = {"shift": SHIFT * torch.finfo(FP32).eps, "strong_shift": STRONG_SHIFT}
+    left = launch_factors.cholesky_rows(
+        (matrix @ directions.t()).t(), least=1e-3, share=LEAST_SHARE, **shifts
+    ).rows
+    return launch_factors.ordered(left, left @ matrix, directions, least=1e-3)
+
+
 def _exponents(encoded: Encoded) -> Tensor:
     return reference.block_exponents(encoded.codes, encoded.scales)
 
@@ -182,6 +222,10 @@ def run(request: Request) -> Any:
         return launch_fp8.decode(*request[:5], dtype=request.dtype, transpose=request.transpose)
     if isinstance(request, ProductRequest):
         return launch_fp8.correct(*request)
+    if isinstance(request, FactorRequest):
+        return factored(request)
+    if isinstance(request, ResidualRequest):
+        return launch_residual.residual(*request)
     format = request.encoding.format if isinstance(request, EncodeRequest) else request.format
     launcher = launch_fp32_scales if launch_fp32_scales.is_for(format) else launch_fp4
     assert launcher is launch_fp32_scales or format in (NVFP4, NVFP4_TILED, MXFP4)
@@ -190,10 +234,11 @@ def run(request: Request) -> Any:
 
 def launcher_modules() -> Iterator[Any]:
     """The modules of the Triton backend."""
-    for each in pkgutil.iter_modules(kernel_package.__path__):
-        if each.name == "probe":  # launches a kernel of one line itself, to find out whether that works
-            continue
-        yield importlib.import_module(f"{kernel_package.__name__}.{each.name}")
+    for package in (kernel_package, factor_package):
+        for each in pkgutil.iter_modules(package.__path__):
+            if each.name == "probe":  # launches a kernel of one line itself, to find out whether that works
+                continue
+            yield importlib.import_module(f"{package.__name__}.{each.name}")
 
 
 def kernel_names() -> set[str]:
@@ -241,7 +286,7 @@ def captured(requests: dict[str, Request]) -> list[Launch]:
 def all_launches(rows: int = 256, cols: int = 512) -> list[Launch]:
     """The launches of every request on a matrix of zeros, by default as divisible as those of layers."""
     x = torch.zeros(rows, cols)
-    return captured({**encode_requests(x), **decode_requests(x), **product_requests(x)})
+    return captured({**encode_requests(x), **decode_requests(x), **product_requests(x), **factor_requests(x)})
 
 
 def main_launches(launches: list[Launch]) -> list[Launch]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megalowbit.errors import UserError, shown
-from megalowbit.formats.block_format import GROUP
+from megalowbit.formats.block_format import GROUP, NVFP4
 from megalowbit.quantize import backends
 from megalowbit.quantize.encoding import (
     Encoded,
@@ -237,6 +237,14 @@ def _nothing(request: EncodeRequest) -> Encoded:
     needs_exponents = request.with_exponents or request.fp8_dtype is not None
     exponents = no_exponents(request.x.device) if needs_exponents else None
     return encoded._replace(counts=counts, error=error, exponents=exponents)
+
+
+def takes_row_maximum(quantizer: Quantizer) -> bool:
+    """Whether its `tensor_amax` is the largest maximum of a finite block of 16 in a row."""
+    if not isinstance(quantizer, BlockQuantizer):
+        return False
+    encoding = quantizer.encoding
+    return encoding.format == NVFP4 and encoding.q_scalar == 1 and encoding.scale_from == "amax"
 
 
 def fresh_key() -> RandomKey:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.spectral.orthogonal import Orthonormal, cholesky_rows, householder_rows, row_norms
+from megalowbit.spectral.triton import launch_factors
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,16 +98,19 @@ def _iterated(
         basis = orthonormal((matrix @ directions.t()).t(), least=_least(matrix.dtype))
         left = basis.rows.to(matrix.dtype)
         low_rank, directions, _ = _from_left(left, left @ matrix, directions)
-        fallbacks = fallbacks + basis.fallbacks
+        fallbacks = fallbacks + basis.fallbacks if done else basis.fallbacks
     return Factored(low_rank, directions, fallbacks)
 
 
 def _from_left(left: Tensor, product: Tensor, started_from: Tensor) -> Factored:
     """Factors from Uᵀ (k, rows), orthonormal or zero, and UᵀM (k, cols)."""
+    if left.is_contiguous() and launch_factors.covers(left, product, started_from):
+        found = launch_factors.ordered(left, product, started_from, least=_least(product.dtype))
+        return Factored(LowRank(found.left.t(), found.values, found.right.t()), found.directions)
     norms = row_norms(product)
     is_live = norms.isfinite() & (norms > _least(product.dtype) * norms.amax())
     values, order = torch.where(is_live, norms, 0.0).sort(descending=True, stable=True)
-    is_live = is_live[order].unsqueeze(1)
+    is_live = is_live.index_select(0, order).unsqueeze(1)
     left, product, old = (each.index_select(0, order) for each in (left, product, started_from))
     right = (product / values.unsqueeze(1)).to(product.dtype)
     low_rank = LowRank(left.nan_to_num_(0, 0, 0).t(), values, torch.where(is_live, right, 0.0).t())
@@ -135,7 +139,7 @@ def from_directions(matrix: Tensor, directions: Tensor) -> Factored:
     norms = row_norms(product)
     is_live = norms.isfinite() & (norms > 0)
     values, order = torch.where(is_live, norms, 0.0).sort(descending=True, stable=True)
-    is_live = is_live[order].unsqueeze(1)
+    is_live = is_live.index_select(0, order).unsqueeze(1)
     product, directions = product.index_select(0, order).contiguous(), directions.index_select(0, order)
     left = torch.where(is_live, product / values.unsqueeze(1), 0.0).to(matrix.dtype)
     right = torch.where(is_live, directions, 0.0).to(matrix.dtype)

@@ -7,7 +7,8 @@ slightly shifted, so rows may have any length (Fukaya et al., "Shifted Cholesky 
 second pass, because rows are directions here and may overlap by a thousandth).
 
 If the factorisation fails, a CPU falls back to Householder reflections. On a GPU the host would have to wait
-to find out, so a strongly shifted factor is used there.
+to find out, so a strongly shifted factor is used there. Triton kernels do the whole in three launches
+(`triton.launch_factors`); results differ from those of torch's operations by rounding errors.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megalowbit.spectral.triton import launch_factors
+
 SHIFT = 20  # in units of the machine precision; about the rounding error of the Gram matrix
 INDEPENDENT = 5  # in shifts: a row is kept if that share of its square is orthogonal to the rows before it
+LEAST_SHARE = INDEPENDENT / (INDEPENDENT + 1)  # of a kept row's squared length, which the shift reduces
 STRONG_SHIFT = 1e-2
 
 
@@ -26,7 +30,7 @@ class Orthonormal(NamedTuple):
     """The result of `cholesky_rows` and `householder_rows`.
 
     Attributes:
-        rows: (k, n), fp32, or fp64 for fp64 input: orthonormal, or zero.
+        rows: (k, n), orthonormal, or zero; fp32, or fp64 for fp64 input; bf16 if kernels computed them.
         is_independent: bool (k,): which rows are orthonormal.
         fallbacks: factorisations that failed: a number, or on a GPU an int64 tensor without dimensions.
     """
@@ -65,6 +69,9 @@ def cholesky_rows(
         may_wait: whether the host may read the outcome and fall back to `householder_rows`; `None`: only on a
             CPU, where that is free.
     """
+    if shift is None and may_wait is None and launch_factors.covers(rows):
+        shifts = {"shift": SHIFT * torch.finfo(torch.float32).eps, "strong_shift": STRONG_SHIFT}
+        return Orthonormal(*launch_factors.cholesky_rows(rows, least=least, share=LEAST_SHARE, **shifts))
     wide, _ = scaled_rows(rows)
     shift = SHIFT * torch.finfo(wide.dtype).eps if shift is None else shift
     gram = wide @ wide.t()
@@ -86,7 +93,7 @@ def cholesky_rows(
     inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
     # Row j comes out with the squared length 1 - shift · ‖L⁻¹_j‖²: 0 if it adds nothing to those before it.
     squares = 1 - added * inverse.square().sum(1)
-    is_independent = is_used & (squares > INDEPENDENT / (INDEPENDENT + 1))
+    is_independent = is_used & (squares > LEAST_SHARE)
     used = torch.where(is_independent.unsqueeze(1), inverse * squares.rsqrt().unsqueeze(1) * scale, 0.0)
     return Orthonormal(used @ wide, is_independent, fallbacks)
 

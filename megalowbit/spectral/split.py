@@ -30,6 +30,7 @@ from megalowbit.spectral.gains import factors_of, gain
 from megalowbit.spectral.low_rank import Factored, LowRank
 from megalowbit.spectral.settings import WARM_METHODS, OperandSplit
 from megalowbit.spectral.state import Kept, SplitState
+from megalowbit.spectral.triton import launch_residual
 
 Factor = QuantizedTensor | UnquantizedTensor
 
@@ -44,6 +45,10 @@ class SplitTensor:
         values: (k,), fp32: singular values times gains.
         right: Vᵀ, (k, cols).
         residual_gain: factor of the residual; 1.0 without gains.
+        residual_amax: the residual's largest maximum of a finite block of 16 in a row, fp32, 0-dim; `None`:
+            it was not computed.
+        products: U·diag(values) (rows, k) and Vᵀ (k, cols) as they were subtracted, for further products;
+            `None` if these need others, or make their own faster.
     """
 
     residual: Tensor
@@ -51,6 +56,8 @@ class SplitTensor:
     values: Tensor
     right: Factor
     residual_gain: float
+    residual_amax: Tensor | None = None
+    products: tuple[Tensor, Tensor] | None = None
 
 
 def work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -64,19 +71,30 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def scaled_left(left: Factor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """U·diag(values) in `dtype`, rounded once: (rows, k)."""
+    """U·diag(values) in `dtype`, rounded once: (rows, k), the transpose of a contiguous matrix on a CPU."""
     wide = torch.promote_types(dtype, torch.float32)
     scale = values.to(wide)
     if left.operand_scale is not None:
         scale = scale * left.operand_scale
+    if _is_exact_in(left, dtype) and dtype == torch.bfloat16 and values.device.type != "cpu":
+        factor = left.operand(dtype)
+        out = factor.new_empty(factor.shape[::-1])
+        return torch.mul(factor.t(), scale, out=out)  # computed in fp32, in one pass
     return (left.operand(wide) * scale.unsqueeze(1)).to(dtype).t()
 
 
 def right_factor(right: Factor, dtype: torch.dtype) -> Tensor:
     """Vᵀ in `dtype`, rounded once: (k, cols)."""
+    if _is_exact_in(right, dtype) and right.operand_scale is None:
+        return right.operand(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     values = right.operand(wide)
     return (values if right.operand_scale is None else values * right.operand_scale).to(dtype)
+
+
+def _is_exact_in(factor: Factor, dtype: torch.dtype) -> bool:
+    """Whether `factor.operand(dtype)` holds its numbers exactly: codes, or a matrix of that dtype."""
+    return dtype in (factor.exact_dtype, factor.dtype if factor.exact_dtype is None else None)
 
 
 @torch.no_grad()
@@ -131,14 +149,18 @@ def split_with(
     Raises:
         UserError: a gain function returns an invalid result.
     """
-    quantize = quantizer(settings.q_factors).quantize
-    left = quantize(factors.left.t().contiguous(), random_key=_derived(random_key, "left"))
-    right = quantize(factors.right.t().contiguous(), random_key=_derived(random_key, "right"))
+    quantize, dtype = quantizer(settings.q_factors).quantize, product_dtype(matrix.dtype)
+    ready = dtype if matrix.device.type != "cpu" and dtype == torch.bfloat16 else None
+    left, right = (
+        quantize(factor.t().contiguous(), random_key=_derived(random_key, side), operand_dtype=ready)
+        for factor, side in ((factors.left, "left"), (factors.right, "right"))
+    )
     chosen = gain(settings.gains)
-    gains, residual_gain = factors_of(chosen, factors.values)
-    gained = factors.values * gains.to(factors.values)
-    values = gained if chosen.is_before_residual else factors.values
-    dtype = product_dtype(matrix.dtype)
+    values, gained, residual_gain = factors.values, factors.values, 1.0
+    if chosen.name != "none":
+        gains, residual_gain = factors_of(chosen, factors.values)
+        gained = factors.values * gains.to(factors.values)
+        values = gained if chosen.is_before_residual else factors.values
     if settings.order == "seed":
         wide = torch.promote_types(dtype, torch.float32)
         tall = (factors.left.to(wide) * values.to(wide)).to(dtype)
@@ -146,8 +168,18 @@ def split_with(
     else:
         tall = scaled_left(left, values.to(torch.float32), dtype).contiguous()  # twice as fast below
         flat = right_factor(right, dtype)
-    residual = torch.addmm(matrix.to(dtype), tall, flat, alpha=-1).to(matrix.dtype)
-    return SplitTensor(residual, left, gained.to(torch.float32), right, residual_gain)
+    residual, amax = _residual(matrix, tall, flat)
+    # a CPU multiplies by Uᵀ row by row, and decodes it so
+    is_same = settings.order != "seed" and values is gained and matrix.device.type != "cpu"
+    products = (tall, flat) if is_same else None
+    return SplitTensor(residual, left, gained.to(torch.float32), right, residual_gain, amax, products)
+
+
+def _residual(matrix: Tensor, tall: Tensor, flat: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Matrix - tall · flat in the matrix's dtype, and its amax if that comes with it."""
+    if tall.dtype == matrix.dtype and launch_residual.covers(matrix, flat):
+        return launch_residual.residual(matrix, tall.contiguous(), flat.contiguous())
+    return torch.addmm(matrix.to(tall.dtype), tall, flat, alpha=-1).to(matrix.dtype), None
 
 
 def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
@@ -155,13 +187,21 @@ def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
     wide = torch.promote_types(matrix.dtype, torch.float32)
     mean = (first.sum(0, dtype=wide) / max(1, len(first))).to(matrix.dtype)
     # a mean that is not finite is replaced by 0, so the residual is the matrix itself in that column
-    mean = torch.where(mean.isfinite(), mean, 0.0).to(matrix.dtype)
+    mean = torch.where(mean.isfinite(), mean, 0.0).to(matrix.dtype).unsqueeze(0)
+    ones, amax, products = matrix.new_ones((1, len(matrix))), None, None
+    if launch_residual.covers(matrix, mean):
+        products = ones.view(-1, 1), mean
+        residual, amax = launch_residual.residual(matrix, *products)
+    else:
+        residual = matrix - mean
     return SplitTensor(
-        residual=matrix - mean,
-        left=UnquantizedTensor(values=matrix.new_ones((1, len(matrix)))),
+        residual=residual,
+        left=UnquantizedTensor(values=ones),
         values=torch.ones(1, dtype=torch.float32, device=matrix.device),
-        right=UnquantizedTensor(values=mean.unsqueeze(0)),
+        right=UnquantizedTensor(values=mean),
         residual_gain=1.0,
+        residual_amax=amax,
+        products=products,
     )
 
 

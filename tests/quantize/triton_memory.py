@@ -22,10 +22,10 @@ from triton.runtime.interpreter import interpreter_builder
 from triton_comparison import bits
 
 from benchmarks.kernels import launches
-from benchmarks.kernels.launches import Fp8Request, ProductRequest
+from benchmarks.kernels.launches import FactorRequest, Fp8Request, ProductRequest, ResidualRequest
 from megalowbit.formats.block_format import SCALE_DTYPES
 from megalowbit.quantize import backends, reference
-from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest
+from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest
 from megalowbit.quantize.triton import launch_fp4
 
 CANARY = 0xFF  # of it every floating-point number is NaN
@@ -153,6 +153,7 @@ def check_requests(rows, cols, only):
         **launches.encode_requests(x),
         **launches.decode_requests(x),
         **launches.product_requests(x),
+        **launches.factor_requests(x),
     }
     for label, request in requests.items():
         if only not in label:
@@ -162,6 +163,8 @@ def check_requests(rows, cols, only):
             expected = backends.encode(request)  # by C or plain torch
         elif isinstance(request, EncodeRequest):
             expected = reference.encode(request)
+        elif isinstance(request, FactorRequest | ResidualRequest):
+            expected = launches.run(request)  # by the same kernels, unguarded
         elif not isinstance(request, Fp8Request | ProductRequest):
             expected = reference.decode(request)
         try:
@@ -177,6 +180,10 @@ def check_equal(result, expected):
     """Bits of all results; the error is a sum in another order."""
     if isinstance(result, torch.Tensor):
         assert torch.equal(bits(result), bits(expected)), "another matrix than the reference's"
+        return
+    if not isinstance(result, Encoded):
+        for one, other in zip(result, expected, strict=True):
+            check_equal(one, other)
         return
     for field in ("codes", "scales", "tensor_scale", "operand", "counts", "exponents"):
         ours, theirs = getattr(result, field), getattr(expected, field)
@@ -292,6 +299,8 @@ def check_far_addresses():
             if name.startswith("mxfp4"):
                 near = torch.tensor([127, -127], dtype=torch.int32)
                 requests.append(Fp8Request(codes, scales, near, rows, cols, torch.float8_e5m2, transpose))
+    sides = torch.empty(rows, 16, dtype=torch.bfloat16), torch.empty(16, cols, dtype=torch.bfloat16)
+    requests += [ResidualRequest(matrix, *sides) for matrix in (x, wide)]
     for request in requests:
         with launches.launching(launch_ends):
             launches.run(request)

@@ -20,7 +20,7 @@ from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.siblings import InputForms, shares_input
 from megalowbit.quantize.philox import RandomKey
-from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
+from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer, takes_row_maximum
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import split
 from megalowbit.spectral.state import SplitState
@@ -36,12 +36,14 @@ class SplitOperand(NamedTuple):
         low_rank: the low-rank part; `None` if the operand is not split.
         whole: the operand before it was split; `None` if it is not split.
         factors: U, S and V of a weight split into parameters, of which `tensor` is W_R; else `None`.
+        residual_amax: see `SplitTensor`.
     """
 
     tensor: Tensor
     low_rank: LowRankPart | None = None
     whole: Tensor | None = None
     factors: WeightFactors | None = None
+    residual_amax: Tensor | None = None
 
     def for_quantizer(self, quantizer: Quantizer) -> SplitOperand:
         """The operand for this quantizer: unsplit if the quantizer changes nothing."""
@@ -158,8 +160,8 @@ class MatmulContext:
         if settings.gains != "none":
             gain = torch.full((), found.residual_gain, dtype=torch.float32, device=x.device)
         is_row = settings.method == "mean"
-        low_rank = LowRankPart(found.left, found.values, found.right, gain, is_row)
-        return SplitOperand(found.residual, low_rank, x)
+        low_rank = LowRankPart(found.left, found.values, found.right, gain, is_row, found.products)
+        return SplitOperand(found.residual, low_rank, x, residual_amax=found.residual_amax)
 
     def quantize(
         self,
@@ -277,8 +279,13 @@ class MatmulContext:
     def _amax(self, operand: SplitOperand, quantization: Quantization) -> Tensor | None:
         """The operand's amax, if other ranks or the probe have found it and the quantizer can use it."""
         role = quantization.role
-        if role in self.maxima or not self.probed_maxima:
-            return self.maxima.get(role)
+        if role in self.maxima:
+            return self.maxima[role]
+        is_known = operand.residual_amax is not None and not quantization.is_transposed
+        if is_known and takes_row_maximum(quantization.quantizer):
+            return operand.residual_amax
+        if not self.probed_maxima:
+            return None
         largest = self.probed_maxima.get(quantization.operand)
         is_shard = self.shards is not None and self.shards.holds(role)
         if largest is None or is_shard or quantization.is_transformed or operand.low_rank is not None:

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
-from megalowbit.layers.matmul.gemms import add_product, column_sums, gemm_dtype, multiply
+from megalowbit.layers.matmul.gemms import add_product, can_start_from, column_sums, gemm_dtype, multiply
 from megalowbit.layers.matmul.operand import MatmulOperand, exact_dtype, restore_operands, save_operands
 from megalowbit.layers.matmul.quantizations import Quantization, scale_format
 from megalowbit.layers.matmul.slots import GradientSums
@@ -251,12 +251,16 @@ def _product(
         if context.recipe.gemm == "bf16":
             left, right = _decoded(context, left, right)
         result = multiply_split(
-            lambda wide_dtype, bias: gemm(left, right, out_dtype=wide_dtype, bias=bias),
+            lambda wide_dtype, bias, total=None: gemm(
+                left, right, out_dtype=wide_dtype, bias=bias, total=total
+            ),
             *_sides(product, left, right),
             compute_dtype=context.compute_dtype,
             out_dtype=out_dtype,
             bias=bias,
             signs=_signs(context, product),
+            may_start=context.recipe.gemm == "bf16"
+            and can_start_from(left.tensor, right.tensor, context.compute_dtype, out_dtype),
         )
     context.probe_product(product, left, right, result, bias)
     return result
@@ -330,8 +334,12 @@ def _gemm(
     *,
     out_dtype: torch.dtype,
     bias: Tensor | None,
+    total: Tensor | None = None,
 ) -> Tensor:
-    """Run one GEMM of two stored operands in the recipe's precision, or in bf16 if that is not possible."""
+    """Run one GEMM of two stored operands in the recipe's precision, or in bf16 if that is not possible.
+
+    `total` is that of `gemms.multiply`, for recipes whose GEMMs are bf16.
+    """
     transpose_left, transpose_right = _transposes(product, left, right)
     arguments: dict[str, Any] = {
         "transpose_left": transpose_left,
@@ -349,7 +357,8 @@ def _gemm(
         result = native_fp4.multiply(left, right, out_dtype=out_dtype, bias=bias)
     if result is None:
         path = "bf16"
-        result = multiply(left.tensor, right.tensor, compute_dtype=context.compute_dtype, **arguments)
+        arguments |= {"compute_dtype": context.compute_dtype, "total": total}
+        result = multiply(left.tensor, right.tensor, **arguments)
     if context.count is not None:
         context.count(product, path)
     return result

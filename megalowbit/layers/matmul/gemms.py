@@ -63,6 +63,7 @@ def multiply(
     compute_dtype: torch.dtype,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
+    total: Tensor | None = None,
 ) -> Tensor:
     """Multiply two operands: left · right + bias.
 
@@ -74,6 +75,8 @@ def multiply(
         compute_dtype: the layer's dtype; decides the GEMM, see the module docstring.
         out_dtype: dtype of the result. Numbers too large for it become infinite.
         bias: (n,), added in fp32 (fp64).
+        total: (m, n) in `out_dtype`, in place of a bias: the GEMM adds to it, and it is returned; only if
+            `can_start_from`.
 
     Returns:
         (m, n) in `out_dtype`, contiguous.
@@ -85,12 +88,21 @@ def multiply(
     a, b = _matrices(left, right, transpose_left, transpose_right, compute_dtype, dtype)
     scale = _combined_scale(left, right)
     with no_autocast(a.device.type):
+        if total is not None:
+            return total.addmm_(a, b)
         if scale is None and _is_last(a, bias, out_dtype):
             return _last_product(a, b, bias)
         alpha = _alpha(a, b, scale, bias)
         if alpha is not None:
             return _scaled_product(a, b, alpha, bias, out_dtype)
         return finish(_product(a, b), scale, bias, out_dtype)
+
+
+def can_start_from(left: Operand, right: Operand, compute_dtype: torch.dtype, out_dtype: torch.dtype) -> bool:
+    """Whether the GEMM of `multiply` may add to a matrix in `out_dtype`: on a GPU, if nothing follows it."""
+    device = _device(left)
+    dtype = gemm_dtype([left.exact_dtype, right.exact_dtype], compute_dtype, device)
+    return device.type == "cuda" and dtype == out_dtype and _combined_scale(left, right) is None
 
 
 def add_product(

@@ -37,6 +37,7 @@ class LowRankPart:
         right: Vᵀ (k, cols), row-major.
         gain: factor of the residual, 0-dim; `None` is 1.
         is_row: whether U·diag(values) is a column of ones, so every row of the low-rank part is Vᵀ.
+        ready: what `matrices` returns without `transpose`, if it is known already; never saved.
     """
 
     left: OperandTensor
@@ -44,6 +45,7 @@ class LowRankPart:
     right: OperandTensor
     gain: Tensor | None = None
     is_row: bool = False
+    ready: tuple[Tensor, Tensor] | None = None
 
     def matrices(self, dtype: torch.dtype, *, transpose: bool) -> tuple[Tensor, Tensor]:
         """(rows, k) and (k, cols), whose product is U·diag(values)·Vᵀ; with `transpose`, of its transpose.
@@ -51,7 +53,10 @@ class LowRankPart:
         In both cases U·diag(values) is rounded to `dtype` as one matrix, exactly as when the residual was
         computed.
         """
-        left, right = scaled_left(self.left, self.values, dtype), right_factor(self.right, dtype)
+        if self.ready is not None and self.ready[0].dtype == dtype:
+            left, right = self.ready
+        else:
+            left, right = scaled_left(self.left, self.values, dtype), right_factor(self.right, dtype)
         return (right.t(), left.t()) if transpose else (left, right)
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], LowRankPart]:

@@ -107,9 +107,11 @@ def parts_of(operand: MatmulOperand | None, *, is_shared: bool) -> list[Tensor]:
         return []
     if isinstance(operand.tensor, UnquantizedTensor):  # the input or the weight itself
         operand = replace(operand, tensor=_copied(operand.tensor))
-    if operand.low_rank is not None:  # the directions from which the next split starts
+    if operand.low_rank is not None:  # the next split may start from them
         left, right = _copied(operand.low_rank.left), _copied(operand.low_rank.right)
-        operand = replace(operand, low_rank=replace(operand.low_rank, left=left, right=right))
+        values = operand.low_rank.values.clone()
+        low_rank = replace(operand.low_rank, left=left, values=values, right=right)
+        operand = replace(operand, low_rank=low_rank)
     parts = operand.to_parts()[0]
     return [part.clone() if is_shared else part for part in parts]
 

@@ -91,7 +91,7 @@ class Side(NamedTuple):
 
 
 def multiply_split(
-    main: Callable[[torch.dtype, Tensor | None], Tensor],
+    main: Callable[..., Tensor],
     left: Side,
     right: Side,
     *,
@@ -99,11 +99,14 @@ def multiply_split(
     out_dtype: torch.dtype,
     bias: Tensor | None,
     signs: int | None,
+    may_start: bool = False,
 ) -> Tensor:
     """Multiply left · right + bias if at least one is split; dtypes and `bias` are those of `gemms.multiply`.
 
     `main` takes (out_dtype, bias) and returns the product of the residuals (m, n). `signs` are those of the
-    Hadamard transform along the axis summed over, or `None` without a transform.
+    Hadamard transform along the axis summed over, or `None` without a transform. With `may_start`, `main`
+    also takes `total`, see `gemms.can_start_from`: then the thin products are written first, and the GEMM
+    adds to them, which reads the result once less. Either way it is rounded twice.
 
     Returns:
         (m, n) in `out_dtype`.
@@ -118,15 +121,20 @@ def multiply_split(
         if rows:
             row = rows[0].flatten().to(torch.promote_types(dtype, torch.float32))
             bias = (row if bias is None else row + bias).to(dtype)
+        tall_terms = [(tall, wide) for tall, wide in terms if tall is not None]
+        if may_start and tall_terms and not scaled and out_dtype == dtype:
+            (tall, wide), *others = tall_terms
+            total = tall @ wide if bias is None else torch.addmm(bias.to(dtype), tall, wide)
+            for tall, wide in others:
+                total.addmm_(tall, wide)
+            return main(out_dtype, None, total)
         # Stay in the wider dtype until the end: an intermediate sum may exceed fp16 although the result fits.
         out = main(torch.promote_types(out_dtype, dtype), None if scaled else bias)
         for gain in scaled:
             out.mul_(gain)
         if scaled and bias is not None:
             out.add_(bias)
-        for tall, wide in terms:
-            if tall is None:
-                continue
+        for tall, wide in tall_terms:
             if out.dtype == dtype:
                 out.addmm_(tall, wide)
             else:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from megalowbit.layers.matmul import function
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.recipe import OPERAND_FIELDS, recipe
@@ -134,6 +135,12 @@ def close(got, expected, relative):
 @pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
 def test_products_are_those_of_the_operands_put_together(splits, layout, shape):
     check(own_recipe(NAME, {**splits, **layout}), shape, torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_gemms_that_add_to_the_thin_products_give_the_same_products(splits, monkeypatch):
+    monkeypatch.setattr(function, "can_start_from", lambda *_: True)  # as on a GPU
+    check(own_recipe(NAME, splits), (32, 48, 64), torch.float32, 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

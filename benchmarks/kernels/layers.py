@@ -1,0 +1,60 @@
+"""The kernels of a layer's forward and backward, as `counting` counts them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import megalowbit as mlb
+from benchmarks.kernels.counting import GPU, Kernel, counting
+from megalowbit.layers.matmul.context import MatmulContext
+from megalowbit.layers.matmul.function import Dtypes, backward_products, forward_products
+from megalowbit.quantize.random_stream import RandomStream
+from megalowbit.spectral.state import SplitState
+
+
+def layer_kernels(chosen: mlb.Recipe, sizes: tuple[int, int, int]) -> list[Kernel]:
+    """The kernels of a layer's second micro-batch."""
+    states: dict[str, SplitState] = {}
+    with counting() as gpu:
+        for step in (1, 2):
+            gpu.kernels.clear()
+            run_layer(chosen, sizes, step, states)
+    return gpu.kernels
+
+
+def run_layer(
+    chosen: mlb.Recipe, sizes: tuple[int, int, int], step: int, states: dict[str, SplitState]
+) -> None:
+    """Forward and backward on matrices of these sizes, on the device that tensors of `GPU` have."""
+    x, w, g = matrices(*sizes)
+    stream = RandomStream(0, step)
+    context = MatmulContext(
+        recipe=chosen,
+        compute_dtype=torch.bfloat16,
+        random_key=lambda role, _device: stream.key("layer", role),
+        hadamard_signs=1,
+        step=step,
+        sizes=sizes[1:],
+        split_state=lambda role: states.setdefault(role, SplitState()),
+    )
+    done = forward_products(context, x, w, None, keeps_input=True, keeps_weight=True)
+    dtypes = Dtypes(torch.bfloat16, torch.bfloat16, None)
+    backward_products(
+        context, g, done.input, done.weight, in_features=sizes[1], dtypes=dtypes, needs_bias=False
+    )
+
+
+def plain_layer(tokens: int, inputs: int, outputs: int) -> list[Kernel]:
+    """The kernels of the three products of a bf16 layer."""
+    with counting() as gpu:
+        x, w, g = matrices(tokens, inputs, outputs)
+        x @ w.t(), g @ w, g.t() @ x
+    return gpu.kernels
+
+
+def matrices(tokens: int, inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, weight and output gradient."""
+    shapes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
+    x, w, g = (torch.empty(each, dtype=torch.bfloat16, device=GPU) for each in shapes)
+    return x, w, g

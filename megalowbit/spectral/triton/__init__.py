@@ -1,0 +1,1 @@
+"""Triton kernels for low-rank factors on GPUs."""

@@ -1,0 +1,54 @@
+"""Counts of kernels, bytes and operations are those of layers that are small enough to count by hand."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+
+import megalowbit as mlb
+from benchmarks.kernels.counting import GPU, Kernel, Prediction, counting
+from benchmarks.kernels.layers import layer_kernels, plain_layer
+
+SIZES = (128, 64, 96)
+
+
+def launches(kernels):
+    return sum(each.launches for each in kernels)
+
+
+def test_a_plain_layer_is_three_products():
+    kernels = plain_layer(*SIZES)
+    m, k, n = SIZES
+    assert [each.name for each in kernels] == ["mm"] * 3
+    assert [each.flops for each in kernels] == [2 * m * k * n] * 3
+    assert [each.bytes for each in kernels] == [2 * (m * k + k * n + m * n)] * 3
+
+
+def test_views_cost_nothing_and_in_place_operations_are_counted():
+    with counting() as gpu:
+        x = torch.empty(4, 8, device=GPU)
+        y = x.t().narrow(0, 2, 6).unsqueeze(0)
+        assert gpu.kernels == []
+        y.mul_(2)
+        torch.addmm(x, torch.empty(4, 3, device=GPU), torch.empty(3, 8, device=GPU))
+    assert gpu.kernels[0] == Kernel("mul_", 1, 2 * 6 * 4 * 4, 0)
+    factors, matrix = (4 * 3 + 3 * 8) * 4, 4 * 8 * 4
+    assert gpu.kernels[1] == Kernel("addmm", 2, 4 * matrix + factors, 2 * 4 * 3 * 8)
+
+
+def test_a_read_by_the_host_is_an_error():
+    with counting(), pytest.raises(RuntimeError, match="makes the host wait"):
+        torch.zeros((), device=GPU).item()
+
+
+def test_a_time_is_the_longest_of_bytes_operations_and_launches():
+    predicted = Prediction(bandwidth=1.0, speed=1.0, shortest=5.0)
+    kernels = [Kernel("a", 1, 9, 2), Kernel("b", 1, 2, 8), Kernel("c", 2, 1, 1)]
+    assert predicted.seconds(kernels) == 9 + 8 + 10
+
+
+def test_a_layer_quantises_three_matrices_and_decodes_two():
+    names = [each.name for each in layer_kernels(mlb.recipe("nvfp4"), SIZES)]
+    wanted = {"zeros": 3, "fp4.amax_kernel": 3, "fp4.encode_kernel": 3, "decode.decode_kernel": 2, "mm": 3}
+    assert {name: names.count(name) for name in names} == wanted

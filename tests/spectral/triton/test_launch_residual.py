@@ -1,0 +1,44 @@
+from pathlib import Path
+
+import pytest
+import torch
+from triton_comparison import compare_in_a_process
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from benchmarks.kernels.counting import GPU, counting
+from megalowbit.spectral.triton import launch_residual
+
+PROGRAM = Path(__file__).parent.parent / "triton_factors.py"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rank", "is_covered"),
+    [(torch.bfloat16, 60, True), (torch.bfloat16, 65, False), (torch.float16, 60, False)],
+)
+def test_the_kernel_takes_what_the_factors_kernels_take(dtype, rank, is_covered):
+    with counting():
+        matrix, flat = (torch.empty(n, 128, dtype=dtype, device=GPU) for n in (256, rank))
+        assert launch_residual.covers(matrix, flat) == is_covered
+
+
+def test_a_residual_reads_its_matrix_once_and_writes_it_once():
+    with counting() as gpu:
+        shapes = (256, 128), (256, 60), (60, 128)
+        launch_residual.residual(*(torch.empty(each, dtype=torch.bfloat16, device=GPU) for each in shapes))
+    assert [each.name for each in gpu.kernels] == ["zeros", "factors.residual_kernel"]
+    assert gpu.kernels[1].bytes == 2 * (2 * 256 * 128 + (256 + 128) * 60) + 4
+
+
+@pytest.mark.parametrize(
+    "group",
+    ["dependent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("rows", "order", "factors"))],
+)
+def test_residuals_and_their_maxima_are_exact_in_the_interpreter(group):
+    compare_in_a_process("cpu", group, str(PROGRAM), TRITON_INTERPRET="1")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", ["residual", "split"])
+def test_residuals_and_their_maxima_are_exact_on_a_gpu(group):
+    compare_in_a_process("cuda", group, str(PROGRAM))
