@@ -4,24 +4,46 @@
 
 A long test that fails on a busy machine only must not stop a release, but nobody may miss it either: the last
 line names it. More than `MOST_REPEATED` failures are not a flaky test; they are not run again.
+
+If LONG_TESTS_END is set, in seconds since 1970, no test starts after it, except those that are run again. The
+last line counts the tests that are left and names their files. They fail nothing.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from xml.etree import ElementTree
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 WORKERS = 3  # of one thread each, on two cores: long tests often wait for processes
 MOST_REPEATED = 10
 TESTS_FAILED = 1  # pytest's exit code
+END, LEFT = "LONG_TESTS_END", "LONG_TESTS_LEFT"  # when tests no longer start; where their names are written
 
 
-def run_pytest(cache, *arguments):
+def pytest_runtest_setup(item):
+    """Skip what would start too late: this file is a plugin of the first pytest run."""
+    if time.time() > float(os.environ[END]):
+        with Path(os.environ[LEFT]).open("a", encoding="utf-8") as file:  # of all workers
+            file.write(f"{item.nodeid}\n")
+        pytest.skip("the time for long tests is over")
+
+
+def limited(environment, left):
+    """The environment and pytest's arguments under which no test starts after the end."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), environment.get("PYTHONPATH"))))
+    return {**environment, LEFT: str(left), "PYTHONPATH": path}, ("-p", Path(__file__).stem)
+
+
+def run_pytest(cache, *arguments, environment=None):
     command = [sys.executable, "-m", "pytest", "-m", "slow", "-o", f"cache_dir={cache}", *arguments]
-    process = subprocess.Popen(command, cwd=ROOT)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment)
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -42,22 +64,34 @@ def num_skipped(report):
 def main(arguments):
     with tempfile.TemporaryDirectory(prefix="pytest-cache-") as cache:
         shared_out = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
-        code = run_pytest(cache, *shared_out, "--durations=25", *arguments)
+        environment, plugin, not_run = None, (), Path(cache) / "left"
+        if os.environ.get(END):
+            environment, plugin = limited(dict(os.environ), not_run)
+        code = run_pytest(cache, *shared_out, *plugin, "--durations=25", *arguments, environment=environment)
         failed = failures(cache)
-        if code != TESTS_FAILED or not failed or len(failed) > MOST_REPEATED:
-            return code
-        print(f"run again, alone: {', '.join(failed)}", flush=True)
-        report = Path(cache) / "again.xml"
-        selection = ("--last-failed", "--last-failed-no-failures=none")
-        code = run_pytest(cache, *selection, *arguments, f"--junitxml={report}")
-        left = failures(cache)  # includes tests that were not collected under this name again
-        if code == 0 and (left or num_skipped(report)):
-            print("not every failed test ran again: none of them counts as flaky", flush=True)
-            return TESTS_FAILED
-        flaky = sorted(set(failed) - set(left))
-        if flaky:
-            print(f"flaky (failed, then passed alone): {', '.join(flaky)}", flush=True)
+        if code == TESTS_FAILED and 0 < len(failed) <= MOST_REPEATED:
+            code = run_again(cache, failed, arguments)
+        if not_run.exists():
+            left = not_run.read_text(encoding="utf-8").splitlines()
+            files = sorted({name.partition("::")[0] for name in left})
+            print(f"NOT RUN, for lack of time: {len(left)} tests of {', '.join(files)}", flush=True)
         return code
+
+
+def run_again(cache, failed, arguments):
+    """Run each failed test alone, and name those that pass now; returns the exit code."""
+    print(f"run again, alone: {', '.join(failed)}", flush=True)
+    report = Path(cache) / "again.xml"
+    selection = ("--last-failed", "--last-failed-no-failures=none")
+    code = run_pytest(cache, *selection, *arguments, f"--junitxml={report}")
+    left = failures(cache)  # includes tests that were not collected under this name again
+    if code == 0 and (left or num_skipped(report)):
+        print("not every failed test ran again: none of them counts as flaky", flush=True)
+        return TESTS_FAILED
+    flaky = sorted(set(failed) - set(left))
+    if flaky:
+        print(f"flaky (failed, then passed alone): {', '.join(flaky)}", flush=True)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The long tests and `make test-all`: what is run again, what counts as flaky, what fails."""
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,11 +78,28 @@ def test_exhaustive():
 """
 
 
-def run_long(folder, source, workers=0):
+def environment(**variables):
+    """That of this process, without an end that it may have been given itself."""
+    return {**{name: value for name, value in os.environ.items() if name != "LONG_TESTS_END"}, **variables}
+
+
+def run_long(folder, source, workers=0, **variables):
     (folder / "test_long.py").write_text(source)
     command = [sys.executable, str(RUNNER), "-c", "/dev/null", "--rootdir", str(folder), str(folder)]
     command += ["-n", str(workers)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, env=environment(**variables))
+
+
+def test_what_would_start_too_late_is_counted_and_a_failure_still_runs_again(tmp_path):
+    ending = "def test_the_time_ends():\n    import os\n    os.environ['LONG_TESTS_END'] = '0'\n"
+    late = "def test_late():\n    pathlib.Path(__file__).with_name('late').touch()\n"
+    done = run_long(tmp_path, TESTS + ending + late, LONG_TESTS_END=str(time.time() + 1000))
+    assert done.returncode == 0, done.stdout
+    flaky, left = done.stdout.splitlines()[-2:]
+    assert flaky.startswith("flaky")
+    assert flaky.endswith("test_flaky")
+    assert left == "NOT RUN, for lack of time: 1 tests of test_long.py"
+    assert not (tmp_path / "late").exists()
 
 
 def test_a_test_that_passes_the_second_time_is_named_as_flaky(tmp_path):
@@ -123,7 +142,8 @@ def make_test_all(folder, source, *arguments):
     variables = [f"BIN={Path(sys.executable).parent}", f"ARGS={selection}"]
     done = ["-o", "install", "-o", "lint", "-o", "types"]
     command = ["make", "--silent", "test-all", *done, *variables]
-    return subprocess.run(command, cwd=RUNNER.parent.parent, capture_output=True, text=True)
+    root = RUNNER.parent.parent
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment())
 
 
 def test_a_selection_of_long_tests_alone_runs_them(tmp_path):

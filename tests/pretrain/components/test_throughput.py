@@ -75,8 +75,9 @@ def test_metrics_console_and_summary_have_the_figures(resolve, tmp_path, capsys)
     assert summary["flops_per_token"] == COUNTED
     assert summary["flops_per_token_palm"] == PALM
     assert summary["peak_tflops"] == 0.5
-    # two windows over the same steps, read a few microseconds apart
-    assert summary["mfu"] == pytest.approx(COUNTED * summary["tokens_per_second"] / 0.5e12, rel=0.05)
+    assert summary["mfu"] == pytest.approx(summary["tflops_per_device"] / 0.5)
+    # two windows over the same steps, whose ends are not read at the same moment
+    assert summary["mfu"] == pytest.approx(COUNTED * summary["tokens_per_second"] / 0.5e12, rel=0.3)
     output = capsys.readouterr().out
     assert "peak of cpu 0.5 TFLOP/s" in output
     heading = next(line for line in output.splitlines() if "grad_norm" in line)
