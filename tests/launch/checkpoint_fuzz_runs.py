@@ -159,13 +159,15 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=600)
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument("--seconds", type=float, default=600)
+    limit.add_argument("--cases", type=int, help="so many, however long they take")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     counts, failures, seed = {"went on": 0, "refused": 0}, 0, options.seed
     with tempfile.TemporaryDirectory(prefix="checkpoint-fuzz-") as folder:
         runs, end = Runs(Path(folder)), time.monotonic() + options.seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end if options.cases is None else sum(counts.values()) < options.cases:
             try:
                 failure, outcome = runs.case(seed)
             except subprocess.TimeoutExpired as error:

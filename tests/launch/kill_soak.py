@@ -11,6 +11,7 @@ seed but for the moments, which are those of real processes. Exit code 0: all ru
 
 import argparse
 import itertools
+import math
 import random
 import re
 import shutil
@@ -92,7 +93,7 @@ class Watched:
 
 
 class Soak:
-    """Kills runs until it has done so `kills` times and the last one is done."""
+    """Kills each run in turn, until it has done so `kills` times and the last one is done."""
 
     def __init__(self, options, folder):
         self.options, self.folder = options, folder
@@ -114,11 +115,12 @@ class Soak:
         return watched
 
     def kill_until_done(self, undisturbed, name):
-        """Kill one run until it is done, or enough was killed; compare it."""
+        """Kill one run until it is done, or had its share of all kills; compare it."""
         watched = Watched(undisturbed.config, undisturbed.path.with_name(name), undisturbed.steps)
         before = self.kills
+        most = min(self.options.kills, before + math.ceil(self.options.kills / len(self.options.runs)))
         while not watched.is_done:
-            if self.kills >= self.options.kills:
+            if self.kills >= most:
                 self.finish(watched, is_forked=True)
             else:
                 self.start_and_kill(watched)

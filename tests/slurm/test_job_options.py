@@ -8,17 +8,16 @@ from runs import SAVE_EVERY, STEPS, Workspace, processes
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
-def test_a_run_survives_time_limits(workspace):
+def test_a_run_survives_its_time_limit(workspace):
     """SLURM sends the signal by itself, up to half a minute early; nobody else touches the job."""
     long = ("megalowbit.run.steps=100000", "megalowbit.checkpoint.every=0")
     run = workspace.submit("limit", "time=1", "signal_seconds=20", sets=long)
-    run.reach(attempts=3, step=1)
-    run.reach(attempts=3, step=run.starts[2] + 2)
+    run.reach(attempts=2, step=1)
     run.job.cancel()
     assert run.end() == "CANCELLED", run.log
-    assert run.job.restarts == 2
-    assert all("asked to stop" in each for each in run.attempts[:2])
-    assert run.starts == sorted(set(run.starts))
+    assert run.job.restarts == 1
+    assert "asked to stop" in run.attempts[0]
+    assert 0 < run.starts[1] < len(run.losses())
     assert [step for step, _ in run.losses()] == list(range(1, len(run.losses()) + 1))
 
 
