@@ -1,4 +1,4 @@
-"""Runs the steps, each in a process of its own: an error of CUDA, a hang or a kill ends one step only.
+"""Runs the steps, each in a separate process: an error of CUDA, a hang or a kill ends one step only.
 
 python -m benchmarks.first_hour.runner FOLDER STEP      what the runner starts for a step
 """

@@ -286,7 +286,11 @@ def captured(requests: dict[str, Request]) -> list[Launch]:
 def all_launches(rows: int = 256, cols: int = 512) -> list[Launch]:
     """The launches of every request on a matrix of zeros, by default as divisible as those of layers."""
     x = torch.zeros(rows, cols)
-    return captured({**encode_requests(x), **decode_requests(x), **product_requests(x), **factor_requests(x)})
+    tall = torch.zeros(2 * launch_factors.PARTS * launch_factors.GRAM_TILE, 64)  # parts of more than one tile
+    long = {f"{label}, long": request for label, request in factor_requests(tall).items() if "60" in label}
+    return captured(
+        {**encode_requests(x), **decode_requests(x), **product_requests(x), **factor_requests(x), **long}
+    )
 
 
 def main_launches(launches: list[Launch]) -> list[Launch]:

@@ -62,8 +62,9 @@ def cholesky_rows(
     """Orthonormalise by Cholesky QR.
 
     Args:
-        rows: (k, n), any floating-point dtype. If a number is not finite, its row and later ones do not count
-            as independent, and the result may not be finite.
+        rows: (k, n), any floating-point dtype. A row with a number that is not finite does not count as
+            independent. The kernels make it zero and lose no other; with torch's operations no row may count,
+            and the result may not be finite.
         least: rows shorter than this share of the longest count as zero.
         shift: added to the diagonal of the Gram matrix, which is 1; `None`: 20 ε of the precision used.
         may_wait: whether the host may read the outcome and fall back to `householder_rows`; `None`: only on a

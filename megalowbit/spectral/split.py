@@ -70,13 +70,18 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def is_decoded_once(device: torch.device) -> bool:
+    """Whether all products read factors decoded once. A CPU multiplies by Uᵀ row by row, and decodes it so."""
+    return device.type != "cpu"
+
+
 def scaled_left(left: Factor, values: Tensor, dtype: torch.dtype) -> Tensor:
     """U·diag(values) in `dtype`, rounded once: (rows, k), the transpose of a contiguous matrix on a CPU."""
     wide = torch.promote_types(dtype, torch.float32)
     scale = values.to(wide)
     if left.operand_scale is not None:
         scale = scale * left.operand_scale
-    if _is_exact_in(left, dtype) and dtype == torch.bfloat16 and values.device.type != "cpu":
+    if _is_exact_in(left, dtype) and dtype == torch.bfloat16 and is_decoded_once(values.device):
         factor = left.operand(dtype)
         out = factor.new_empty(factor.shape[::-1])
         return torch.mul(factor.t(), scale, out=out)  # computed in fp32, in one pass
@@ -150,7 +155,7 @@ def split_with(
         UserError: a gain function returns an invalid result.
     """
     quantize, dtype = quantizer(settings.q_factors).quantize, product_dtype(matrix.dtype)
-    ready = dtype if matrix.device.type != "cpu" and dtype == torch.bfloat16 else None
+    ready = dtype if dtype == torch.bfloat16 and is_decoded_once(matrix.device) else None
     left, right = (
         quantize(factor.t().contiguous(), random_key=_derived(random_key, side), operand_dtype=ready)
         for factor, side in ((factors.left, "left"), (factors.right, "right"))
@@ -169,15 +174,14 @@ def split_with(
         tall = scaled_left(left, values.to(torch.float32), dtype).contiguous()  # twice as fast below
         flat = right_factor(right, dtype)
     residual, amax = _residual(matrix, tall, flat)
-    # a CPU multiplies by Uᵀ row by row, and decodes it so
-    is_same = settings.order != "seed" and values is gained and matrix.device.type != "cpu"
+    is_same = settings.order != "seed" and values is gained and is_decoded_once(matrix.device)
     products = (tall, flat) if is_same else None
     return SplitTensor(residual, left, gained.to(torch.float32), right, residual_gain, amax, products)
 
 
 def _residual(matrix: Tensor, tall: Tensor, flat: Tensor) -> tuple[Tensor, Tensor | None]:
     """Matrix - tall · flat in the matrix's dtype, and its amax if that comes with it."""
-    if tall.dtype == matrix.dtype and launch_residual.covers(matrix, flat):
+    if launch_residual.covers(matrix, tall, flat):
         return launch_residual.residual(matrix, tall.contiguous(), flat.contiguous())
     return torch.addmm(matrix.to(tall.dtype), tall, flat, alpha=-1).to(matrix.dtype), None
 
@@ -189,7 +193,7 @@ def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
     # a mean that is not finite is replaced by 0, so the residual is the matrix itself in that column
     mean = torch.where(mean.isfinite(), mean, 0.0).to(matrix.dtype).unsqueeze(0)
     ones, amax, products = matrix.new_ones((1, len(matrix))), None, None
-    if launch_residual.covers(matrix, mean):
+    if launch_residual.covers(matrix, mean, mean):
         products = ones.view(-1, 1), mean
         residual, amax = launch_residual.residual(matrix, *products)
     else:

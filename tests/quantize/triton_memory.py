@@ -321,8 +321,10 @@ def main():
         check_requests(1, 1, only="")
         for rows, cols, orientation in ((17, 272, "row"), (270, 17, "column")):  # longer than a tile
             check_requests(rows, cols, only=f", {orientation}")
-        check_requests(17, 272, only="straight")
-        check_requests(270, 17, only="transposed")
+        for label in ("straight", "factors, rank"):
+            check_requests(17, 272, only=label)
+        for label in ("transposed", "factors, rank", " of mxfp4"):
+            check_requests(270, 17, only=label)
         assert set(launched) == launches.kernel_names(), launched
     print("equal")
 

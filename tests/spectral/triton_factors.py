@@ -59,8 +59,22 @@ def check_rows(device):
             assert (gram_of(ours) - eye).abs().max() < max(2 * worst, 1e-3)
 
 
+def check_many(device):
+    """Sixty rows in several tiles of several parts, whose numbers differ in size by more than fp32's range."""
+    given = gaussian(60, 4200)
+    for sizes in (torch.ones(3), torch.tensor([1e-30, 1.0, 1e25])):
+        rows = (given * sizes.repeat_interleave(1400)).bfloat16()
+        found = cholesky_rows(rows.to(device))
+        assert found.is_independent.all()
+        exact = torch.linalg.qr(rows.double().t()).Q.t()
+        ours = found.rows.double().cpu()
+        signs = (exact * ours).sum(1, keepdim=True).sign()
+        assert (ours - signs * exact).abs().max() < 2**-7 * exact.abs().max()
+        assert (gram_of(ours) - torch.eye(60, dtype=torch.float64)).abs().max() < 2e-3
+
+
 def check_dependent(device):
-    """Rows that add nothing, too short ones and those that are not finite become zero and harm no other."""
+    """Rows that add nothing, too short ones and those that are not finite become zero; the others do not."""
     given = gaussian(6, 40)
     rows = torch.stack([given[0], given[1] * 0, given[0] * 2, given[1] * 1e-6, given[2], given[3]])
     found = cholesky_rows(rows.bfloat16().to(device), least=1e-4)
@@ -68,8 +82,14 @@ def check_dependent(device):
     assert not found.rows[1:4].any()
     live = found.rows[found.is_independent]
     assert torch.allclose(gram_of(live.cpu()), torch.eye(3, dtype=torch.float64), atol=5e-3)
-    rows[4, 7] = torch.inf
-    assert not cholesky_rows(rows.bfloat16().to(device)).is_independent[4]
+    for bad in (torch.inf, torch.nan):
+        rows[4, 7] = bad
+        found = cholesky_rows(rows.bfloat16().to(device), least=1e-4)
+        assert found.is_independent.tolist() == [True, False, False, False, False, True]
+        assert found.rows.isfinite().all()
+        assert not found.rows[4].any()
+        with on_torch():
+            assert not cholesky_rows(rows.bfloat16().to(device)).is_independent[4]
     nothing = cholesky_rows(torch.zeros(3, 20, dtype=torch.bfloat16, device=device), least=LEAST)
     assert not nothing.rows.any()
     assert not nothing.is_independent.any()
@@ -175,6 +195,7 @@ def error(x, found):
 
 GROUPS = {
     "rows": check_rows,
+    "many": check_many,
     "dependent": check_dependent,
     "order": check_order,
     "factors": check_factors,

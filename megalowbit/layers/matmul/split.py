@@ -106,7 +106,7 @@ def multiply_split(
     `main` takes (out_dtype, bias) and returns the product of the residuals (m, n). `signs` are those of the
     Hadamard transform along the axis summed over, or `None` without a transform. With `may_start`, `main`
     also takes `total`, see `gemms.can_start_from`: then the thin products are written first, and the GEMM
-    adds to them, which reads the result once less. Either way it is rounded twice.
+    adds to them, which reads the result once less. Either way each term rounds it once.
 
     Returns:
         (m, n) in `out_dtype`.
@@ -122,7 +122,8 @@ def multiply_split(
             row = rows[0].flatten().to(torch.promote_types(dtype, torch.float32))
             bias = (row if bias is None else row + bias).to(dtype)
         tall_terms = [(tall, wide) for tall, wide in terms if tall is not None]
-        if may_start and tall_terms and not scaled and out_dtype == dtype:
+        is_bias_exact = bias is None or torch.promote_types(bias.dtype, dtype) == dtype
+        if may_start and tall_terms and not scaled and out_dtype == dtype and is_bias_exact:
             (tall, wide), *others = tall_terms
             total = tall @ wide if bias is None else torch.addmm(bias.to(dtype), tall, wide)
             for tall, wide in others:

@@ -161,6 +161,7 @@ def rows_kernel(
     """Out (k, n) = transform · x · 2^-exponent."""
     first = tl.program_id(0) * TILE
     values = _load_tile(x, first, k, n, row_stride, col_stride, TILE, RANK)
+    values = tl.where((_bits(values) & MAGNITUDE) < INFINITY_BITS, values, 0.0)  # of rows that are not used
     values *= _power(-tl.load(exponent))
     i = tl.arange(0, RANK)
     used = tl.load(transform + i[:, None] * RANK + i[None, :])

@@ -40,10 +40,12 @@ class Ordered(NamedTuple):
 
 
 def covers(rows: Tensor, *others: Tensor) -> bool:
-    """Whether the kernels take these matrices (k, …)."""
-    is_common = rows.dtype == torch.bfloat16 and 0 < len(rows) <= MOST_DIRECTIONS
+    """Whether the kernels take these matrices: `rows` (k, …) and others, all bf16."""
+    matrices = (rows, *others)
     return (
-        is_common and all(each.numel() for each in (rows, *others)) and backend_of(rows, *others) == "triton"
+        0 < len(rows) <= MOST_DIRECTIONS
+        and all(each.dtype == torch.bfloat16 and each.numel() and not each.is_neg() for each in matrices)
+        and backend_of(*matrices) == "triton"
     )
 
 

@@ -20,9 +20,9 @@ class Residual(NamedTuple):
     amax: Tensor
 
 
-def covers(matrix: Tensor, flat: Tensor) -> bool:
-    """Whether the kernel takes this matrix (rows, cols) and this right factor (k, cols)."""
-    return matrix.dtype == torch.bfloat16 and launch_factors.covers(flat, matrix)
+def covers(matrix: Tensor, tall: Tensor, flat: Tensor) -> bool:
+    """Whether the kernel takes this matrix (rows, cols) and these factors, (rows, k) and (k, cols)."""
+    return launch_factors.covers(flat, matrix, tall)
 
 
 def residual(matrix: Tensor, tall: Tensor, flat: Tensor) -> Residual:

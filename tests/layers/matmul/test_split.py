@@ -10,6 +10,7 @@ from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.recipe import OPERAND_FIELDS, recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
+from megalowbit.spectral import split as split_module
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import right_factor, scaled_left, split
 from megalowbit.spectral.state import SplitState
@@ -141,6 +142,25 @@ def test_products_are_those_of_the_operands_put_together(splits, layout, shape):
 def test_gemms_that_add_to_the_thin_products_give_the_same_products(splits, monkeypatch):
     monkeypatch.setattr(function, "can_start_from", lambda *_: True)  # as on a GPU
     check(own_recipe(NAME, splits), (32, 48, 64), torch.float32, 2e-5)
+
+
+@pytest.mark.parametrize("splits", SPLITS.values(), ids=SPLITS)
+def test_factors_decoded_once_give_the_same_products(splits, monkeypatch):
+    monkeypatch.setattr(split_module, "is_decoded_once", lambda device: True)  # as on a GPU
+    monkeypatch.setattr(function, "can_start_from", lambda *_: True)
+    for dtype, relative in ((torch.float32, 2e-5), (torch.bfloat16, 2e-2)):
+        check(own_recipe(NAME, splits), (32, 48, 64), dtype, relative)
+
+
+def test_a_bias_in_fp32_is_not_rounded_before_it_is_added(monkeypatch):
+    x, w, _, _ = operands(32, 48, 64, torch.bfloat16)
+    bias = torch.full((64,), 300.25)  # bf16 has 300 or 302
+    chosen = own_recipe(NAME, SPLITS["input"])
+    found = []
+    for may_start in (False, True):
+        monkeypatch.setattr(function, "can_start_from", lambda *_, answer=may_start: answer)
+        found.append(lowbit_linear(x, w, bias, context_with(chosen, torch.bfloat16, (48, 64))))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,12 +6,12 @@ from triton_comparison import compare_in_a_process
 pytest.importorskip("triton", reason="Triton is not installed")
 
 PROGRAM = Path(__file__).parent.parent / "triton_factors.py"
-SLOW = ["rows", "order", "factors"]
+SLOW = ["rows", "many", "order", "factors"]
 
 
 @pytest.mark.parametrize(
     "group",
-    ["dependent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("rows", "order", "factors"))],
+    ["dependent", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)],
 )
 def test_factors_are_those_of_torch_in_the_interpreter(group):
     compare_in_a_process("cpu", group, str(PROGRAM), TRITON_INTERPRET="1")

@@ -18,8 +18,12 @@ PROGRAM = Path(__file__).parent.parent / "triton_factors.py"
 )
 def test_the_kernel_takes_what_the_factors_kernels_take(dtype, rank, is_covered):
     with counting():
-        matrix, flat = (torch.empty(n, 128, dtype=dtype, device=GPU) for n in (256, rank))
-        assert launch_residual.covers(matrix, flat) == is_covered
+        shapes = (256, 128), (256, rank), (rank, 128)
+        matrices = [torch.empty(each, dtype=dtype, device=GPU) for each in shapes]
+        assert launch_residual.covers(*matrices) == is_covered
+        for which in range(3):
+            mixed = [each.float() if number == which else each for number, each in enumerate(matrices)]
+            assert not launch_residual.covers(*mixed)
 
 
 def test_a_residual_reads_its_matrix_once_and_writes_it_once():
@@ -30,10 +34,7 @@ def test_a_residual_reads_its_matrix_once_and_writes_it_once():
     assert gpu.kernels[1].bytes == 2 * (2 * 256 * 128 + (256 + 128) * 60) + 4
 
 
-@pytest.mark.parametrize(
-    "group",
-    ["dependent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("rows", "order", "factors"))],
-)
+@pytest.mark.parametrize("group", ["residual", pytest.param("split", marks=pytest.mark.slow)])
 def test_residuals_and_their_maxima_are_exact_in_the_interpreter(group):
     compare_in_a_process("cpu", group, str(PROGRAM), TRITON_INTERPRET="1")
 
