@@ -164,16 +164,19 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_profile(overrides: list[str], text: str | None) -> list[str]:
+def with_profile(overrides: list[str], text: str | None, path: Path) -> list[str]:
     """The overrides of `--set` and of `--profile 20:3`, which keeps other keys of the section.
 
     Args:
         overrides: of `--set`.
         text: of `--profile`; None: there is none.
+        path: the configuration, which may have the section too.
 
     Raises:
-        UserError: `text` is not of this form.
+        UserError: `text` is not of this form, or the file is not valid JSON.
     """
+    from megalowbit.config.deepspeed_json import load_json
+
     if text is None:
         return overrides
     found = re.fullmatch(r"(?:(\d+)(?::(\d+))?)?", text)
@@ -183,7 +186,10 @@ def with_profile(overrides: list[str], text: str | None) -> list[str]:
         )
     values = zip(("first_step", "steps"), found.groups(), strict=True)
     given = [f"{PROFILE}.{name}={int(value)}" for name, value in values if value is not None]
-    return [f"{PROFILE}.first_step=null", *overrides, *given]  # the first one turns it on
+    block = load_json(path).get("megalowbit")
+    has_section = isinstance(block, dict) and block.get("profile") is not None
+    turned_on = [] if has_section else [f"{PROFILE}.first_step=null"]
+    return [*turned_on, *overrides, *given]
 
 
 def program() -> int:
@@ -229,7 +235,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         raise UserError("--restart and --resume auto cannot be combined: leave one of them out")
     if options.benchmark is not None:
         _check_benchmark(options)
-    overrides = with_profile(options.overrides, options.profile)
+    overrides = with_profile(options.overrides, options.profile, Path(options.ds_config))
     config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
     _limit_threads()
     # torch reads this when it is imported; without it every rank prints a stack if the main process is lost

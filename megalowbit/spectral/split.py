@@ -71,7 +71,7 @@ def product_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def is_decoded_once(device: torch.device) -> bool:
-    """Whether all products read factors decoded once. A CPU multiplies by Uᵀ row by row, and decodes it so."""
+    """Whether products read factors decoded once. A CPU multiplies by Uᵀ row by row, and decodes it so."""
     return device.type != "cpu"
 
 

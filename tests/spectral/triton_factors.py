@@ -60,7 +60,7 @@ def check_rows(device):
 
 
 def check_many(device):
-    """Sixty rows in several tiles of several parts, whose numbers differ in size by more than fp32's range."""
+    """Sixty rows in parts of several tiles, whose numbers differ in size by more than the range of fp32."""
     given = gaussian(60, 4200)
     for sizes in (torch.ones(3), torch.tensor([1e-30, 1.0, 1e25])):
         rows = (given * sizes.repeat_interleave(1400)).bfloat16()

@@ -200,6 +200,22 @@ class Profiler(Component):
         self._ranges.remove()
         self._ranges = None
         self._profile.stop()
+        try:
+            trace = self._write(last)
+        except OSError as error:  # a full disk must not end the run
+            reason = error.strerror or str(error)
+            place = error.filename or self._folder
+            return f"WARNING: profile of steps {self._first} to {last} is incomplete: {place}: {reason}"
+        finally:
+            self._profile = None
+            if self._has_memory:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        return f"profile of steps {self._first} to {last}: {trace} (open it at https://ui.perfetto.dev)"
+
+    def _write(self, last: int) -> Path:
+        """Write the files; the path of the trace."""
+        import torch
+
         self._folder.mkdir(exist_ok=True)
         stem = self._folder / f"steps-{self._first}-{last}-rank-{self._rank}"
         trace = stem.with_name(f"{stem.name}.trace.json.gz")
@@ -209,9 +225,7 @@ class Profiler(Component):
         stem.with_name(f"{stem.name}.txt").write_text(table + "\n", encoding="utf-8")
         if self._has_memory:
             torch.cuda.memory._dump_snapshot(str(stem.with_name(f"{stem.name}.memory.pickle")))
-            torch.cuda.memory._record_memory_history(enabled=None)
-        self._profile = None
-        return f"profile of steps {self._first} to {last}: {trace} (open it at https://ui.perfetto.dev)"
+        return trace
 
 
 def named_ranges(

@@ -77,6 +77,19 @@ def test_a_profiled_run_has_the_same_results(trace, resolve, tmp_path):
     assert metrics_of(trace.parents[1]) == metrics_of(tmp_path / "run")
 
 
+def test_a_trace_that_cannot_be_written_is_one_line_and_the_run_goes_on(build_job, tmp_path):
+    job = build_job("megalowbit.run.steps=3", 'megalowbit.profile={"first_step": 1, "steps": 1}')
+    folder = tmp_path / "run" / "profile"
+    folder.write_text("in the way")
+    lines = []
+    for _ in range(2):
+        lines += [each.before_step(job.step) for each in job.components]
+        facts = train_step(job).facts
+        lines += [line for each in job.components for line in each.after_step(job.step, facts)]
+    (found,) = [line for line in lines if line is not None and "profile" in line]
+    assert found == f"WARNING: profile of steps 1 to 1 is incomplete: {folder}: File exists"
+
+
 @pytest.mark.slow
 def test_by_default_steps_after_the_warm_up_are_profiled_and_a_short_run_ends_with_them(build_job, tmp_path):
     job = build_job("megalowbit.run.steps=5", 'megalowbit.profile={"steps": 2}')

@@ -13,6 +13,7 @@ from megalowbit.engine.process_start import CUBLAS_VARIABLE
 from megalowbit.errors import UserError
 from megalowbit.pretrain.command_line import main, with_profile
 from megalowbit.pretrain.components.profiler import ProfileSettings
+from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.benchmark import BenchmarkResult, benchmark
 
 FLOPS_PER_TOKEN = 6 * (2 * 12 * 32 * 32 + 256 * 32) + 12 * 2 * 32 * 32  # of the tiny GPT-2
@@ -102,15 +103,24 @@ def test_the_summary_is_ascii_that_fits_a_screen():
     ("text", "expected"),
     [(None, (100, 4)), ("", (100, 4)), ("20", (20, 4)), ("020:3", (20, 3))],
 )
-def test_the_option_profile_keeps_the_rest_of_its_section(resolve, text, expected):
-    section = 'megalowbit.profile={"first_step": 100, "steps": 4, "all_ranks": true}'
-    for options in ([section], [section, "megalowbit.profile.memory=false"]):
-        found = resolve("megalowbit.run.steps=200", *with_profile(options, text)).settings.of(ProfileSettings)
+def test_the_option_profile_keeps_the_rest_of_its_section(tmp_path, text, expected):
+    section = {"first_step": 100, "steps": 4, "all_ranks": True}
+    given, run = f"megalowbit.profile={json.dumps(section)}", {"run": {"steps": 200}}
+    without = write_config(tmp_path, block=run)
+    with_section = tmp_path / "with.json"
+    content = json.loads(without.read_text())
+    content["megalowbit"]["profile"] = section
+    with_section.write_text(json.dumps(content))
+    memory = "megalowbit.profile.memory=false"
+    for path, options in ((without, [given]), (without, [given, memory]), (with_section, [memory])):
+        config = load_config(path, with_profile(options, text, path), world_size=1)
+        found = config.settings.of(ProfileSettings)
         assert (found.first_step, found.steps) == expected
         assert found.all_ranks
-        assert found.memory == (len(options) == 1)
+        assert found.memory == (memory not in options)
     if text is not None:
-        assert resolve("megalowbit.run.steps=200", *with_profile([], text)).settings.of(ProfileSettings)
+        config = load_config(without, with_profile([], text, without), world_size=1)
+        assert config.settings.of(ProfileSettings)
 
 
 @pytest.mark.parametrize(
