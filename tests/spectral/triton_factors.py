@@ -70,7 +70,7 @@ def check_many(device):
         ours = found.rows.double().cpu()
         signs = (exact * ours).sum(1, keepdim=True).sign()
         assert (ours - signs * exact).abs().max() < 2**-7 * exact.abs().max()
-        assert (gram_of(ours) - torch.eye(60, dtype=torch.float64)).abs().max() < 2e-3
+        assert (gram_of(ours) - torch.eye(60, dtype=torch.float64)).abs().max() < 4e-3  # of lengths, rounded to bf16
 
 
 def check_dependent(device):
