@@ -114,8 +114,10 @@ def _version(package: str) -> str:
 
 
 def docstrings(folder: Path) -> Iterator[str]:
-    """The longer docstrings of all modules below a folder: of modules, classes and functions."""
+    """The longer docstrings of all modules below a folder, without tests: of modules, classes, functions."""
     for path in sorted(folder.rglob("*.py")):
+        if "tests" in path.relative_to(folder).parts:
+            continue
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates; null bytes
