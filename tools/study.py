@@ -14,7 +14,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError, printed, unknown_name
+from megalowbit.errors import (
+    EXIT_TRANSIENT,
+    EXIT_USER_ERROR,
+    TransientError,
+    UserError,
+    printed,
+    unknown_name,
+)
+from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
 from megalowbit.pretrain.stopping.signals import block_stop_signals
 from megalowbit.pretrain.sweep.study.study_file import StudySettings, read_study
@@ -44,7 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
             default=[],
             help=f"run cells of this {axis} only; repeat the flag for several",
         )
-    parser.add_argument("--list", action="store_true", help="print the chosen cells and whether they are finished")
+    parser.add_argument(
+        "--list", action="store_true", help="print the chosen cells and whether they are finished"
+    )
     parser.add_argument("--cell", metavar="NAME", help="run this cell, in this process")
     return parser
 
@@ -91,6 +101,7 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
     from megalowbit.pretrain.sweep.runs import make_folder
     from megalowbit.pretrain.sweep.study.cells import TEXTS, cells_of
     from megalowbit.pretrain.sweep.study.execution import execute, raise_failures, starter
+    from megalowbit.pretrain.sweep.study.report import write_report
     from megalowbit.pretrain.sweep.study.texts import write_text
 
     if options.jobs < 1:
@@ -113,7 +124,12 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
         count_samples(data)  # fills the cache before several processes would do it at once
     left = [cell for cell in chosen if cell.result() is None]
     print(f"{len(chosen)} cells, {len(chosen) - len(left)} finished, {out}", flush=True)
-    outcome = execute(left, jobs=options.jobs, start=starter(Path(__file__).resolve(), options.study.resolve()))
+    outcome = execute(
+        left, jobs=options.jobs, start=starter(Path(__file__).resolve(), options.study.resolve())
+    )
+    print(
+        f"\n{write_report(study, read_json_object(options.study), every, out)}\n\nresults: {out / 'study.json'}"
+    )
     raise_failures(outcome)
     return 0
 
@@ -135,7 +151,10 @@ def _chosen(cells: list[Cell], options: argparse.Namespace) -> list[Cell]:
     return [
         cell
         for cell in cells
-        if all(not getattr(options, axis) or value(cell) in getattr(options, axis) for axis, value in values.items())
+        if all(
+            not getattr(options, axis) or value(cell) in getattr(options, axis)
+            for axis, value in values.items()
+        )
     ]
 
 

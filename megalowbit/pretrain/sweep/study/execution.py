@@ -82,7 +82,9 @@ def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:
                 _note(cell, code, outcome)
                 number = len(outcome.finished) + len(outcome.failed) + len(outcome.elsewhere)
                 seconds = time.monotonic() - started
-                print(f"  [{number}/{len(cells)}] {name}: {_ending(name, outcome)}, {seconds:.0f} s", flush=True)
+                print(
+                    f"  [{number}/{len(cells)}] {name}: {_ending(name, outcome)}, {seconds:.0f} s", flush=True
+                )
             time.sleep(SECONDS_BETWEEN_POLLS)
     finally:
         for _, process, _ in running.values():

@@ -83,7 +83,9 @@ class StudySettings(SettingsModel):
     sizes: tuple[Size, ...] = Field(min_length=1, description="models")
     texts: tuple[Text, ...] = Field(min_length=1, description="texts")
     seeds: tuple[int, ...] = Field(min_length=1, description="of weights and of the order of the data")
-    steps: tuple[int, ...] = Field(min_length=1, description="lengths of runs", json_schema_extra=unit("steps"))
+    steps: tuple[int, ...] = Field(
+        min_length=1, description="lengths of runs", json_schema_extra=unit("steps")
+    )
     recipes: tuple[RecipeEntry, ...] = Field(min_length=1, description="recipes, the baseline included")
     baseline: str = Field(description="name of the recipe that the others are compared with")
     replicas: tuple[Replica, ...] = Field(default=(), description="runs that show the noise floor")
@@ -169,7 +171,9 @@ def _check_numbers(study: StudySettings) -> None:
     for recipe in study.recipes:
         for factor in recipe.lr_factors:
             if factor <= 0:
-                problems.add(UserError(f"recipe {recipe.name!r} has lr factor {factor}: use a number above 0"))
+                problems.add(
+                    UserError(f"recipe {recipe.name!r} has lr factor {factor}: use a number above 0")
+                )
         for factor in _repeated(recipe.lr_factors):
             problems.add(UserError(f"recipe {recipe.name!r} has lr factor {factor} twice: remove one"))
     problems.raise_any()
