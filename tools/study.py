@@ -2,17 +2,20 @@ r"""Compare recipes in a study: sizes × texts × lengths × seeds × recipes as
 
     python tools/study.py configs/studies/gap.json --out runs/gap --jobs 2
     python tools/study.py configs/studies/gap.json --out runs/gap --size 0.8M --seed 1 --list
+    python tools/study.py --reproduce docs/results/gap.json 0.8M,python,1500,nvfp4,1
 
-Each cell of the grid is a run of launch/pretrain.py in its own folder, `OUT/cells/NAME`. Finished cells are
-not run again, unfinished ones continue. To continue a study, run the same command again.
+Each cell of the grid is a run of launch/pretrain.py in its own folder, OUT/cells/NAME. Finished cells are not
+run again, unfinished ones continue: to continue a study, run the same command again. OUT/study.html,
+OUT/study.md and OUT/study.json have the results of all finished cells. docs/studies.md describes the files.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megalowbit.errors import (
     EXIT_TRANSIENT,
@@ -29,33 +32,58 @@ from megalowbit.pretrain.sweep.study.study_file import StudySettings, read_study
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.sweep.study.cells import Cell
+    from megalowbit.pretrain.sweep.study.execution import Outcome
+    from megalowbit.pretrain.sweep.study.texts import TextFacts
 
-ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = ROOT / "launch" / "pretrain.py"
+TOOL = Path(__file__).resolve()
+PROGRAM = TOOL.parent.parent / "launch" / "pretrain.py"
 AXES = ("size", "text", "steps", "seed", "recipe")
+EXIT_OTHER_RESULT = 1  # of --reproduce
+EXIT_INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = OneLineParser.for_script(__doc__)
-    parser.add_argument("study", type=Path, metavar="STUDY.json", help="description of the study")
+    parser.add_argument("study", type=Path, nargs="?", metavar="STUDY.json", help="description of the study")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of the study (default: runs/NAME-study)"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="J", help="cells at a time (default: %(default)s)"
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="J",
+        help="cells at a time, with one thread each unless OMP_NUM_THREADS is set (default: %(default)s)",
     )
     for axis in AXES:
         parser.add_argument(
             f"--{axis}",
             action="append",
             default=[],
-            help=f"run cells of this {axis} only; repeat the flag for several",
+            metavar=axis.upper(),
+            help=f"run only cells of this {axis}; repeat the flag for several (default: all)",
         )
     parser.add_argument(
-        "--list", action="store_true", help="print the chosen cells and whether they are finished"
+        "--list", action="store_true", help="print the cells and which are finished; run nothing"
     )
-    parser.add_argument("--cell", metavar="NAME", help="run this cell, in this process")
+    parser.add_argument(
+        "--report", action="store_true", help="write the report of what is finished; run nothing"
+    )
+    parser.add_argument("--cell", metavar="NAME", help="run one cell in this process, without a report")
+    parser.add_argument(
+        "--reproduce",
+        nargs=2,
+        metavar=("RESULTS.json", "CELL"),
+        help="run a cell of a study.json again, from that file alone, and compare",
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=0.0,
+        metavar="NATS",
+        help="with --reproduce: the largest difference that is not an error (default: 0, every bit)",
+    )
     return parser
 
 
@@ -64,48 +92,42 @@ def main(arguments: list[str] | None = None) -> int:
     escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
+        if options.jobs < 1:
+            raise UserError(f"--jobs {options.jobs} must be at least 1")
+        if (options.study is None) == (options.reproduce is None):
+            raise UserError("name either a STUDY.json or --reproduce RESULTS.json CELL; see --help")
+        if options.reproduce is not None:
+            return _reproduce(options)
         study = read_study(options.study)
         out = (options.out or Path("runs") / f"{options.study.stem}-study").resolve()
-        if options.cell is not None:
-            return _run_one(study, out, options.cell)
-        return _run_grid(study, out, options)
+        return _run_one(study, out, options.cell) if options.cell else _run_grid(study, out, options)
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("stopped: run the same command again to continue", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
 
 
 def _run_one(study: StudySettings, out: Path, name: str) -> int:
     block_stop_signals()  # before heavy imports
     from megalowbit.engine.process_start import import_deepspeed
 
-    import_deepspeed(is_checked=False)
+    import_deepspeed(is_checked=False)  # before any other import of deepspeed, because this one sets it up
     from megalowbit.pretrain.sweep.study.cell_run import run_cell
-    from megalowbit.pretrain.sweep.study.cells import cells_of
+    from megalowbit.pretrain.sweep.study.cells import cell_named
     from megalowbit.pretrain.sweep.study.execution import EXIT_STOPPED
-    from megalowbit.pretrain.sweep.study.texts import write_text
 
-    known = {cell.name: cell for cell in cells_of(study, out, PROGRAM)}
-    if name not in known:
-        raise unknown_name("cell", name, known)
-    cell = known[name]
-    text = next(each for each in study.texts if each.name == cell.text)
-    facts = write_text(text, cell.text_folder, heldout_bytes=study.heldout_bytes)
-    return 0 if run_cell(cell, facts) else EXIT_STOPPED
+    cell = cell_named(study, out, PROGRAM, name)
+    return 0 if run_cell(cell, _write_texts(study, [cell])[cell.text]) else EXIT_STOPPED
 
 
 def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> int:
-    from megalowbit.data.loader import count_samples
     from megalowbit.pretrain.sweep.runs import make_folder
-    from megalowbit.pretrain.sweep.study.cells import TEXTS, cells_of
-    from megalowbit.pretrain.sweep.study.execution import execute, raise_failures, starter
+    from megalowbit.pretrain.sweep.study.cells import cells_of
+    from megalowbit.pretrain.sweep.study.execution import Outcome, raise_failures
     from megalowbit.pretrain.sweep.study.report import write_report
-    from megalowbit.pretrain.sweep.study.texts import write_text
 
-    if options.jobs < 1:
-        raise UserError(f"--jobs {options.jobs} must be at least 1")
     every = cells_of(study, out, PROGRAM)
     chosen = _chosen(every, options)
     if options.list:
@@ -113,49 +135,79 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
             print(f"{'finished' if cell.result() else '-':<10}{cell.name}")
         return 0
     make_folder(out)
-    facts = {
-        text.name: write_text(text, out / TEXTS / text.name, heldout_bytes=study.heldout_bytes)
-        for text in study.texts
-        if any(cell.text == text.name for cell in chosen)
-    }
+    outcome = Outcome() if options.report else _execute(study, chosen, options.study.resolve(), options.jobs)
+    tables = write_report(study, read_json_object(options.study), every, out)
+    print(f"\n{tables}\n\nresults: {out / 'study.html'} and study.json")
+    raise_failures(outcome)
+    return 0
+
+
+def _execute(study: StudySettings, chosen: Sequence[Cell], study_file: Path, jobs: int) -> Outcome:
+    """Check all cells, then run those that are not finished."""
+    from megalowbit.data.loader import count_samples
+    from megalowbit.pretrain.sweep.study.execution import execute, starter
+
+    facts = _write_texts(study, chosen)
     for cell in chosen:
         cell.check_settings(cell.settings(facts[cell.text]))
     for data in {cell.text: cell.config.settings.data for cell in chosen}.values():
         count_samples(data)  # fills the cache before several processes would do it at once
     left = [cell for cell in chosen if cell.result() is None]
-    print(f"{len(chosen)} cells, {len(chosen) - len(left)} finished, {out}", flush=True)
-    outcome = execute(
-        left, jobs=options.jobs, start=starter(Path(__file__).resolve(), options.study.resolve())
-    )
-    print(
-        f"\n{write_report(study, read_json_object(options.study), every, out)}\n\nresults: {out / 'study.json'}"
-    )
-    raise_failures(outcome)
+    print(f"{len(chosen)} cells, {len(chosen) - len(left)} finished, {chosen[0].folder}", flush=True)
+    return execute(left, jobs=jobs, start=starter(TOOL, study_file))
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from megalowbit.pretrain.sweep.study.cells import cell_named
+    from megalowbit.pretrain.sweep.study.execution import raise_failures
+    from megalowbit.pretrain.sweep.study.reproduction import check_text, deviations, unpack
+
+    results, name = Path(options.reproduce[0]), options.reproduce[1]
+    out = (options.out or Path("runs") / f"{results.stem}-again").resolve()
+    study_file, recorded = unpack(results, name, out)
+    study = read_study(study_file)
+    cell = cell_named(study, out, PROGRAM, name)
+    check_text(read_json_object(results)["texts"][cell.text], _write_texts(study, [cell])[cell.text])
+    raise_failures(_execute(study, [cell], study_file, 1))
+    largest = 0.0
+    for what, before, now in deviations(recorded, cell):
+        largest = max(largest, abs(now - before))
+        print(f"  {what:<20}{before:.6f}  {now:.6f}{'' if now == before else f'  {now - before:+.2e}'}")
+    if largest > options.within:
+        commit = recorded["made_with"]["commit"]
+        print(f"{name} differs by up to {largest:.2e} nats from that of commit {commit}")
+        return EXIT_OTHER_RESULT
+    print(f"{name} is reproduced {f'to {largest:.2e} nats' if largest else 'exactly'}")
     return 0
 
 
-def _chosen(cells: list[Cell], options: argparse.Namespace) -> list[Cell]:
-    """The cells that the options select."""
-    values: dict[str, Any] = {
-        "size": lambda cell: cell.size.name,
-        "text": lambda cell: cell.text,
-        "steps": lambda cell: str(cell.steps),
-        "seed": lambda cell: str(cell.seed),
-        "recipe": lambda cell: cell.label,
+def _write_texts(study: StudySettings, cells: Sequence[Cell]) -> dict[str, TextFacts]:
+    """Write the texts of these cells, unless they are there; what identifies them, by name."""
+    from megalowbit.pretrain.sweep.study.texts import write_text
+
+    folders = {cell.text: cell.text_folder for cell in cells}
+    return {
+        text.name: write_text(text, folders[text.name], heldout_bytes=study.heldout_bytes)
+        for text in study.texts
+        if text.name in folders
     }
-    for axis, value in values.items():
-        wanted, known = getattr(options, axis), dict.fromkeys(map(value, cells))
-        for each in wanted:
+
+
+def _chosen(cells: Sequence[Cell], options: argparse.Namespace) -> list[Cell]:
+    """The cells that the options select."""
+    for axis in AXES:
+        known = dict.fromkeys(cell.axis(axis) for cell in cells)
+        for each in getattr(options, axis):
             if each not in known:
                 raise unknown_name(f"--{axis}", each, known)
-    return [
+    found = [
         cell
         for cell in cells
-        if all(
-            not getattr(options, axis) or value(cell) in getattr(options, axis)
-            for axis, value in values.items()
-        )
+        if all(not getattr(options, axis) or cell.axis(axis) in getattr(options, axis) for axis in AXES)
     ]
+    if not found:
+        raise UserError("the options select no cell: leave one of them out")
+    return found
 
 
 if __name__ == "__main__":

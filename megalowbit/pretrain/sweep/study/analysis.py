@@ -155,7 +155,7 @@ class Group:
         """The largest root mean square of a replica's gaps at the end; None without replicas."""
         found = []
         for replica in self.study.replicas:
-            values = self.differences(replica.name, replica.of, lambda each: each.loss_to(self.steps))
+            values = self.differences(replica.name, replica.of, _loss_to(self.steps))
             if values:
                 found.append(math.sqrt(statistics.fmean(value**2 for value in values)))
         return max(found, default=None)
@@ -168,42 +168,31 @@ class Group:
         found = [statistics.stdev(values) for values in by_text.values() if len(values) > 1]
         return statistics.fmean(found) if found else None
 
+    def final_losses(self, label: str) -> dict[Key, float]:
+        """Losses at the end, without cells that have diverged."""
+        losses = {key: each.loss_to(self.steps) for key, each in self.members.get(label, {}).items()}
+        return {key: loss for key, loss in losses.items() if not math.isnan(loss)}
+
     def comparisons(self) -> list[Comparison]:
         """All pairs of recipes at the end of training, with Holm's correction over the group."""
         names = [recipe.name for recipe in self.study.recipes if recipe.name in self.members]
-        losses = {
-            name: {
-                key: loss
-                for key, each in self.members[name].items()
-                if not math.isnan(loss := each.loss_to(self.steps))
-            }
-            for name in names
-        }
-        return compare_all(losses)
+        return compare_all({name: self.final_losses(name) for name in names})
 
     def learning_rates(self) -> list[dict[str, Any]]:
         """For each recipe with several factors of the learning rate: what they change, and the best one."""
         found = []
         for recipe in self.study.recipes:
-            labels = {factor: _label(recipe.name, factor) for factor in recipe.lr_factors}
-            means = {
-                factor: statistics.fmean(values)
-                for factor, label in labels.items()
-                if (values := [each.loss_to(self.steps) for each in self.members.get(label, {}).values()])
+            losses = {
+                f"{factor:g}": self.final_losses(_label(recipe.name, factor)) for factor in recipe.lr_factors
             }
+            means = {factor: statistics.fmean(each.values()) for factor, each in losses.items() if each}
             if len(means) < 2:
                 continue
-            losses = {
-                str(factor): {
-                    key: each.loss_to(self.steps) for key, each in self.members[labels[factor]].items()
-                }
-                for factor in means
-            }
             comparisons = compare_all(losses)
             found.append(
                 {
                     "recipe": recipe.name,
-                    "mean_losses": {f"{factor:g}": mean for factor, mean in means.items()},
+                    "mean_losses": means,
                     "best_factor": min(means, key=lambda factor: means[factor]),
                     "matters": any(each.is_separated for each in comparisons),
                     "is_known": bool(comparisons),
@@ -252,10 +241,7 @@ class Group:
         keys = [key for key in ours if key in theirs]
         if not keys:
             return None
-        gaps = {
-            mark: self._estimate(label, reference, lambda each, mark=mark: each.loss_to(mark))
-            for mark in self.marks
-        }
+        gaps = {mark: _estimate(self.differences(label, reference, _loss_to(mark))) for mark in self.marks}
         end = gaps[self.steps]
         peer = _mean(theirs[key].loss_to(self.steps) for key in keys)
         noise = [ours[key].heldout("own") - ours[key].heldout("bf16") for key in keys]
@@ -282,10 +268,7 @@ class Group:
         steps = sorted(
             {round(first + number * (self.steps - first) / max(1, count - 1)) for number in range(count)}
         )
-        means = {
-            step: _mean(self.differences(label, reference, lambda each, step=step: each.loss_to(step)))
-            for step in steps
-        }
+        means = {step: _mean(self.differences(label, reference, _loss_to(step))) for step in steps}
         return {step: mean for step, mean in means.items() if mean is not None}
 
 
@@ -317,6 +300,10 @@ def _check_equal_tokens(cells: Sequence[Finished]) -> None:
     if len(counts) > 1:
         listed = "; ".join(f"{name}: {tokens:,}" for tokens, name in counts.items())
         raise UserError(f"cells of one size and length have read different numbers of tokens ({listed})")
+
+
+def _loss_to(step: int) -> Callable[[Finished], float]:
+    return lambda each: each.loss_to(step)
 
 
 def _label(name: str, factor: float) -> str:

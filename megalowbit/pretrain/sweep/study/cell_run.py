@@ -109,7 +109,7 @@ def tidy(cell: Cell) -> None:
 
 def _train(cell: Cell) -> int:
     """Run launch/pretrain.py's command line in this process; returns its exit code."""
-    for name in RANK_VARIABLES:
+    for name in (*RANK_VARIABLES, "SLURM_PROCID"):  # a cell is one process, whatever has started it
         os.environ.pop(name, None)
     os.environ["MASTER_PORT"] = str(free_port())
     arguments = ["--ds-config", str(cell.study.base), "--run-dir", str(cell.path), "--resume", "auto"]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.durable_files import atomic_file
-from megalowbit.errors import UserError, shown
+from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.json_text import is_finite_number, read_json_object
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
@@ -68,6 +68,11 @@ class Cell:
     def name(self) -> str:
         """Unique within the study; also the name of the folder."""
         return f"{self.size.name},{self.text},{self.steps},{self.label},{self.seed}"
+
+    def axis(self, name: str) -> str:
+        """Its place on an axis: `size`, `text`, `steps`, `seed` or `recipe`."""
+        others = {"size": self.size.name, "recipe": self.label}
+        return others[name] if name in others else str(getattr(self, name))
 
     @property
     def path(self) -> Path:
@@ -216,6 +221,18 @@ def cells_of(study: StudySettings, folder: Path, program: Path) -> list[Cell]:
         for text in study.texts
         for entry, factor in entries
     ]
+
+
+def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> Cell:
+    """The cell with this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    known = {cell.name: cell for cell in cells_of(study, folder, program)}
+    if name not in known:
+        raise unknown_name("cell", name, known)
+    return known[name]
 
 
 MISSING = "nothing"

@@ -80,10 +80,9 @@ def mean_loss(model: Any, tokens: torch.Tensor, length: int) -> float:
     device = next(model.parameters()).device
     inputs, targets = tokens[:-1].to(device), tokens[1:].to(device)
     whole = len(inputs) // length * length
-    pieces = [
-        *zip(inputs[:whole].view(-1, length).split(BATCH), targets[:whole].view(-1, length).split(BATCH)),
-        (inputs[None, whole:], targets[None, whole:]),
-    ]
+    shape = (-1, length)
+    batches = (inputs[:whole].view(shape).split(BATCH), targets[:whole].view(shape).split(BATCH))
+    pieces = [*zip(*batches, strict=True), (inputs[None, whole:], targets[None, whole:])]
     total = 0.0
     for each_inputs, each_targets in pieces:
         if not each_inputs.numel():

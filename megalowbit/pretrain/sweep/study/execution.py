@@ -67,7 +67,8 @@ def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:
         KeyboardInterrupt: a stop signal or Ctrl-C; the cells have been stopped.
     """
     waiting, running, outcome = list(reversed(cells)), dict[str, tuple[Cell, Process, float]](), Outcome()
-    (cells[0].folder / LOGS).mkdir(parents=True, exist_ok=True) if cells else None
+    for folder in {cell.folder for cell in cells}:
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         while waiting or running:
@@ -117,7 +118,7 @@ def _ending(name: str, outcome: Outcome) -> str:
     return "run by another command" if name in outcome.elsewhere else "finished"
 
 
-def _interrupt(number: int, frame: Any) -> None:
+def _interrupt(_number: int, _frame: Any) -> None:
     raise KeyboardInterrupt
 
 

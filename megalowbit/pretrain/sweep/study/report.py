@@ -1,4 +1,4 @@
-"""Writes what a study has found: `study.json` and `study.md`.
+"""Writes what a study has found: `study.json`, `study.html` and `study.md`.
 
 `study.json` has everything that a cell needs to be run again (the study, the contents of its base
 configuration and model, the SHA-256 of its texts), and of each finished cell its losses, cost and origin.
@@ -17,6 +17,7 @@ from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.sweep.study.analysis import Finished, Group, groups_of
 from megalowbit.pretrain.sweep.study.cell_run import made_with
 from megalowbit.pretrain.sweep.study.cells import TEXTS, Cell
+from megalowbit.pretrain.sweep.study.page import page
 from megalowbit.pretrain.sweep.study.study_file import StudySettings
 from megalowbit.pretrain.sweep.study.tables import markdown
 from megalowbit.pretrain.sweep.study.texts import FACTS
@@ -43,8 +44,9 @@ def write_report(
     data = to_json(study, description, cells, groups, out)
     with atomic_file(out / "study.json") as file:
         file.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
-    with atomic_file(out / "study.md") as file:
-        file.write(text + "\n")
+    for name, content in (("study.md", text + "\n"), ("study.html", page(out.name, groups, data))):
+        with atomic_file(out / name) as file:
+            file.write(content)
     return text
 
 
@@ -62,7 +64,7 @@ def to_json(
     facts = {text.name: out / TEXTS / text.name / FACTS for text in study.texts}
     return {
         "format": FORMAT,
-        "study": dict(description),
+        "study": {**description, "texts": [text.model_dump(mode="json") for text in study.texts]},
         "base": base,
         "model": None if model is None else read_json_object(study.base.parent / model),
         "texts": {name: read_json_object(path) for name, path in facts.items() if path.exists()},

@@ -67,10 +67,7 @@ class Estimate:
             return cls(mean=mean, low=None, high=None, p=None, num_pairs=1)
         error = statistics.stdev(values) / math.sqrt(count)
         half = t_quantile(CONFIDENCE, count - 1) * error
-        if error:
-            p = 1 - probability_within(abs(mean) / error, count - 1)
-        else:
-            p = float(mean == 0)
+        p = 1 - probability_within(abs(mean) / error, count - 1) if error else float(mean == 0)
         return cls(mean=mean, low=mean - half, high=mean + half, p=max(p, 0.0), num_pairs=count)
 
     @property

@@ -205,8 +205,12 @@ def _check_texts(study: StudySettings) -> None:
 
 def _check_keys(study: StudySettings) -> None:
     problems = Problems()
-    entries = [("the study", study.set)]
-    entries += [(f"{each.name!r}", each.set) for each in (*study.sizes, *study.recipes, *study.replicas)]
+    entries = [
+        ("the study", study.set),
+        *((repr(each.name), each.set) for each in study.sizes),
+        *((repr(each.name), each.set) for each in study.recipes),
+        *((repr(each.name), each.set) for each in study.replicas),
+    ]
     for where, values in entries:
         for key in values:
             if key in OWN_KEYS:

@@ -47,8 +47,8 @@ def notes(group: Group) -> list[str]:
     losses = [each.loss_to(group.steps) for each in group.baseline.values()]
     if losses:
         found.append(
-            f"Gaps to {group.study.baseline} in nats, means of {group.study.window} steps; its loss at the end "
-            f"is {sum(losses) / len(losses):.4f}. Rows marked ≈ have an interval that contains 0."
+            f"Gaps to {group.study.baseline} in nats, means of {group.study.window} steps; its loss at the "
+            f"end is {sum(losses) / len(losses):.4f}. Rows marked ≈ have an interval that contains 0."
         )
     floor, deviation = group.noise_floor(), group.seed_deviation()
     if floor is not None:
@@ -71,12 +71,12 @@ def notes(group: Group) -> list[str]:
         found.append(
             f"No two recipes are separated after Holm's correction over {len(comparisons)} comparisons."
         )
-    for each in group.learning_rates():
-        losses_text = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in each["mean_losses"].items())
-        verdict = "the learning rate matters" if each["matters"] else "no difference is significant"
-        verdict = verdict if each["is_known"] else "too few pairs to tell"
+    for rates in group.learning_rates():
+        losses_text = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in rates["mean_losses"].items())
+        verdict = "the learning rate matters" if rates["matters"] else "no difference is significant"
+        verdict = verdict if rates["is_known"] else "too few pairs to tell"
         found.append(
-            f"Learning rate of {each['recipe']}: {losses_text}; best × {each['best_factor']:g}; {verdict}."
+            f"Learning rate of {rates['recipe']}: {losses_text}; best × {rates['best_factor']}; {verdict}."
         )
     return found
 

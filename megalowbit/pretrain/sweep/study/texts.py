@@ -66,7 +66,8 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
     rest = sum(sizes) - held_out
     if rest <= held_out:
         raise UserError(
-            f"text {text.name!r} has {sum(sizes):,} bytes, too few to hold out {heldout_bytes:,}: use more text"
+            f"text {text.name!r} has {sum(sizes):,} bytes, too few to hold out {heldout_bytes:,}: "
+            "use more text"
         )
     folder.mkdir(parents=True, exist_ok=True)
     parts = {TRAIN: documents[:-num_held_out], HELD_OUT: documents[-num_held_out:]}
