@@ -80,13 +80,11 @@ class StudySettings(SettingsModel):
 
     base: Path = Field(description="DeepSpeed configuration of all cells")
     set: dict[str, Any] = Field(default_factory=dict, description="overrides for all cells")
-    sizes: tuple[Size, ...] = Field(min_length=1, description="models")
-    texts: tuple[Text, ...] = Field(min_length=1, description="texts")
-    seeds: tuple[int, ...] = Field(min_length=1, description="of weights and of the order of the data")
-    steps: tuple[int, ...] = Field(
-        min_length=1, description="lengths of runs", json_schema_extra=unit("steps")
-    )
-    recipes: tuple[RecipeEntry, ...] = Field(min_length=1, description="recipes, the baseline included")
+    sizes: tuple[Size, ...] = Field(description="models")
+    texts: tuple[Text, ...] = Field(description="texts")
+    seeds: tuple[int, ...] = Field(description="of weights and of the order of the data")
+    steps: tuple[int, ...] = Field(description="lengths of runs", json_schema_extra=unit("steps"))
+    recipes: tuple[RecipeEntry, ...] = Field(description="recipes, the baseline included")
     baseline: str = Field(description="name of the recipe that the others are compared with")
     replicas: tuple[Replica, ...] = Field(default=(), description="runs that show the noise floor")
     window: int = Field(
@@ -148,6 +146,15 @@ def _from(where: str, error: UserError) -> UserError:
 
 def _check_names(study: StudySettings) -> None:
     problems = Problems()
+    for key in (
+        "sizes",
+        "texts",
+        "seeds",
+        "steps",
+        "recipes",
+    ):  # pydantic's check would follow other mistakes
+        if not getattr(study, key):
+            problems.add(UserError(f"{key} is empty: list at least one"))
     lists: dict[str, Iterable[NamedEntry]] = {
         "sizes": study.sizes,
         "texts": study.texts,
