@@ -124,6 +124,10 @@ def study_of(raw: dict[str, Any], where: str, folder: Path) -> StudySettings:
         UserError: a line for each mistake; each begins with `where`.
     """
     try:
+        _check_keys_of_entries(raw)
+    except UserError as error:
+        raise _from(where, error) from None
+    try:
         study = StudySettings.model_validate(raw)
     except ValidationError as error:
         raise _from(where, invalid_settings(error, "", StudySettings)) from None
@@ -142,6 +146,23 @@ def study_of(raw: dict[str, Any], where: str, folder: Path) -> StudySettings:
 
 def _from(where: str, error: UserError) -> UserError:
     return UserError(f"{where}: {error}")
+
+
+def _check_keys_of_entries(raw: dict[str, Any]) -> None:
+    """Name unknown keys with the entry's name; pydantic would give its number."""
+    problems = Problems()
+    kinds = {"sizes": Size, "texts": Text, "recipes": RecipeEntry, "replicas": Replica}
+    for key, kind in kinds.items():
+        entries = raw.get(key)
+        for entry in entries if isinstance(entries, list) else []:
+            unknown = (
+                [each for each in entry if each not in kind.model_fields] if isinstance(entry, dict) else []
+            )
+            for each in unknown:
+                problems.add(
+                    unknown_name(f"key of {shown(entry.get('name'))} in {key}:", each, kind.model_fields)
+                )
+    problems.raise_any()
 
 
 def _check_names(study: StudySettings) -> None:

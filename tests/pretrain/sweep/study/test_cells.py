@@ -75,7 +75,7 @@ def test_a_cell_has_the_overrides_of_study_size_and_recipe(tmp_path):
 def test_a_mistake_in_a_recipe_is_named_with_the_cell(tmp_path):
     study = study_in(tmp_path, recipes=[{"name": "bf16", "set": {"megalowbit.recipe": "nvfp5"}}], replicas=[])
     with pytest.raises(
-        UserError, match="size 'small', 'bf16': .*unknown recipe 'nvfp5': did you mean 'nvfp4'"
+        UserError, match=r"size 'small', 'bf16': .*unknown recipe 'nvfp5': did you mean 'nvfp4'"
     ):
         _ = named(study, tmp_path, "small,t,6,bf16,1").config
     with pytest.raises(UserError, match="unknown cell 'small,t,6,bf17,1': did you mean 'small,t,6,bf16,1'"):

@@ -40,7 +40,7 @@ MISTAKES = [
     ({"recipe": []}, "unknown key 'recipe': did you mean 'recipes'?"),
     (
         {"recipes": [{"name": "bf16", "sets": {}}]},
-        "unknown key 'recipes.0.sets': did you mean 'recipes.0.set'?",
+        "unknown key of 'bf16' in recipes: 'sets': did you mean 'set'?",
     ),
     ({"baseline": "fp16"}, "unknown baseline 'fp16': did you mean 'bf16'? known: bf16, nvfp4"),
     ({"recipes": TWICE, "replicas": []}, "two recipes and replicas are called 'bf16': rename one"),
