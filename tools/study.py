@@ -132,7 +132,7 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
     chosen = _chosen(every, options)
     if options.list:
         for cell in chosen:
-            print(f"{'finished' if cell.result() else '-':<10}{cell.name}")
+            print(f"{'-' if cell.result() is None else 'finished':<10}{cell.name}")
         return 0
     make_folder(out)
     outcome = Outcome() if options.report else _execute(study, chosen, options.study.resolve(), options.jobs)

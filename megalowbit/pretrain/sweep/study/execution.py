@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from megalowbit.errors import EXIT_TRANSIENT, UserError
 from megalowbit.pretrain.sweep.study.cells import LOGS, Cell
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_STOPPED = 3  # of a cell that a signal has stopped
 SECONDS_BETWEEN_POLLS = 0.1
 
@@ -69,10 +70,11 @@ def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:
     waiting, running, outcome = list(reversed(cells)), dict[str, tuple[Cell, Process, float]](), Outcome()
     for folder in {cell.folder for cell in cells}:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    stopped: list[int] = []
+    before = {number: signal.signal(number, lambda *_: stopped.append(1)) for number in STOP_SIGNALS}
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
+        while (waiting or running) and not stopped:
+            while waiting and len(running) < jobs and not stopped:
                 cell = waiting.pop()
                 running[cell.name] = (cell, start(cell, log_of(cell)), time.monotonic())
             for name, (cell, process, started) in list(running.items()):
@@ -82,17 +84,18 @@ def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:
                 del running[name]
                 _note(cell, code, outcome)
                 number = len(outcome.finished) + len(outcome.failed) + len(outcome.elsewhere)
-                seconds = time.monotonic() - started
-                print(
-                    f"  [{number}/{len(cells)}] {name}: {_ending(name, outcome)}, {seconds:.0f} s", flush=True
-                )
+                ending = f"{_ending(name, outcome)}, {time.monotonic() - started:.0f} s"
+                print(f"  [{number}/{len(cells)}] {name}: {ending}", flush=True)
             time.sleep(SECONDS_BETWEEN_POLLS)
     finally:
         for _, process, _ in running.values():
             process.terminate()
         for _, process, _ in running.values():
             process.wait()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if stopped:
+        raise KeyboardInterrupt
     return outcome
 
 
@@ -116,10 +119,6 @@ def _ending(name: str, outcome: Outcome) -> str:
     if name in outcome.failed:
         return f"failed: {outcome.failed[name]}"
     return "run by another command" if name in outcome.elsewhere else "finished"
-
-
-def _interrupt(_number: int, _frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def raise_failures(outcome: Outcome) -> None:

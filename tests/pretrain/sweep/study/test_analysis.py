@@ -132,7 +132,8 @@ def test_unfinished_cells_and_diverged_ones_are_no_pairs(cells):
     (row,) = [row for row in group_of(cells, "one").rows if row.label == "bad"]
     assert row.num_diverged == 1
     assert row.gaps[20].num_pairs == row.heldout_bf16.num_pairs == 1
-    assert "| bad      | 1 (1 diverged) |" in markdown([group_of(cells, "one")])
+    (line,) = [line for line in markdown([group_of(cells, "one")]).splitlines() if line.startswith("| bad")]
+    assert "| 1 (1 diverged) |" in line
     assert interval(row.gaps[20]) == "+0.0515 ?"
     assert interval(None) == "–"
 
