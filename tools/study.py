@@ -70,6 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--report", action="store_true", help="write the report of what is finished; run nothing"
     )
+    parser.add_argument(
+        "--slurm",
+        type=Path,
+        metavar="CLUSTER.json",
+        help="write a job script of the unfinished cells, an array of J tasks at a time; run nothing",
+    )
     parser.add_argument("--cell", metavar="NAME", help="run one cell in this process, without a report")
     parser.add_argument(
         "--reproduce",
@@ -135,6 +141,8 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
             print(f"{'-' if cell.result() is None else 'finished':<10}{cell.name}")
         return 0
     make_folder(out)
+    if options.slurm is not None:
+        return _write_job(study, chosen, options)
     outcome = Outcome() if options.report else _execute(study, chosen, options.study.resolve(), options.jobs)
     tables = write_report(study, read_json_object(options.study), every, out)
     print(f"\n{tables}\n\nresults: {out / 'study.html'} and study.json")
@@ -143,9 +151,15 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
 
 
 def _execute(study: StudySettings, chosen: Sequence[Cell], study_file: Path, jobs: int) -> Outcome:
-    """Check all cells, then run those that are not finished."""
-    from megalowbit.data.loader import count_samples
+    """Run the cells that are not finished."""
     from megalowbit.pretrain.sweep.study.execution import execute, starter
+
+    return execute(_prepared(study, chosen), jobs=jobs, start=starter(TOOL, study_file))
+
+
+def _prepared(study: StudySettings, chosen: Sequence[Cell]) -> list[Cell]:
+    """Check all cells and write their texts; returns those that are not finished."""
+    from megalowbit.data.loader import count_samples
 
     facts = _write_texts(study, chosen)
     for cell in chosen:
@@ -154,7 +168,35 @@ def _execute(study: StudySettings, chosen: Sequence[Cell], study_file: Path, job
         count_samples(data)  # fills the cache before several processes would do it at once
     left = [cell for cell in chosen if cell.result() is None]
     print(f"{len(chosen)} cells, {len(chosen) - len(left)} finished, {chosen[0].folder}", flush=True)
-    return execute(left, jobs=jobs, start=starter(TOOL, study_file))
+    return left
+
+
+def _write_job(study: StudySettings, chosen: Sequence[Cell], options: argparse.Namespace) -> int:
+    from megalowbit.cluster.script import STATE, STUDY_TEMPLATE, JobRequest, render_study
+    from megalowbit.cluster.settings import load_cluster
+    from megalowbit.durable_files import atomic_file
+
+    settings, folder = load_cluster(options.slurm, []), chosen[0].folder
+    request = JobRequest(
+        ds_config=options.study.resolve(),
+        folder=folder,
+        script=TOOL,
+        working_folder=Path.cwd(),
+        python_folder=None if settings.container else Path(sys.executable).parent,
+        sweep_limit=options.jobs,
+    )
+    names = [cell.name for cell in _prepared(study, chosen)]
+    if not names:
+        raise UserError("all chosen cells are finished: nothing to submit")
+    template = (PROGRAM.parent / "slurm" / STUDY_TEMPLATE).read_text(encoding="utf-8")
+    script, cells_file, listed = render_study(settings, request, names, template)
+    job = folder / STATE / STUDY_TEMPLATE
+    job.parent.mkdir(parents=True, exist_ok=True)
+    for path, text in ((cells_file, listed), (job, script)):
+        with atomic_file(path) as file:
+            file.write(text)
+    print(f"sbatch {job}\nafterwards: python tools/study.py {options.study} --out {folder} --report")
+    return 0
 
 
 def _reproduce(options: argparse.Namespace) -> int:

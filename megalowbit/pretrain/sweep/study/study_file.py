@@ -151,7 +151,12 @@ def _from(where: str, error: UserError) -> UserError:
 def _check_keys_of_entries(raw: dict[str, Any]) -> None:
     """Name unknown keys with the entry's name; pydantic would give its number."""
     problems = Problems()
-    kinds = {"sizes": Size, "texts": Text, "recipes": RecipeEntry, "replicas": Replica}
+    kinds: dict[str, type[NamedEntry]] = {
+        "sizes": Size,
+        "texts": Text,
+        "recipes": RecipeEntry,
+        "replicas": Replica,
+    }
     for key, kind in kinds.items():
         entries = raw.get(key)
         for entry in entries if isinstance(entries, list) else []:

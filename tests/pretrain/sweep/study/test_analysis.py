@@ -12,7 +12,6 @@ from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.curves import picture, ticks
 from megalowbit.pretrain.sweep.study.page import page
 from megalowbit.pretrain.sweep.study.report import to_json
-from megalowbit.pretrain.sweep.study.statistics import Estimate
 from megalowbit.pretrain.sweep.study.study_file import study_of
 from megalowbit.pretrain.sweep.study.tables import interval, markdown
 
@@ -135,7 +134,6 @@ def test_unfinished_cells_and_diverged_ones_are_no_pairs(cells):
     (line,) = [line for line in markdown([group_of(cells, "one")]).splitlines() if line.startswith("| bad")]
     assert "| 1 (1 diverged) |" in line
     assert interval(row.gaps[20]) == "+0.0515 ?"
-    assert interval(None) == "–"
 
 
 def test_cells_with_other_numbers_of_tokens_are_not_compared(cells):
@@ -192,8 +190,3 @@ def test_a_picture_has_round_ticks_and_points_in_proportion():
     assert right > left > 100
     assert float(second[0].split(",")[1]) == pytest.approx((top + bottom) / 2, abs=0.1)
     assert picture({}, noise=None, title="t") == ""
-
-
-def test_an_interval_is_marked_if_it_contains_zero():
-    assert interval(Estimate.of([0.01, 0.011, 0.012])) == "+0.0110 [+0.0085, +0.0135]"
-    assert interval(Estimate.of([0.01, -0.01])) == "+0.0000 [-0.1271, +0.1271] ≈"
