@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalowbit.cluster.settings import ClusterSettings, ContainerSettings
@@ -19,6 +19,7 @@ from megalowbit.distributed.process_group import FIRST_SLURM_PORT, SLURM_PORTS
 from megalowbit.errors import UserError, shown
 
 TEMPLATE = "pretrain.sbatch"
+STUDY_TEMPLATE = "study.sbatch"
 STATE = "slurm"  # folder below the folder of a run or sweep: script, logs and the script's state
 TERMINATION = "megalowbit.watchdog.termination_seconds"
 RECORDED_COLLECTIVES = 2000  # of each rank, by torch's flight recorder: a few steps
@@ -70,6 +71,35 @@ def render(settings: ClusterSettings, request: JobRequest, templates: Mapping[st
     values = {**_sbatch_values(settings, request), **_shell_values(settings, request)}
     start_ranks = fill(templates[start], values).rstrip("\n")
     return fill(templates[main], {**values, "start_ranks": start_ranks})
+
+
+def render_study(
+    settings: ClusterSettings, request: JobRequest, cells: Sequence[str], template: str
+) -> tuple[str, Path, str]:
+    """Render the job script of a study, an array with a task for each cell.
+
+    Args:
+        settings: of the cluster; for one process.
+        request: `ds_config` is the study's file, `script` is tools/study.py, and `sweep_limit` is used.
+        cells: names of the cells.
+        template: text of the template.
+
+    Returns:
+        The script, and the path and text of the file that lists the cells for it.
+
+    Raises:
+        UserError: the settings are for several processes, or as `render`.
+    """
+    if list(settings.node_counts) != [1] or settings.ranks_per_node != 1:
+        raise UserError(
+            f"a cell of a study is one process, but the cluster's settings have nodes {settings.nodes} with "
+            f"{settings.ranks_per_node} processes each: set nodes and gpus_per_node or tasks_per_node to 1"
+        )
+    path = request.folder / STATE / "cells.txt"
+    array = replace(request, sweep=[()] * len(cells))
+    names = {"cells": shlex.quote(str(path)), "folder": shlex.quote(str(request.folder))}
+    values = {**_sbatch_values(settings, array), **_shell_values(settings, array), **names}
+    return fill(template, values), path, "".join(f"{name}\n" for name in cells)
 
 
 def all_overrides(settings: ClusterSettings, request: JobRequest) -> list[str]:

@@ -45,8 +45,8 @@ RESERVED_VARIABLES = {
 RESERVED_PREFIXES = ("SLURM_", "LOCAL_", "CROSS_")
 # variables of the job script itself, which would continue with another value
 SCRIPT_VARIABLES = {
-    "answer", "arguments", "attempt", "code", "counted", "failures", "file", "host", "hostfile", "job",
-    "last", "lock", "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process",
+    "answer", "arguments", "attempt", "cell", "code", "counted", "failures", "file", "host", "hostfile",
+    "job", "last", "lock", "manifest", "max_failures", "newest", "next_signal", "number", "pause", "process",
     "ranks", "refusal", "restarts", "run_folder", "shell_before_setup", "state", "status", "step",
     "stop_asked", "tasks_per_node", "terminated",
 }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Studies: models × recipes × seeds × texts as a resumable grid of runs, and what their losses show."""

@@ -1,0 +1,320 @@
+"""What the results of a study show: gaps to the baseline, their uncertainty, and which recipes differ.
+
+A pair is a cell and the baseline's cell of the same size, text, length and seed: equal initial weights and
+batches. Gaps are taken within pairs. A group has one size and one length, and one text or all of them; its
+pairs are the texts and seeds for which both cells are finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.sweep.study.cells import Cell
+from megalowbit.pretrain.sweep.study.statistics import Comparison, Estimate, compare_all
+from megalowbit.pretrain.sweep.study.study_file import StudySettings
+
+CURVE_POINTS = 40
+ALL_TEXTS = "all"
+Key = tuple[str, int]  # text and seed
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished cell and its result."""
+
+    cell: Cell
+    result: Mapping[str, Any]
+
+    @property
+    def key(self) -> Key:
+        """What it is paired by, within a size and length."""
+        return (self.cell.text, self.cell.seed)
+
+    @property
+    def is_diverged(self) -> bool:
+        """Whether the run has diverged."""
+        return self.result["diverged_at"] is not None
+
+    def loss_to(self, step: int) -> float:
+        """Mean training loss of the window that ends with this step; NaN if the run diverged before."""
+        losses = self.result["losses"]
+        window = losses[max(0, step - self.cell.study.window) : step]
+        finite = [loss for loss in window if loss is not None]
+        return statistics.fmean(finite) if finite and len(losses) >= step else math.nan
+
+    def heldout(self, precision: str) -> float:
+        """Held-out loss in `bf16` or `own` precision; NaN if the run diverged."""
+        losses = self.result["heldout"]
+        return math.nan if losses is None else losses[precision]
+
+    def cpu_seconds(self) -> float:
+        """CPU seconds of a step; NaN if none was measured."""
+        cost = self.result["cost"]
+        return cost["cpu_seconds"] / cost["steps"] if cost["steps"] else math.nan
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe or replica in a group.
+
+    Attributes:
+        label: its name.
+        reference: what it is compared with.
+        num_diverged: cells that have diverged; they have no gaps.
+        gaps: mark → gap of the training loss; the last mark is the end.
+        percent: the gap at the end in % of the reference's loss.
+        heldout_bf16: gap of the held-out loss in bf16.
+        heldout_own: gap of the held-out loss, each in its own precision.
+        forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
+        cpu: CPU time of a step, relative to the reference's.
+        curve: step → mean gap, for a picture.
+    """
+
+    label: str
+    reference: str
+    num_diverged: int
+    gaps: Mapping[int, Estimate]
+    percent: Estimate | None
+    heldout_bf16: Estimate | None
+    heldout_own: Estimate | None
+    forward_noise: Estimate | None
+    cpu: float | None
+    curve: Mapping[int, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        values = {name: value for name, value in vars(self).items() if not isinstance(value, Mapping)}
+        plain = {
+            name: value.to_dict() if isinstance(value, Estimate) else value for name, value in values.items()
+        }
+        gaps = {str(mark): gap.to_dict() for mark, gap in self.gaps.items()}
+        return {**plain, "gaps": gaps, "curve": {str(step): gap for step, gap in self.curve.items()}}
+
+
+@dataclass(frozen=True)
+class Group:
+    """The comparison of all recipes at one size and length, on one text or all.
+
+    Attributes:
+        study: the study.
+        size: name of the size.
+        steps: length of the runs.
+        text: name of the text, or `all`.
+        members: label → its finished cells, by text and seed.
+    """
+
+    study: StudySettings
+    size: str
+    steps: int
+    text: str
+    members: Mapping[str, Mapping[Key, Finished]] = field(repr=False)
+
+    @property
+    def marks(self) -> list[int]:
+        """Steps at which gaps are given."""
+        return [*sorted(mark for mark in self.study.marks if mark < self.steps), self.steps]
+
+    @property
+    def baseline(self) -> Mapping[Key, Finished]:
+        """The baseline's cells."""
+        return self.members.get(self.study.baseline, {})
+
+    @property
+    def title(self) -> str:
+        """`0.8M, 1500 steps, text python`."""
+        texts = "all texts" if self.text == ALL_TEXTS else f"text {self.text}"
+        return f"{self.size}, {self.steps} steps, {texts}"
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The recipes against the baseline."""
+        replicas = {replica.name for replica in self.study.replicas}
+        labels = [label for label in self.members if label != self.study.baseline and label not in replicas]
+        return [row for label in labels if (row := self._row(label, self.study.baseline)) is not None]
+
+    @cached_property
+    def noise(self) -> list[Row]:
+        """Replicas against what they repeat."""
+        rows = [self._row(each.name, each.of) for each in self.study.replicas if each.name in self.members]
+        return [row for row in rows if row is not None]
+
+    def differences(self, label: str, reference: str, value: Callable[[Finished], float]) -> list[float]:
+        """Finite differences of a value over all pairs."""
+        ours, theirs = self.members.get(label, {}), self.members.get(reference, {})
+        found = [value(ours[key]) - value(theirs[key]) for key in ours if key in theirs]
+        return [each for each in found if not math.isnan(each)]
+
+    def noise_floor(self) -> float | None:
+        """The largest root mean square of a replica's gaps at the end; None without replicas."""
+        found = []
+        for replica in self.study.replicas:
+            values = self.differences(replica.name, replica.of, _loss_to(self.steps))
+            if values:
+                found.append(math.sqrt(statistics.fmean(value**2 for value in values)))
+        return max(found, default=None)
+
+    def seed_deviation(self) -> float | None:
+        """Standard deviation of the baseline's loss at the end over seeds, mean over texts."""
+        by_text: dict[str, list[float]] = {}
+        for (text, _), each in self.baseline.items():
+            by_text.setdefault(text, []).append(each.loss_to(self.steps))
+        found = [statistics.stdev(values) for values in by_text.values() if len(values) > 1]
+        return statistics.fmean(found) if found else None
+
+    def final_losses(self, label: str) -> dict[Key, float]:
+        """Losses at the end, without cells that have diverged."""
+        losses = {key: each.loss_to(self.steps) for key, each in self.members.get(label, {}).items()}
+        return {key: loss for key, loss in losses.items() if not math.isnan(loss)}
+
+    def comparisons(self) -> list[Comparison]:
+        """All pairs of recipes at the end of training, with Holm's correction over the group."""
+        names = [recipe.name for recipe in self.study.recipes if recipe.name in self.members]
+        return compare_all({name: self.final_losses(name) for name in names})
+
+    def learning_rates(self) -> list[dict[str, Any]]:
+        """For each recipe with several factors of the learning rate: what they change, and the best one."""
+        found = []
+        for recipe in self.study.recipes:
+            losses = {
+                f"{factor:g}": self.final_losses(_label(recipe.name, factor)) for factor in recipe.lr_factors
+            }
+            means = {factor: statistics.fmean(each.values()) for factor, each in losses.items() if each}
+            if len(means) < 2:
+                continue
+            comparisons = compare_all(losses)
+            found.append(
+                {
+                    "recipe": recipe.name,
+                    "mean_losses": means,
+                    "best_factor": min(means, key=lambda factor: means[factor]),
+                    "matters": any(each.is_separated for each in comparisons),
+                    "is_known": bool(comparisons),
+                }
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        base = list(self.baseline.values())
+        return {
+            "size": self.size,
+            "steps": self.steps,
+            "text": self.text,
+            "marks": self.marks,
+            "baseline": {
+                "name": self.study.baseline,
+                "cells": len(base),
+                "losses": {str(mark): _mean(each.loss_to(mark) for each in base) for mark in self.marks},
+                "heldout_bf16": _mean(each.heldout("bf16") for each in base),
+            },
+            "rows": [row.to_dict() for row in self.rows],
+            "noise": [row.to_dict() for row in self.noise],
+            "noise_floor": self.noise_floor(),
+            "deviation_over_seeds": self.seed_deviation(),
+            "separated": [
+                {
+                    "lower": min(pair := (each.first, each.second), key=lambda name: self._sign(each, name)),
+                    "higher": max(pair, key=lambda name: self._sign(each, name)),
+                    "difference": abs(each.difference.mean),
+                    "adjusted_p": each.adjusted_p,
+                }
+                for each in self.comparisons()
+                if each.is_separated
+            ],
+            "num_comparisons": len(self.comparisons()),
+            "learning_rates": self.learning_rates(),
+        }
+
+    @staticmethod
+    def _sign(comparison: Comparison, name: str) -> float:
+        return comparison.difference.mean if name == comparison.first else 0.0
+
+    def _row(self, label: str, reference: str) -> Row | None:
+        ours, theirs = self.members.get(label, {}), self.members.get(reference, {})
+        keys = [key for key in ours if key in theirs]
+        if not keys:
+            return None
+        gaps = {mark: _estimate(self.differences(label, reference, _loss_to(mark))) for mark in self.marks}
+        end = gaps[self.steps]
+        peer = _mean(theirs[key].loss_to(self.steps) for key in keys)
+        noise = [ours[key].heldout("own") - ours[key].heldout("bf16") for key in keys]
+        ratios = [ours[key].cpu_seconds() / theirs[key].cpu_seconds() for key in keys]
+        return Row(
+            label=label,
+            reference=reference,
+            num_diverged=sum(ours[key].is_diverged for key in keys),
+            gaps={mark: gap for mark, gap in gaps.items() if gap is not None},
+            percent=None if end is None or peer is None else end.scaled(100 / peer),
+            heldout_bf16=self._estimate(label, reference, lambda each: each.heldout("bf16")),
+            heldout_own=self._estimate(label, reference, lambda each: each.heldout("own")),
+            forward_noise=_estimate(noise),
+            cpu=_mean(ratios),
+            curve=self._curve(label, reference),
+        )
+
+    def _estimate(self, label: str, reference: str, value: Callable[[Finished], float]) -> Estimate | None:
+        return _estimate(self.differences(label, reference, value))
+
+    def _curve(self, label: str, reference: str) -> dict[int, float]:
+        first = min(self.study.window, self.steps)
+        count = min(CURVE_POINTS, self.steps - first + 1)
+        steps = sorted(
+            {round(first + number * (self.steps - first) / max(1, count - 1)) for number in range(count)}
+        )
+        means = {step: _mean(self.differences(label, reference, _loss_to(step))) for step in steps}
+        return {step: mean for step, mean in means.items() if mean is not None}
+
+
+def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
+    """The groups in which a recipe and the baseline have a finished cell in common.
+
+    Raises:
+        UserError: cells that would be compared have not read the same number of tokens.
+    """
+    finished = [Finished(cell, result) for cell in cells if (result := cell.result()) is not None]
+    found = []
+    for size, steps in itertools.product((each.name for each in study.sizes), study.steps):
+        here = [each for each in finished if each.cell.size.name == size and each.cell.steps == steps]
+        _check_equal_tokens(here)
+        texts = [text.name for text in study.texts if any(each.cell.text == text.name for each in here)]
+        for text in [*texts, *([ALL_TEXTS] if len(texts) > 1 else [])]:
+            members: dict[str, dict[Key, Finished]] = {}
+            for each in here:
+                if text in (ALL_TEXTS, each.cell.text):
+                    members.setdefault(each.cell.label, {})[each.key] = each
+            group = Group(study, size, steps, text, members)
+            if group.rows or group.noise:
+                found.append(group)
+    return found
+
+
+def _check_equal_tokens(cells: Sequence[Finished]) -> None:
+    counts = {each.result["tokens"]: each.cell.name for each in cells if not each.is_diverged}
+    if len(counts) > 1:
+        listed = "; ".join(f"{name}: {tokens:,}" for tokens, name in counts.items())
+        raise UserError(f"cells of one size and length have read different numbers of tokens ({listed})")
+
+
+def _loss_to(step: int) -> Callable[[Finished], float]:
+    return lambda each: each.loss_to(step)
+
+
+def _label(name: str, factor: float) -> str:
+    return name if factor == 1 else f"{name}@lr{factor:g}"
+
+
+def _estimate(values: Sequence[float]) -> Estimate | None:
+    finite = [value for value in values if not math.isnan(value)]
+    return Estimate.of(finite) if finite else None
+
+
+def _mean(values: Any) -> float | None:
+    finite = [value for value in values if not math.isnan(value)]
+    return statistics.fmean(finite) if finite else None

@@ -1,0 +1,248 @@
+"""Cells of a study: their names, settings, folders and results.
+
+A cell is one run of launch/pretrain.py. Its folder `cells/NAME` is the run folder, with two more files:
+`cell.json`, written before the run starts, has all settings on which the result depends; `result.json`,
+written atomically at the end, marks the cell as finished. Settings leave out paths: a text and a model
+configuration count by their contents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megalowbit.durable_files import atomic_file
+from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.json_text import is_finite_number, read_json_object
+from megalowbit.pretrain.checks import load_checked_config
+from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.pretrain.resume import with_current_names
+from megalowbit.pretrain.sweep.runs import Run
+from megalowbit.pretrain.sweep.study.study_file import RecipeEntry, Replica, Size, StudySettings
+from megalowbit.pretrain.sweep.study.texts import HELD_OUT, TRAIN, TextFacts
+
+CELLS, TEXTS, LOGS, LOCKS = "cells", "texts", "logs", "locks"
+SETTINGS, RESULT = "cell.json", "result.json"
+# No event files and no counts, which take time. A study may set them again.
+LEAN = {"megalowbit.telemetry.tensorboard": False, "megalowbit.telemetry.overflow": False}
+REMOVED_PATHS = (("model", "config"), ("data", "corpus"), ("data", "cache_dir"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of a study, finished or not.
+
+    Attributes:
+        study: the study.
+        folder: folder of the study.
+        size: the model.
+        text: name of the text.
+        steps: optimizer steps.
+        seed: seed of weights and data.
+        entry: the recipe or replica.
+        lr_factor: factor of the learning rate.
+        program: path of launch/pretrain.py.
+    """
+
+    study: StudySettings
+    folder: Path
+    size: Size
+    text: str
+    steps: int
+    seed: int
+    entry: RecipeEntry | Replica
+    lr_factor: float
+    program: Path
+
+    @property
+    def label(self) -> str:
+        """Name of the recipe or replica, with the factor of the learning rate if a recipe has another."""
+        is_usual = self.lr_factor == 1 or isinstance(self.entry, Replica)
+        return self.entry.name if is_usual else f"{self.entry.name}@lr{self.lr_factor:g}"
+
+    @property
+    def name(self) -> str:
+        """Unique within the study; also the name of the folder."""
+        return f"{self.size.name},{self.text},{self.steps},{self.label},{self.seed}"
+
+    def axis(self, name: str) -> str:
+        """Its place on an axis: `size`, `text`, `steps`, `seed` or `recipe`."""
+        others = {"size": self.size.name, "recipe": self.label}
+        return others[name] if name in others else str(getattr(self, name))
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return self.folder / CELLS / self.name
+
+    @property
+    def text_folder(self) -> Path:
+        """Folder of the text's files."""
+        return self.folder / TEXTS / self.text
+
+    @property
+    def heldout(self) -> Path:
+        """The held-out text."""
+        return self.text_folder / HELD_OUT
+
+    @cached_property
+    def overrides(self) -> tuple[str, ...]:
+        """Arguments of `--set`."""
+        values: dict[str, Any] = {**LEAN, **self.study.set, **self.size.set}
+        if isinstance(self.entry, Replica):
+            values |= self.study.recipe(self.entry.of).set
+        values |= self.entry.set
+        values |= {
+            "megalowbit.run.steps": self.steps,
+            "megalowbit.run.seed": self.seed,
+            "megalowbit.data.corpus": str(self.text_folder / TRAIN),
+            "megalowbit.data.text_field": "text",
+            "megalowbit.checkpoint.export_hf": True,  # the held-out loss is that of the exported weights
+        }
+        given = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
+        if self.lr_factor == 1:
+            return given
+        key = "optimizer.params.lr"
+        lr = self._load(given).parts.deepspeed.get("optimizer", {}).get("params", {}).get("lr")
+        if not is_finite_number(lr):
+            raise UserError(f"{self.name}: lr_factor needs a number as {key}, not {shown(lr)}")
+        return (*given, f"{key}={json.dumps(lr * self.lr_factor)}")
+
+    @cached_property
+    def config(self) -> PretrainConfig:
+        """The resolved configuration.
+
+        Raises:
+            UserError: it is not valid; the message begins with the size and the recipe.
+        """
+        return self._load(self.overrides)
+
+    def _load(self, overrides: Sequence[str]) -> PretrainConfig:
+        try:
+            return load_checked_config(self.study.base, list(overrides), world_size=1)
+        except UserError as error:
+            raise UserError(f"size {self.size.name!r}, {self.entry.name!r}: {error}") from None
+
+    @property
+    def run(self) -> Run:
+        """The run, to read its records."""
+        return Run(
+            label=self.label,
+            seed=self.seed,
+            folder=self.path,
+            config=self.study.base,
+            overrides=self.overrides,
+            program=self.program,
+        )
+
+    def settings(self, text: TextFacts) -> dict[str, Any]:
+        """Everything on which the result depends, except the code and the machine."""
+        config = json.loads(json.dumps(self.config.to_dict()))
+        block = config["megalowbit"]
+        model = block["model"].get("config")
+        for section, key in REMOVED_PATHS:
+            block[section].pop(key, None)
+        return {
+            "cell": {
+                "size": self.size.name,
+                "text": self.text,
+                "steps": self.steps,
+                "seed": self.seed,
+                "recipe": self.entry.name,
+                "lr_factor": self.lr_factor,
+                "replica_of": self.entry.of if isinstance(self.entry, Replica) else None,
+            },
+            "config": config,
+            "model": None if model is None else read_json_object(Path(model)),
+            "text": {"train_sha256": text.train_sha256, "heldout_sha256": text.heldout_sha256},
+        }
+
+    def check_settings(self, settings: Mapping[str, Any]) -> bool:
+        """Compare with the settings that a run in this folder was started with; False if there is none.
+
+        Raises:
+            UserError: there is one with other settings, which are named.
+        """
+        path = self.path / SETTINGS
+        if not path.exists():
+            return False
+        saved = read_json_object(path)
+        saved = {**saved, "config": with_current_names(saved["config"])}
+        found = [
+            f"{key} = {shown(now)} (was {shown(before)})" for key, before, now in differences(saved, settings)
+        ]
+        if found:
+            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+            raise UserError(
+                f"{self.path} was run with other settings: {'; '.join(found[:3])}{more}: change them back, "
+                "or choose another --out"
+            )
+        return True
+
+    def result(self) -> dict[str, Any] | None:
+        """The result; None if the cell is not finished."""
+        path = self.path / RESULT
+        return read_json_object(path) if path.exists() else None
+
+    def write(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write a JSON file into the cell's folder, atomically."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with atomic_file(self.path / name) as file:
+            file.write(json.dumps(value, indent=1) + "\n")
+
+
+def cells_of(study: StudySettings, folder: Path, program: Path) -> list[Cell]:
+    """All cells; seed by seed, so that whole pairs are there early, and the baseline first."""
+    entries: list[tuple[RecipeEntry | Replica, float]] = [
+        (recipe, factor)
+        for recipe in sorted(study.recipes, key=lambda each: each.name != study.baseline)
+        for factor in recipe.lr_factors
+    ]
+    entries += [(replica, replica.lr_factor) for replica in study.replicas]
+    return [
+        Cell(
+            study=study,
+            folder=folder,
+            size=size,
+            text=text.name,
+            steps=steps,
+            seed=seed,
+            entry=entry,
+            lr_factor=factor,
+            program=program,
+        )
+        for size in study.sizes
+        for steps in study.steps
+        for seed in study.seeds
+        for text in study.texts
+        for entry, factor in entries
+    ]
+
+
+def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> Cell:
+    """The cell with this name.
+
+    Raises:
+        UserError: there is none.
+    """
+    known = {cell.name: cell for cell in cells_of(study, folder, program)}
+    if name not in known:
+        raise unknown_name("cell", name, known)
+    return known[name]
+
+
+MISSING = "nothing"
+
+
+def differences(before: Any, now: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in [*before, *(key for key in now if key not in before)]:
+            inner = f"{where}.{key}" if where else str(key)
+            yield from differences(before.get(key, MISSING), now.get(key, MISSING), inner)
+    elif before != now or type(before) is not type(now):
+        yield where, before, now

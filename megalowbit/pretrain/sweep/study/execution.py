@@ -1,0 +1,129 @@
+"""Runs the cells of a study as local processes, a given number at a time.
+
+Each cell is a process of tools/study.py. A cell that fails does not end the others. A stop signal or Ctrl-C
+stops all of them; they save, and the same command continues them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from megalowbit.errors import EXIT_TRANSIENT, UserError
+from megalowbit.pretrain.sweep.study.cells import LOGS, Cell
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+EXIT_STOPPED = 3  # of a cell that a signal has stopped
+SECONDS_BETWEEN_POLLS = 0.1
+
+
+class Process(Protocol):
+    """What is needed of `subprocess.Popen`."""
+
+    def poll(self) -> int | None:
+        """The exit code; None while it runs."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def wait(self) -> int:
+        """Wait for the end."""
+
+
+Start = Callable[[Cell, Path], Process]
+
+
+@dataclass
+class Outcome:
+    """What became of the cells: names."""
+
+    finished: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    elsewhere: list[str] = field(default_factory=list)
+
+
+def starter(tool: Path, study: Path) -> Start:
+    """Starts a cell as a process of `tool`, tools/study.py, with one thread unless OMP_NUM_THREADS is set."""
+
+    def start(cell: Cell, log: Path) -> Process:
+        command = [sys.executable, str(tool), str(study), "--out", str(cell.folder), "--cell", cell.name]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        with log.open("a", encoding="utf-8") as file:
+            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+    return start
+
+
+def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:
+    """Run cells, `jobs` at a time, and print a line after each.
+
+    Raises:
+        KeyboardInterrupt: a stop signal or Ctrl-C; the cells have been stopped.
+    """
+    waiting, running, outcome = list(reversed(cells)), dict[str, tuple[Cell, Process, float]](), Outcome()
+    for folder in {cell.folder for cell in cells}:
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
+    stopped: list[int] = []
+    before = {number: signal.signal(number, lambda *_: stopped.append(1)) for number in STOP_SIGNALS}
+    try:
+        while (waiting or running) and not stopped:
+            while waiting and len(running) < jobs and not stopped:
+                cell = waiting.pop()
+                running[cell.name] = (cell, start(cell, log_of(cell)), time.monotonic())
+            for name, (cell, process, started) in list(running.items()):
+                code = process.poll()
+                if code is None:
+                    continue
+                del running[name]
+                _note(cell, code, outcome)
+                number = len(outcome.finished) + len(outcome.failed) + len(outcome.elsewhere)
+                ending = f"{_ending(name, outcome)}, {time.monotonic() - started:.0f} s"
+                print(f"  [{number}/{len(cells)}] {name}: {ending}", flush=True)
+            time.sleep(SECONDS_BETWEEN_POLLS)
+    finally:
+        for _, process, _ in running.values():
+            process.terminate()
+        for _, process, _ in running.values():
+            process.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if stopped:
+        raise KeyboardInterrupt
+    return outcome
+
+
+def log_of(cell: Cell) -> Path:
+    """The output of a cell's processes."""
+    return cell.folder / LOGS / f"{cell.name}.log"
+
+
+def _note(cell: Cell, code: int, outcome: Outcome) -> None:
+    if code == 0:
+        outcome.finished.append(cell.name)
+    elif code == EXIT_TRANSIENT:
+        outcome.elsewhere.append(cell.name)
+    else:
+        lines = log_of(cell).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        reason = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
+        outcome.failed[cell.name] = "stopped" if code == EXIT_STOPPED else reason
+
+
+def _ending(name: str, outcome: Outcome) -> str:
+    if name in outcome.failed:
+        return f"failed: {outcome.failed[name]}"
+    return "run by another command" if name in outcome.elsewhere else "finished"
+
+
+def raise_failures(outcome: Outcome) -> None:
+    """Raise an error that names the cells that have failed, if any."""
+    if outcome.failed:
+        lines = [f"{name}: {reason}" for name, reason in list(outcome.failed.items())[:5]]
+        more = f", and {len(outcome.failed) - 5} more" if len(outcome.failed) > 5 else ""
+        raise UserError(f"{len(outcome.failed)} cells have failed: {'; '.join(lines)}{more}")

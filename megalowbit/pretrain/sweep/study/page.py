@@ -1,0 +1,95 @@
+"""The results of a study as one HTML page, without scripts and without other files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from megalowbit.pretrain.sweep.study.analysis import Group
+from megalowbit.pretrain.sweep.study.curves import picture
+from megalowbit.pretrain.sweep.study.tables import cells, headings, notes
+
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --text: #1a1a1a; --soft: #666; --rule: #ddd; --band: #8882; }
+@media (prefers-color-scheme: dark) {
+  :root { --page: #16181b; --text: #e6e6e6; --soft: #a0a0a0; --rule: #3a3d42; --band: #aaa3; }
+}
+body { background: var(--page); color: var(--text); font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto;
+  max-width: 72rem; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .86rem;
+  white-space: nowrap; }
+th, td { border-bottom: 1px solid var(--rule); padding: .25rem .6rem; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+tr.replica td, .soft { color: var(--soft); }
+svg { display: block; max-width: 48rem; width: 100%; }
+svg text { fill: var(--soft); font-size: 11px; }
+.grid { stroke: var(--rule); } .zero { stroke: var(--text); } .noise { fill: var(--band); }
+.line { fill: none; stroke-width: 1.8; }
+.legend span { display: inline-block; margin-right: 1rem; font-size: .86rem; }
+svg.key { display: inline-block; height: 8px; margin-right: .35rem; width: 28px; }
+code { font-size: .85rem; overflow-wrap: anywhere; }
+@media print {
+  body { max-width: none; margin: 0; } section { break-inside: avoid; } table { font-size: .7rem; }
+}
+"""
+
+
+def page(title: str, groups: Sequence[Group], data: dict[str, Any]) -> str:
+    """The page.
+
+    Args:
+        title: of the study.
+        groups: what was compared.
+        data: the content of study.json, for origin and texts.
+    """
+    heading = f"Gaps to {groups[0].study.baseline}: {title}" if groups else f"{title}: no pair is finished"
+    body = "".join(_section(group) for group in groups)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n'
+        f"<body><h1>{escape(heading)}</h1>{_introduction(data)}{body}{_origin(data)}</body></html>\n"
+    )
+
+
+def _introduction(data: dict[str, Any]) -> str:
+    unfinished = f" {data['unfinished']} cells are not finished." if data["unfinished"] else ""
+    return (
+        "<p>Loss of each recipe minus that of the baseline, in nats per token, within pairs of equal size, "
+        "text, length and seed. Intervals are 95 % (Student’s t over pairs). “Held out, bf16” is the gap of "
+        "the trained weights, evaluated in bf16 on text that no run has read; “forward noise” is what the "
+        "same weights lose in their own precision. CPU time is that of a training step, relative to the "
+        "baseline. Replicas repeat a recipe with a change that should not matter; they show the noise floor "
+        f"(grey band).{unfinished}</p>"
+    )
+
+
+def _section(group: Group) -> str:
+    curves = {row.label: row.curve for row in group.rows}
+    drawn = picture(curves, noise=group.noise_floor(), title=f"gap to the baseline, {group.title}")
+    head = "".join(f"<th>{escape(text)}</th>" for text in headings(group))
+    rows = [("", row) for row in group.rows] + [(' class="replica"', row) for row in group.noise]
+    body = "".join(
+        f"<tr{kind}>{''.join(f'<td>{escape(text)}</td>' for text in cells(group, row))}</tr>"
+        for kind, row in rows
+    )
+    said = "".join(f"<p>{escape(line)}</p>" for line in notes(group))
+    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f"<section><h2>{escape(group.title)}</h2>{drawn}{table}{said}</section>\n"
+
+
+def _origin(data: dict[str, Any]) -> str:
+    made = data["report_made_with"]
+    texts = "".join(
+        f"<li>{escape(name)}: {escape(facts['description'])}, {facts['train_bytes']:,} bytes and "
+        f"{facts['heldout_bytes']:,} held out, SHA-256 <code>{facts['train_sha256'][:16]}…</code></li>"
+        for name, facts in data["texts"].items()
+    )
+    versions = f"Python {made['python']}, torch {made['torch']}, transformers {made['transformers']}"
+    return (
+        f"<h2>Origin</h2><ul>{texts}<li>command: <code>{escape(' '.join(made['command']))}</code></li>"
+        f"<li>commits of the cells: <code>{escape(', '.join(data['commits']))}</code></li>"
+        f"<li>{escape(versions)}, {escape(made['processor'] or made['machine'])}</li></ul>"
+    )

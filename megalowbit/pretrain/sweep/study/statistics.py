@@ -1,0 +1,125 @@
+"""Paired statistics: Student's t in closed form, confidence intervals, and Holm's correction."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+CONFIDENCE = 0.95
+
+
+def probability_within(t: float, dof: int) -> float:
+    """P(|T| ≤ t) for Student's t with `dof` degrees of freedom.
+
+    A finite sum in the cosine of θ = atan(t / √dof): Abramowitz and Stegun, 26.7.3 and 26.7.4.
+    """
+    if dof < 1:
+        raise ValueError(f"dof must be at least 1: {dof}")
+    theta = math.atan2(t, math.sqrt(dof))
+    sine, cosine = math.sin(theta), math.cos(theta)
+    is_odd = dof % 2
+    term, total = (cosine, 0.0) if is_odd else (1.0, 0.0)
+    for power in range(is_odd, dof - 1, 2):  # of the cosine
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    if is_odd:
+        return 2 / math.pi * (theta + sine * total)
+    return sine * total
+
+
+def t_quantile(confidence: float, dof: int) -> float:
+    """The t with P(|T| ≤ t) = confidence, by bisection."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must be between 0 and 1: {confidence}")
+    low, high = 0.0, 1.0
+    while probability_within(high, dof) < confidence:
+        high *= 2
+    while (middle := (low + high) / 2) not in (low, high):
+        if probability_within(middle, dof) < confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean, its confidence interval, and the two-sided p of a mean of zero.
+
+    The interval and p are None with one value, and without any spread p is 0 or 1.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    p: float | None
+    num_pairs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """The estimate from independent values; at least one."""
+        count, mean = len(values), statistics.fmean(values)
+        if count == 1:
+            return cls(mean=mean, low=None, high=None, p=None, num_pairs=1)
+        error = statistics.stdev(values) / math.sqrt(count)
+        half = t_quantile(CONFIDENCE, count - 1) * error
+        p = 1 - probability_within(abs(mean) / error, count - 1) if error else float(mean == 0)
+        return cls(mean=mean, low=mean - half, high=mean + half, p=max(p, 0.0), num_pairs=count)
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether zero is outside the interval; False if there is none."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    def scaled(self, factor: float) -> Estimate:
+        """The same in another unit; `factor` is positive."""
+        low, high = (None if each is None else each * factor for each in (self.low, self.high))
+        return Estimate(mean=self.mean * factor, low=low, high=high, p=self.p, num_pairs=self.num_pairs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values adjusted for all of them by Holm's step-down method, in the same order."""
+    order = sorted(range(len(values)), key=lambda index: values[index])
+    adjusted, largest = [0.0] * len(values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(values) - rank) * values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The paired difference `first` − `second`, and its p adjusted for all comparisons made with it."""
+
+    first: str
+    second: str
+    difference: Estimate
+    adjusted_p: float
+
+    @property
+    def is_separated(self) -> bool:
+        """Whether the difference is significant after the correction."""
+        return self.adjusted_p < 1 - CONFIDENCE
+
+
+def compare_all(losses: Mapping[str, Mapping[Any, float]]) -> list[Comparison]:
+    """All pairs of names, over the keys that both have; pairs with fewer than two keys are left out."""
+    found = []
+    for first, second in itertools.combinations(losses, 2):
+        keys = [key for key in losses[first] if key in losses[second]]
+        if len(keys) > 1:
+            values = [losses[first][key] - losses[second][key] for key in keys]
+            found.append((first, second, Estimate.of(values)))
+    adjusted = holm([each.p or 0.0 for _, _, each in found])
+    return [
+        Comparison(first=first, second=second, difference=each, adjusted_p=p)
+        for (first, second, each), p in zip(found, adjusted, strict=True)
+    ]

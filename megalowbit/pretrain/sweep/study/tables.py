@@ -1,0 +1,106 @@
+"""The results of a study as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megalowbit.pretrain.sweep.study.analysis import Group, Row
+from megalowbit.pretrain.sweep.study.statistics import Estimate
+
+
+def markdown(groups: Sequence[Group]) -> str:
+    """A table for each group, and the lines below it."""
+    return "\n\n".join(
+        "\n".join([f"**{group.title}**", "", *_table(group), "", *notes(group)]) for group in groups
+    )
+
+
+def headings(group: Group) -> list[str]:
+    """Titles of the columns."""
+    marks = [f"to {mark}" for mark in group.marks[:-1]]
+    return ["recipe", "pairs", *marks, "end [95 %]", "%", "held out, bf16", "forward noise", "CPU time"]
+
+
+def cells(group: Group, row: Row) -> list[str]:
+    """The texts of a row."""
+    gaps = [row.gaps.get(mark) for mark in group.marks]
+    end = gaps[-1]
+    name = row.label if row.reference == group.study.baseline else f"{row.label} − {row.reference}"
+    pairs = "0" if end is None else str(end.num_pairs)
+    if row.num_diverged:
+        pairs += f" ({row.num_diverged} diverged)"
+    return [
+        name,
+        pairs,
+        *("–" if gap is None else signed(gap.mean) for gap in gaps[:-1]),
+        interval(end),
+        "–" if row.percent is None else f"{row.percent.mean:+.2f}",
+        interval(row.heldout_bf16),
+        "–" if row.forward_noise is None else signed(row.forward_noise.mean),
+        "–" if row.cpu is None else f"× {row.cpu:.2f}",
+    ]
+
+
+def notes(group: Group) -> list[str]:
+    """What the table of a group says, in sentences."""
+    found = []
+    losses = [each.loss_to(group.steps) for each in group.baseline.values()]
+    if losses:
+        found.append(
+            f"Gaps to {group.study.baseline} in nats, means of {group.study.window} steps; its loss at the "
+            f"end is {sum(losses) / len(losses):.4f}. Rows marked ≈ have an interval that contains 0."
+        )
+    floor, deviation = group.noise_floor(), group.seed_deviation()
+    if floor is not None:
+        found.append(f"Noise floor: replicas differ by {floor:.4f} (root mean square of single pairs).")
+    if deviation is not None:
+        found.append(f"Standard deviation of {group.study.baseline} over seeds: {deviation:.4f}.")
+    comparisons = group.comparisons()
+    separated = [each for each in comparisons if each.is_separated]
+    if separated:
+        listed = []
+        for each in separated:
+            lower, higher = (
+                (each.first, each.second) if each.difference.mean < 0 else (each.second, each.first)
+            )
+            listed.append(f"{lower} < {higher}")
+        found.append(
+            f"Separated after Holm's correction over {len(comparisons)} comparisons: {', '.join(listed)}."
+        )
+    elif comparisons:
+        found.append(
+            f"No two recipes are separated after Holm's correction over {len(comparisons)} comparisons."
+        )
+    for rates in group.learning_rates():
+        losses_text = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in rates["mean_losses"].items())
+        verdict = "the learning rate matters" if rates["matters"] else "no difference is significant"
+        verdict = verdict if rates["is_known"] else "too few pairs to tell"
+        found.append(
+            f"Learning rate of {rates['recipe']}: {losses_text}; best × {rates['best_factor']}; {verdict}."
+        )
+    return found
+
+
+def interval(value: Estimate | None) -> str:
+    """`+0.0123 [+0.0101, +0.0145]`, with ≈ if the interval contains 0, and ? without one."""
+    if value is None:
+        return "–"
+    if value.low is None or value.high is None:
+        return f"{signed(value.mean)} ?"
+    mark = "" if value.excludes_zero else " ≈"
+    return f"{signed(value.mean)} [{signed(value.low)}, {signed(value.high)}]{mark}"
+
+
+def signed(value: float) -> str:
+    """A number of nats."""
+    return f"{value:+.4f}"
+
+
+def _table(group: Group) -> list[str]:
+    rows = [headings(group), *(cells(group, row) for row in (*group.rows, *group.noise))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    return [lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]

@@ -1,0 +1,192 @@
+import html.parser
+import json
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.sweep.study.analysis import groups_of
+from megalowbit.pretrain.sweep.study.cells import cells_of
+from megalowbit.pretrain.sweep.study.curves import picture, ticks
+from megalowbit.pretrain.sweep.study.page import page
+from megalowbit.pretrain.sweep.study.report import to_json
+from megalowbit.pretrain.sweep.study.study_file import study_of
+from megalowbit.pretrain.sweep.study.tables import interval, markdown
+
+STEPS = 20
+STUDY = {
+    "base": "base.json",
+    "sizes": [{"name": "s"}],
+    "texts": [{"name": "one", "source": "stdlib"}, {"name": "two", "source": "stdlib"}],
+    "seeds": [1, 2, 3],
+    "steps": [STEPS],
+    "recipes": [{"name": "bf16"}, {"name": "good", "lr_factors": [1, 2]}, {"name": "bad"}],
+    "baseline": "bf16",
+    "replicas": [{"name": "again", "of": "good", "lr_factor": 1.000001}],
+    "window": 5,
+    "marks": [10, 40],
+}
+# gap to bf16 from step 11 on, by text and seed
+GAPS = {"good": 0.01, "bad": 0.05, "good@lr2": 0.2, "again": 0.011}
+
+
+def result_of(cell, **more):
+    """A made-up result: noise by seed and step, the same in all recipes of a pair, and a known gap."""
+    shift = cell.seed + (0.5 if cell.text == "two" else 0.0)
+    noise = [math.sin(7 * step + 3 * shift) for step in range(STEPS)]
+    gap = GAPS.get(cell.label, 0.0) * (1 + 0.01 * cell.seed)
+    losses = [3 + shift + each + (gap if step >= 10 else 0.0) for step, each in enumerate(noise)]
+    own = 0.002 if cell.label != "bf16" else 0.0
+    return {
+        "settings": {"cell": {"size": cell.size.name}, "config": {}},
+        "losses": losses,
+        "tokens": 640,
+        "skipped_steps": 0,
+        "diverged_at": None,
+        "heldout": {"bf16": 3 + shift + gap / 2, "own": 3 + shift + gap / 2 + own, "tokens": 99},
+        "cost": {"cpu_seconds": 2.0 if cell.label == "bf16" else 3.0, "steps": STEPS, "wall_seconds": 4.0},
+        "made_with": {"commit": "abc"},
+        **more,
+    }
+
+
+@pytest.fixture
+def cells(tmp_path):
+    (tmp_path / "base.json").write_text('{"megalowbit": {}}')
+    study = study_of(STUDY, "study", tmp_path)
+    cells = cells_of(study, tmp_path, Path(__file__).parents[4] / "launch" / "pretrain.py")
+    for cell in cells:
+        cell.write("result.json", result_of(cell))
+    return cells
+
+
+def group_of(cells, text="all"):
+    return next(group for group in groups_of(cells[0].study, cells) if group.text == text)
+
+
+def test_gaps_are_taken_within_pairs_of_text_and_seed(cells):
+    assert [group.text for group in groups_of(cells[0].study, cells)] == ["one", "two", "all"]
+    rows = {row.label: row for row in group_of(cells).rows}
+    assert set(rows) == {"good", "good@lr2", "bad"}
+    good = rows["good"]
+    expected = [0.01 * (1 + 0.01 * seed) for seed in (1, 2, 3, 1, 2, 3)]
+    assert list(good.gaps) == [10, 20]  # 40 is after the end
+    assert good.gaps[10].mean == pytest.approx(0, abs=1e-12)
+    assert good.gaps[20].mean == pytest.approx(statistics.mean(expected))
+    half = 2.5705818 * statistics.stdev(expected) / math.sqrt(6)
+    assert good.gaps[20].high == pytest.approx(statistics.mean(expected) + half)
+    assert good.gaps[20].num_pairs == 6
+    ends = [statistics.mean(cell.result()["losses"][15:]) for cell in cells if cell.label == "bf16"]
+    assert good.percent.mean == pytest.approx(100 * statistics.mean(expected) / statistics.mean(ends))
+    assert good.heldout_bf16.mean == pytest.approx(statistics.mean(expected) / 2)
+    assert good.forward_noise.mean == pytest.approx(0.002)
+    assert good.cpu == pytest.approx(1.5)
+    assert good.curve[20] == pytest.approx(good.gaps[20].mean)
+    assert good.curve[12] == pytest.approx(good.gaps[20].mean * 2 / 5)  # two of the five steps have the gap
+
+
+def test_recipes_are_ranked_only_if_separated_and_replicas_give_the_noise_floor(cells):
+    group = group_of(cells, "one")
+    assert [row.label for row in group.noise] == ["again"]
+    drift = [0.001 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
+    assert group.noise_floor() == pytest.approx(math.sqrt(statistics.mean(x**2 for x in drift)))
+    baseline = [
+        statistics.mean(cell.result()["losses"][15:])
+        for cell in cells
+        if cell.name.startswith("s,one,20,bf16")
+    ]
+    assert group.seed_deviation() == pytest.approx(statistics.stdev(baseline))
+    found = {(each["lower"], each["higher"]) for each in group.to_dict()["separated"]}
+    assert found == {("bf16", "good"), ("bf16", "bad"), ("good", "bad")}
+    (rates,) = group.learning_rates()
+    assert (rates["recipe"], rates["best_factor"], rates["matters"]) == ("good", "1", True)
+    text = "\n".join(line for line in markdown([group]).splitlines() if "Separated" in line)
+    assert text == (
+        "Separated after Holm's correction over 3 comparisons: bf16 < good, bf16 < bad, good < bad."
+    )
+
+
+def test_noise_that_differs_between_pairs_separates_nothing(cells):
+    for cell in cells:
+        result = result_of(cell)
+        sign = (-1) ** cell.seed * (1 if cell.label == "bad" else 0)
+        cell.write("result.json", {**result, "losses": [loss + sign for loss in result["losses"]]})
+    group = group_of(cells, "one")
+    pairs = [(each.first, each.second) for each in group.comparisons() if each.is_separated]
+    assert pairs == [("bf16", "good")]
+    (row,) = [row for row in group.rows if row.label == "bad"]
+    assert interval(row.gaps[20]).endswith("≈")
+
+
+def test_unfinished_cells_and_diverged_ones_are_no_pairs(cells):
+    for cell in cells:
+        if cell.label == "bad" and cell.seed == 1:
+            (cell.path / "result.json").unlink()
+        if cell.label == "bad" and cell.seed == 2:
+            cell.write(
+                "result.json", result_of(cell, diverged_at=7, heldout=None, losses=[3.0] * 9, tokens=288)
+            )
+    (row,) = [row for row in group_of(cells, "one").rows if row.label == "bad"]
+    assert row.num_diverged == 1
+    assert row.gaps[20].num_pairs == row.heldout_bf16.num_pairs == 1
+    (line,) = [line for line in markdown([group_of(cells, "one")]).splitlines() if line.startswith("| bad")]
+    assert "| 1 (1 diverged) |" in line
+    assert interval(row.gaps[20]) == "+0.0515 ?"
+
+
+def test_cells_with_other_numbers_of_tokens_are_not_compared(cells):
+    cells[3].write("result.json", result_of(cells[3], tokens=320))
+    with pytest.raises(UserError, match=r"different numbers of tokens \(.*640; .*320\)"):
+        groups_of(cells[0].study, cells)
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects tags, and checks that they close in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.links = [], [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_has_a_row_and_a_line_for_each_recipe(cells, tmp_path):
+    groups = groups_of(cells[0].study, cells)
+    data = to_json(cells[0].study, STUDY, cells, groups, tmp_path)
+    assert json.loads(json.dumps(data, allow_nan=False))["unfinished"] == 0
+    text = page("<tiny>", groups, data)
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    assert "script" not in reader.tags
+    assert reader.links == []
+    assert "<tiny>" not in text
+    assert reader.tags.count("polyline") == 3 * 3
+    assert reader.tags.count("tr") == 3 * (1 + 3 + 1)
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    assert "no pair is finished" in page("empty", [], data)
+
+
+def test_a_picture_has_round_ticks_and_points_in_proportion():
+    assert ticks(0, 1500) == [0, 500, 1000, 1500]
+    assert ticks(-0.004, 0.031) == pytest.approx([0, 0.01, 0.02, 0.03])
+    assert ticks(2, 2) == [2]
+    svg = picture({"a": {100: 0.0, 200: 0.02}, "b": {100: 0.01, 200: 0.01}}, noise=None, title="t")
+    first, second = (part.partition('"')[0].split() for part in svg.split('points="')[1:])
+    (left, bottom), (right, top) = (tuple(map(float, point.split(","))) for point in first)
+    assert right > left > 100
+    assert float(second[0].split(",")[1]) == pytest.approx((top + bottom) / 2, abs=0.1)
+    assert picture({}, noise=None, title="t") == ""

@@ -1,0 +1,76 @@
+"""One cell: killed, locked, and with other settings."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from programs import call_main
+
+from launchers import metrics
+from megalowbit.errors import TransientError
+from megalowbit.pretrain.sweep.study import execution
+from megalowbit.pretrain.sweep.study.cell_run import run_cell
+from megalowbit.pretrain.sweep.study.cells import cells_of
+from megalowbit.pretrain.sweep.study.study_file import read_study
+from megalowbit.pretrain.sweep.study.texts import TextFacts
+
+TOOL = "tools/study.py"
+ROOT = Path(__file__).parents[4]
+FACTS = TextFacts(
+    description="", train_bytes=1, heldout_bytes=1, train_sha256="a" * 64, heldout_sha256="b" * 64
+)
+
+
+def result(out, name):
+    return json.loads((out / "cells" / name / "result.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_killed_cell_continues_to_the_same_result_and_other_settings_are_refused(study, tmp_path, capsys):
+    out, name = tmp_path / "out", "tiny,parts,8,nvfp4,1"
+    few = ("--recipe", "nvfp4", "--seed", 1)
+    assert call_main(TOOL, study, "--out", out, *few, capsys=capsys).returncode == 0
+    whole = result(out, name)
+
+    killed = tmp_path / "killed"
+    (killed / "logs").mkdir(parents=True)
+    cells = {cell.name: cell for cell in cells_of(read_study(study), killed, ROOT / "launch" / "pretrain.py")}
+    process = execution.starter(ROOT / TOOL, study)(cells[name], killed / "logs" / "first.log")
+    while not (seen := metrics(cells[name].path)) or seen[-1]["step"] < 5:
+        assert process.poll() is None, (killed / "logs" / "first.log").read_text()
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    if not (cells[name].path / "result.json").exists():  # else it was faster than this test
+        done = call_main(TOOL, study, "--out", killed, *few, capsys=capsys)
+        assert done.returncode == 0, done.stderr
+    again = result(killed, name)
+    assert again["losses"] == whole["losses"]
+    assert again["heldout"] == whole["heldout"]
+    assert again["tokens"] == whole["tokens"]
+
+    changed = json.loads(study.read_text())
+    changed["set"]["gradient_clipping"] = 0.5
+    study.write_text(json.dumps(changed))
+    done = call_main(TOOL, study, "--out", out, *few, capsys=capsys)
+    assert done.returncode == 2
+    assert "was run with other settings: config.gradient_clipping = 0.5 (was 1.0)" in done.stderr
+    assert result(out, name) == whole
+
+
+def test_a_cell_that_another_process_runs_is_left_to_it(study, tmp_path):
+    cell = cells_of(read_study(study), tmp_path / "out", ROOT / "launch" / "pretrain.py")[0]
+    (tmp_path / "out" / "locks").mkdir(parents=True)
+    lock = tmp_path / "out" / "locks" / cell.name
+    holder = subprocess.Popen(["flock", str(lock), "sleep", "60"])
+    try:
+        while subprocess.run(["flock", "-n", str(lock), "true"]).returncode == 0:
+            time.sleep(0.01)
+        with pytest.raises(TransientError, match=f"^{cell.name} is run by another process: wait for it$"):
+            run_cell(cell, FACTS)
+    finally:
+        holder.kill()
+        holder.wait()
+    assert not cell.path.exists()

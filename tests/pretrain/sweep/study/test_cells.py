@@ -1,0 +1,199 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from launchers import write_config
+from megalowbit.errors import UserError
+from megalowbit.hf.checkpoint import build_model
+from megalowbit.layers.conversion.convert import bit_layers, convert
+from megalowbit.layers.matmul.quantizations import Quantizations
+from megalowbit.layers.recipe import recipe
+from megalowbit.pretrain.components.late_switch import LateSwitchSettings
+from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
+from megalowbit.pretrain.sweep.study.evaluation import final_recipe
+from megalowbit.pretrain.sweep.study.study_file import read_study
+from megalowbit.pretrain.sweep.study.texts import TextFacts
+
+ROOT = Path(__file__).parents[4]
+STUDIES = sorted((ROOT / "configs" / "studies").glob("*.json"))
+FACTS = TextFacts(
+    description="", train_bytes=1, heldout_bytes=1, train_sha256="a" * 64, heldout_sha256="b" * 64
+)
+
+
+def study_in(tmp_path, **changes):
+    write_config(tmp_path)
+    raw = {
+        "base": "tiny.json",
+        "set": {"train_micro_batch_size_per_gpu": 4},
+        "sizes": [{"name": "small"}, {"name": "wide", "set": {"megalowbit.model.overrides": {"n_embd": 64}}}],
+        "texts": [{"name": "t", "source": "stdlib"}],
+        "seeds": [1, 2],
+        "steps": [6],
+        "recipes": [
+            {"name": "nvfp4", "set": {"megalowbit.recipe": "nvfp4"}, "lr_factors": [1, 0.5]},
+            {"name": "bf16", "set": {"megalowbit.recipe": "bf16"}},
+        ],
+        "baseline": "bf16",
+        "replicas": [{"name": "again", "of": "nvfp4", "lr_factor": 1.000001}],
+        **changes,
+    }
+    (tmp_path / "study.json").write_text(json.dumps(raw))
+    return read_study(tmp_path / "study.json")
+
+
+def named(study, tmp_path, name):
+    return cell_named(study, tmp_path / "out", ROOT / "launch" / "pretrain.py", name)
+
+
+def test_cells_are_whole_pairs_with_the_baseline_first(tmp_path):
+    names = [cell.name for cell in cells_of(study_in(tmp_path), tmp_path, ROOT)]
+    assert names[:5] == [
+        "small,t,6,bf16,1",
+        "small,t,6,nvfp4,1",
+        "small,t,6,nvfp4@lr0.5,1",
+        "small,t,6,again,1",
+        "small,t,6,bf16,2",
+    ]
+    assert len(names) == len(set(names)) == 16
+
+
+def test_a_cell_has_the_overrides_of_study_size_and_recipe(tmp_path):
+    study = study_in(tmp_path)
+    config = named(study, tmp_path, "wide,t,6,again,2").config
+    assert config.recipe == "nvfp4"
+    assert config.settings.model.overrides == {"n_embd": 64}
+    assert config.settings.run.seed == 2
+    assert config.parts.deepspeed["train_micro_batch_size_per_gpu"] == 4
+    assert config.parts.deepspeed["optimizer"]["params"]["lr"] == 3e-3 * 1.000001
+    assert config.settings.data.corpus == str(tmp_path / "out" / "texts" / "t" / "train.jsonl")
+    half = named(study, tmp_path, "small,t,6,nvfp4@lr0.5,1").config
+    assert half.parts.deepspeed["optimizer"]["params"]["lr"] == 1.5e-3
+
+
+def test_a_mistake_in_a_recipe_is_named_with_the_cell(tmp_path):
+    study = study_in(tmp_path, recipes=[{"name": "bf16", "set": {"megalowbit.recipe": "nvfp5"}}], replicas=[])
+    with pytest.raises(
+        UserError, match=r"size 'small', 'bf16': .*unknown recipe 'nvfp5': did you mean 'nvfp4'"
+    ):
+        _ = named(study, tmp_path, "small,t,6,bf16,1").config
+    with pytest.raises(UserError, match="unknown cell 'small,t,6,bf17,1': did you mean 'small,t,6,bf16,1'"):
+        named(study, tmp_path, "small,t,6,bf17,1")
+
+
+def test_changed_settings_of_a_cell_are_named(tmp_path):
+    cell = named(study_in(tmp_path), tmp_path, "small,t,6,nvfp4,1")
+    settings = cell.settings(FACTS)
+    assert not cell.check_settings(settings)
+    cell.write("cell.json", settings)
+    assert cell.check_settings(settings)
+    other = named(study_in(tmp_path, set={"gradient_clipping": 0.5}), tmp_path, cell.name)
+    with pytest.raises(UserError) as caught:
+        other.check_settings(other.settings(FACTS))
+    message = str(caught.value)
+    assert message.startswith(f"{cell.path} was run with other settings: ")
+    assert "config.gradient_clipping = 0.5 (was 1.0)" in message
+    model = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "model.json").write_text(json.dumps({**model, "n_head": 4}))
+    again = named(study_in(tmp_path), tmp_path, cell.name)
+    (tmp_path / "model.json").write_text(json.dumps({**model, "n_head": 4}))
+    with pytest.raises(UserError, match=r"model\.n_head = 4 \(was 2\)"):
+        again.check_settings(again.settings(FACTS))
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    text = TextFacts(**{**vars(FACTS), "train_sha256": "c" * 64})
+    with pytest.raises(UserError, match=r"text\.train_sha256 = 'cc"):
+        cell.check_settings(cell.settings(text))
+
+
+def test_differences_are_dotted_keys():
+    before = {"a": {"b": 1, "c": [1]}, "d": 1}
+    now = {"a": {"b": 2, "c": [1]}, "e": None, "d": True}
+    assert list(differences(before, now)) == [("a.b", 1, 2), ("d", 1, True), ("e", "nothing", None)]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_recipe_of_a_shipped_study_resolves(path):
+    study = read_study(path)
+    cells = cells_of(study, Path("/nowhere"), ROOT / "launch" / "pretrain.py")
+    for cell in cells[: len(study.recipes) + len(study.replicas)]:
+        assert cell.config.settings.run.steps == study.steps[0]
+
+
+FORWARD, BACKWARD = {"input", "weight"}, {"backward_input", "backward_weight"}
+GRADIENTS = {"grad_output", "grad_output_for_weight"}
+ALL = FORWARD | BACKWARD | GRADIENTS
+# what is quantised; the whole name of the quantizer where it is not the recipe's own
+GAP = {
+    "bf16": set(),
+    "nvfp4": ALL,
+    "metis-nvfp4": ALL,
+    "mxfp4": ALL,
+    "nvidia-nvfp4": ALL,
+    "nvfp4-four-over-six": ALL,
+    "nvfp4-late-forward": ALL,
+    "nvfp4-late-all": ALL,
+    "only-forward": FORWARD,
+    "only-backward": BACKWARD | GRADIENTS,
+    "only-weights": {"weight", "backward_weight"},
+    "only-inputs": {"input", "backward_input"},
+    "only-output-gradients": GRADIENTS,
+    "nvfp4-unbiased-gradients": ALL,
+}
+
+
+@pytest.fixture(scope="module")
+def gap():
+    """The recipes of configs/studies/gap.json: name → resolved configuration."""
+    study = read_study(ROOT / "configs" / "studies" / "gap.json")
+    cells = cells_of(study, Path("/nowhere"), ROOT / "launch" / "pretrain.py")
+    return {cell.label: cell.config for cell in reversed(cells) if cell.size.name == "0.8M"}
+
+
+def plans_of(config, chosen):
+    """The quantisations of each layer of a model with this recipe."""
+    model = build_model(config.settings.model, seed=0)
+    convert(model, chosen)
+    return [Quantizations.of(layer.recipe) for layer in bit_layers(model).values()]
+
+
+def quantised(plan):
+    return {name for name in ALL if not getattr(plan, name).quantizer.is_identity}
+
+
+@pytest.mark.parametrize("name", GAP)
+def test_the_layers_of_the_gap_study_quantise_what_the_recipes_name_says(gap, name):
+    plans = plans_of(gap[name], recipe(gap[name].recipe))
+    assert len(plans) == {"bf16": 0, "nvidia-nvfp4": 12}.get(name, 16)
+    assert all(quantised(plan) == GAP[name] for plan in plans)
+
+
+def test_the_gap_study_has_all_its_recipes_and_replicas(gap):
+    assert set(gap) == {*GAP, "bf16-again", "nvfp4-again"}
+    assert gap["nvfp4-again"].recipe == "nvfp4"
+    lr = gap["nvfp4-again"].parts.deepspeed["optimizer"]["params"]["lr"]
+    assert lr == pytest.approx(0.001000001, rel=1e-12)
+
+
+def test_the_gap_studys_changes_of_nvfp4_are_one_thing_each(gap):
+    def names(recipe_name, chosen=None):
+        (first, *_) = plans_of(gap[recipe_name], chosen or recipe(gap[recipe_name].recipe))
+        return {operand: getattr(first, operand).quantizer.name for operand in ALL}
+
+    plain, six, unbiased = map(names, ("nvfp4", "nvfp4-four-over-six", "nvfp4-unbiased-gradients"))
+    changed = {operand: name for operand, name in six.items() if name != plain[operand]}
+    assert changed == dict.fromkeys(FORWARD | BACKWARD, "nvfp4e2m1bnosr:4over6")
+    changed = {operand: name for operand, name in unbiased.items() if name != plain[operand]}
+    assert changed == dict.fromkeys(GRADIENTS, "nvfp4e2m1b:unbiased")
+    for name in ("only-forward", "only-backward", "only-weights", "only-inputs", "only-output-gradients"):
+        assert all(each in (plain[operand], "fp32") for operand, each in names(name).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "left"), [("nvfp4-late-forward", BACKWARD | GRADIENTS), ("nvfp4-late-all", set())]
+)
+def test_the_late_switches_of_the_gap_study_leave_what_their_names_say(gap, name, left):
+    switch = gap[name].settings.of(LateSwitchSettings)
+    assert (switch.step(1500), switch.step(3000)) == (1200, 2400)
+    after = final_recipe(gap[name])
+    assert quantised(Quantizations.of(after)) == left

@@ -1,0 +1,144 @@
+"""Studies from the command line: real cells, killed ones, repeated ones."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from programs import call_main
+
+from megalowbit.pretrain.sweep.study.cells import cells_of
+from megalowbit.pretrain.sweep.study.study_file import read_study
+from megalowbit.pretrain.sweep.study.texts import write_text
+
+TOOL = "tools/study.py"
+ROOT = Path(__file__).parents[4]
+STEPS = 8
+
+
+def result(out, name):
+    return json.loads((out / "cells" / name / "result.json").read_text())
+
+
+@pytest.mark.slow
+def test_a_study_runs_its_cells_once_and_one_is_reproduced_from_its_results(study, tmp_path, capsys):
+    out = tmp_path / "out"
+    done = call_main(TOOL, study, "--out", out, "--jobs", 2, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    assert "4 cells, 0 finished" in done.stdout
+    data = json.loads((out / "study.json").read_text())
+    assert data["unfinished"] == 0
+    (group,) = data["groups"]
+    losses = {name: result(out, name)["losses"] for name in data["cells"]}
+    assert {len(each) for each in losses.values()} == {STEPS}
+    gaps = [
+        sum(losses[f"tiny,parts,8,nvfp4,{seed}"][-2:]) / 2 - sum(losses[f"tiny,parts,8,bf16,{seed}"][-2:]) / 2
+        for seed in (1, 2)
+    ]
+    (row,) = group["rows"]
+    assert row["gaps"]["8"]["mean"] == pytest.approx(sum(gaps) / 2, abs=1e-12)
+    assert row["gaps"]["8"]["num_pairs"] == 2
+    for seed in (1, 2):
+        heldout = result(out, f"tiny,parts,8,bf16,{seed}")["heldout"]
+        assert heldout["own"] == heldout["bf16"]
+        heldout = result(out, f"tiny,parts,8,nvfp4,{seed}")["heldout"]
+        assert heldout["own"] != heldout["bf16"]
+    assert (out / "study.html").read_text().count("<polyline") == 1
+    assert not list(out.glob("cells/*/checkpoints"))
+    times = {path: path.stat().st_mtime_ns for path in out.glob("cells/*/result.json")}
+    again = call_main(TOOL, study, "--out", out, capsys=capsys)
+    assert "4 cells, 4 finished" in again.stdout
+    assert times == {path: path.stat().st_mtime_ns for path in out.glob("cells/*/result.json")}
+
+    repeated = tmp_path / "repeated"
+    study.unlink()  # the results are enough
+    arguments = ("--reproduce", out / "study.json", "tiny,parts,8,nvfp4,2", "--out", repeated)
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("tiny,parts,8,nvfp4,2 is reproduced exactly\n")
+    data["cells"]["tiny,parts,8,nvfp4,2"]["losses"]["8"] += 0.25
+    (out / "other.json").write_text(json.dumps(data))
+    done = call_main(TOOL, *arguments[:1], out / "other.json", *arguments[2:], capsys=capsys)
+    assert done.returncode == 1
+    assert "differs by up to 2.50e-01 nats from that of commit" in done.stdout
+    assert (
+        call_main(
+            TOOL, "--within", 0.3, *arguments[:1], out / "other.json", *arguments[2:], capsys=capsys
+        ).returncode
+        == 0
+    )
+
+
+def test_a_job_script_has_a_task_for_each_unfinished_cell(study, tmp_path, capsys):
+    out, bin = tmp_path / "out", tmp_path / "bin"
+    cluster = tmp_path / "cluster.json"
+    cluster.write_text('{"gpus_per_node": 0, "cpus_per_task": 2, "time": "60", "setup": ["export A=b"]}')
+    cells_of(read_study(study), out, ROOT)[0].write("result.json", {})
+    cells = cells_of(read_study(study), out, ROOT / "launch" / "pretrain.py")
+    (facts,) = (
+        write_text(text, cells[0].text_folder, heldout_bytes=3000) for text in read_study(study).texts
+    )
+    cells[0].write("cell.json", cells[0].settings(facts))
+    done = call_main(TOOL, study, "--out", out, "--jobs", 3, "--slurm", cluster, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    job = out / "slurm" / "study.sbatch"
+    assert f"sbatch {job}\n" in done.stdout
+    script = job.read_text()
+    assert "{{" not in script
+    assert "#SBATCH --array=1-3%3\n" in script
+    bin.mkdir()
+    stand_ins = {
+        "srun": 'while [[ $1 == --* ]]; do shift; done; "$@"',
+        "python": 'printf "%s\\n" "$@" "$OMP_NUM_THREADS" "$A"; exit 3',
+        "scontrol": 'echo "scontrol $*"',
+    }
+    for name, text in stand_ins.items():
+        (bin / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin / name).chmod(0o755)
+    script = script.replace(f"export PATH={Path(sys.executable).parent}:", f"export PATH={bin}:")
+    task = {**os.environ, "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    ended = subprocess.run(["bash", "-c", script], env=task, capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert ended.stdout.splitlines() == [
+        *(str(ROOT / TOOL), str(study), "--out", str(out), "--cell", cells[2].name),
+        *("2", "b", "scontrol requeue 7_2"),
+    ]
+    cluster.write_text('{"gpus_per_node": 8, "cpus_per_task": 2}')
+    done = call_main(TOOL, study, "--out", out, "--slurm", cluster, capsys=capsys)
+    assert done.returncode == 2
+    assert "a cell of a study is one process, but the cluster's settings have nodes 1 with 8" in done.stderr
+
+
+MISTAKES = [
+    (
+        ("study.json", "--recipe", "nvfp5"),
+        "unknown --recipe 'nvfp5': did you mean 'nvfp4'? known: bf16, nvfp4",
+    ),
+    (("study.json", "--jobs", "0"), "--jobs 0 must be at least 1"),
+    ((), "name either a STUDY.json or --reproduce RESULTS.json CELL"),
+    (("none.json",), "cannot read none.json"),
+    (
+        ("--reproduce", "study.json", "x"),
+        "study.json has no 'study': name a study.json that tools/study.py has written",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_a_mistake_is_one_line_and_runs_nothing(study, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_list_names_cells_and_which_are_finished(study, tmp_path, capsys):
+    cells = cells_of(read_study(study), tmp_path / "out", ROOT)
+    cells[0].write("result.json", {})
+    done = call_main(TOOL, study, "--out", tmp_path / "out", "--list", "--seed", 1, capsys=capsys)
+    assert done.stdout.splitlines() == ["finished  tiny,parts,8,bf16,1", "-         tiny,parts,8,nvfp4,1"]

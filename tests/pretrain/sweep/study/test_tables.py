@@ -1,0 +1,16 @@
+"""Texts of numbers; test_analysis.py has whole tables."""
+
+from megalowbit.pretrain.sweep.study.statistics import Estimate
+from megalowbit.pretrain.sweep.study.tables import interval, markdown, signed
+
+
+def test_an_interval_is_marked_if_it_contains_zero():
+    assert interval(Estimate.of([0.01, 0.011, 0.012])) == "+0.0110 [+0.0085, +0.0135]"
+    assert interval(Estimate.of([0.01, -0.01])) == "+0.0000 [-0.1271, +0.1271] ≈"
+    assert interval(Estimate.of([0.01])) == "+0.0100 ?"
+    assert interval(None) == "–"
+
+
+def test_a_number_has_its_sign_and_a_study_without_pairs_no_table():
+    assert (signed(0.00126), signed(-0.5)) == ("+0.0013", "-0.5000")
+    assert markdown([]) == ""
