@@ -70,7 +70,8 @@ def check_many(device):
         ours = found.rows.double().cpu()
         signs = (exact * ours).sum(1, keepdim=True).sign()
         assert (ours - signs * exact).abs().max() < 2**-7 * exact.abs().max()
-        assert (gram_of(ours) - torch.eye(60, dtype=torch.float64)).abs().max() < 4e-3  # of lengths, rounded to bf16
+        # the squares of lengths, of numbers rounded to bf16
+        assert (gram_of(ours) - torch.eye(60, dtype=torch.float64)).abs().max() < 4e-3
 
 
 def check_dependent(device):
