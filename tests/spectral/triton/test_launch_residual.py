@@ -34,7 +34,8 @@ def test_a_residual_reads_its_matrix_once_and_writes_it_once():
     assert gpu.kernels[1].bytes == 2 * (2 * 256 * 128 + (256 + 128) * 60) + 4
 
 
-@pytest.mark.parametrize("group", ["residual", pytest.param("split", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["residual", "split"])
 def test_residuals_and_their_maxima_are_exact_in_the_interpreter(group):
     compare_in_a_process("cpu", group, str(PROGRAM), TRITON_INTERPRET="1")
 
