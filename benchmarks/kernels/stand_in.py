@@ -34,7 +34,19 @@ SOURCE = Path(__file__).with_name("stand_in_cuda.c")
 LIBRARY = "libcuda.so.1"
 STREAM = 0x51
 MOST_PARAMETERS = 64
-SIZES = {"i1": 1, "i8": 1, "u1": 1, "u8": 1, "i16": 2, "u16": 2, "fp16": 2, "bf16": 2, "i32": 4, "u32": 4, "fp32": 4}
+SIZES = {
+    "i1": 1,
+    "i8": 1,
+    "u1": 1,
+    "u8": 1,
+    "i16": 2,
+    "u16": 2,
+    "fp16": 2,
+    "bf16": 2,
+    "i32": 4,
+    "u32": 4,
+    "fp32": 4,
+}
 
 
 class RecordedLaunch(ctypes.Structure):

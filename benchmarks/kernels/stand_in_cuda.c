@@ -82,7 +82,8 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
 CUresult cuGetErrorString(CUresult error, const char **text) { *text = "error of the stand-in"; return CUDA_SUCCESS; }
 CUresult cuInit(unsigned int flags) { return CUDA_SUCCESS; }
 CUresult cuDriverGetVersion(int *version) { *version = 12080; return CUDA_SUCCESS; }
-CUresult cuDeviceGetCount(int *count) { *count = 1; return CUDA_SUCCESS; }
+/* none, so that nothing else in the process believes in a GPU */
+CUresult cuDeviceGetCount(int *count) { *count = 0; return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { *device = 0; return CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(CUdevice *device) { *device = 0; return CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return CUDA_SUCCESS; }

@@ -178,8 +178,11 @@ def is_interpreted() -> bool:
 
 def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
     """Run a kernel on the tensors' device, without contraction to fused multiply-add."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[(programs,)](**arguments, enable_fp_fusion=False)
-    else:
-        kernel[(programs,)](**arguments)
+    _plans().launch(kernel, programs, device, arguments)
+
+
+@functools.lru_cache(maxsize=1)
+def _plans() -> Any:
+    from megalowbit.quantize.triton import launch_plans  # imports Triton
+
+    return launch_plans
