@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
@@ -28,7 +27,6 @@ from triton.runtime import driver
 
 from megalowbit.errors import UserError
 from megalowbit.quantize import backends
-from megalowbit.quantize.triton import launch_arguments
 
 SOURCE = Path(__file__).with_name("stand_in_cuda.c")
 LIBRARY = "libcuda.so.1"
