@@ -34,40 +34,14 @@ MOST_PLANS = 1024  # of a kernel
 ATTRIBUTE = "megalowbit_plans"  # of a kernel: its plans
 # what Triton's launch reads; with other names, it does something else
 RUN_NAMES = frozenset(
-    [
-        "debug",
-        "knobs",
-        "runtime",
-        "compilation",
-        "instrumentation_mode",
-        "fpsan_homomorphic_casts",
-        "driver",
-        "active",
-        "get_current_device",
-        "get_current_stream",
-        "pre_run_hooks",
-        "device_caches",
-        "add_stages_inspection_hook",
-        "append",
-        "compute_cache_key",
-        "get",
-        "_pack_args",
-        "_do_compile",
-        "object",
-        "used_global_vals",
-        "items",
-        "RuntimeError",
-        "callable",
-        "len",
-        "launch_metadata",
-        "run",
-        "function",
-        "packed_metadata",
-        "launch_enter_hook",
-        "launch_exit_hook",
-        "values",
-    ]
-)
+    (
+        "debug", "knobs", "runtime", "compilation", "instrumentation_mode", "fpsan_homomorphic_casts",
+        "driver", "active", "get_current_device", "get_current_stream", "pre_run_hooks", "device_caches",
+        "add_stages_inspection_hook", "append", "compute_cache_key", "get", "_pack_args", "_do_compile",
+        "object", "used_global_vals", "items", "RuntimeError", "callable", "len", "launch_metadata", "run",
+        "function", "packed_metadata", "launch_enter_hook", "launch_exit_hook", "values",
+    )
+)  # fmt: skip
 LAUNCHER_PARAMETERS = (
     "self", "gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata",
     "launch_enter_hook", "launch_exit_hook", "args",
