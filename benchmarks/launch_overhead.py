@@ -88,7 +88,9 @@ def main() -> None:
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     recipes = {each.name: each for each in chosen.recipe} if chosen.recipe else RECIPES
-    print(f"\n{'':<24}{'nn.Linear':>10}{'former':>10}{'plans':>10}{'ratio':>8}{'launches':>10}{'operations':>12}")
+    print(
+        f"\n{'':<24}{'nn.Linear':>10}{'former':>10}{'plans':>10}{'ratio':>8}{'launches':>10}{'operations':>12}"
+    )
     with on(chosen.device):
         for name, each in recipes.items():
             found = overhead(each, chosen.device, chosen.rounds)

@@ -162,8 +162,10 @@ class BlockQuantizer(Quantizer):
         options = Options(random_key, with_counts, tensor_amax, signs=signs, with_exponents=with_exponents)
         return self._tensor(self._encode(matrix.t(), options), matrix.t().shape, x.dtype)
 
-    @torch.no_grad()
     def _encode(self, matrix: Tensor, options: Options) -> Encoded:
+        if torch.is_grad_enabled():  # not so in an autograd function, where changing the mode is wasted time
+            with torch.no_grad():
+                return self._encode(matrix, options)
         random_key, amax = options.random_key, options.tensor_amax
         is_empty = matrix.numel() == 0
         if random_key is None:

@@ -39,7 +39,7 @@ from megalowbit.layers.matmul.quantizations import Quantization, scale_format
 from megalowbit.layers.matmul.slots import GradientSums
 from megalowbit.layers.matmul.split import Side, add_split_product, multiply_split
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.layers.recipe import operand_quantizers
+from megalowbit.layers.recipe import Recipe, operand_quantizers
 from megalowbit.quantize.quantized_tensor import matrix_shape
 
 # For each product: whether its left and its right operand are transposed. Operands are stored in the order of
@@ -224,14 +224,20 @@ def _ready_dtype(
     context: MatmulContext, product: str, device: torch.device, sizes: tuple[int, ...]
 ) -> ReadyDtypes:
     """What a product of these sizes reads; `sizes` are tokens, in_features and out_features in any order."""
-    names, gemm = operand_quantizers(context.recipe, product), context.recipe.gemm
+    gemm = context.recipe.gemm
     if gemm == "bf16":
-        dtype = gemm_dtype([exact_dtype(name) for name in names], context.compute_dtype, device)
+        dtype = gemm_dtype(_exact_dtypes(context.recipe, product), context.compute_dtype, device)
         return ReadyDtypes(dtype, dtype)
-    may_fit = fp8_product.may_fit([scale_format(name) for name in names], sizes)
+    formats = [scale_format(name) for name in operand_quantizers(context.recipe, product)]
+    may_fit = fp8_product.may_fit(formats, sizes)
     if gemm == "fp8" and context.compute_dtype != torch.float64 and may_fit:
         return ReadyDtypes(*fp8_product.DTYPES[product])
     return ReadyDtypes(None, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _exact_dtypes(recipe: Recipe, product: str) -> tuple[torch.dtype | None, ...]:
+    return tuple(map(exact_dtype, operand_quantizers(recipe, product)))
 
 
 def _product(

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from megalowbit.formats.block_format import GROUP
-from megalowbit.quantize.encoding import COUNT_NAMES, ERROR_NAMES, DecodeRequest, Encoded, EncodeRequest
+from megalowbit.quantize.encoding import (
+    COUNT_NAMES,
+    ERROR_NAMES,
+    DecodeRequest,
+    Encoded,
+    EncodeRequest,
+    Encoding,
+)
 from megalowbit.quantize.philox import WORD, RandomKey
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -34,27 +41,42 @@ def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int
     For column-major matrices, a tile is one block wide and has `tall_rows` rows. With counts, tiles have
     at most `COUNTED_ELEMENTS`, because a thread would need more registers than there are.
     """
-    x, format, signs = request.x.resolve_neg(), request.encoding.format, request.signs
+    x, signs = request.x.resolve_neg(), request.signs
+    fixed, programs = _reading(
+        x.shape, x.stride(), x.dtype, request.encoding, signs is not None, request.with_counts, tall_rows
+    )
+    return {**fixed, "x": as_stored(x), "signs": signs or 0}, programs
+
+
+@functools.lru_cache(maxsize=4096)
+def _reading(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    encoding: Encoding,
+    has_signs: bool,
+    with_counts: bool,
+    tall_rows: int,
+) -> tuple[dict[str, Any], int]:
+    """What `reading` finds, without the tensor; a layer asks the same at each step."""
+    format, (rows, cols) = encoding.format, shape
     block_rows, block_cols = format.block or (1, GROUP)
-    is_row_major = x.stride(1) <= x.stride(0)
+    is_row_major = strides[1] <= strides[0]
     tile_rows, tile_groups = TILE if is_row_major else (tall_rows, block_cols // GROUP)
-    if request.with_counts and is_row_major:
+    if with_counts and is_row_major:
         tile_groups = COUNTED_ELEMENTS // (tile_rows * GROUP)
-    elif request.with_counts:
+    elif with_counts:
         tile_rows = min(tile_rows, COUNTED_ELEMENTS // block_cols)
-    rows, cols = x.shape
     return {
-        "x": as_stored(x),
         "rows": rows,
         "cols": cols,
-        "row_stride": x.stride(0),
-        "col_stride": x.stride(1),
-        "signs": signs or 0,
-        "q_scalar": request.encoding.q_scalar,
-        "DTYPE": DTYPES[x.dtype],
+        "row_stride": strides[0],
+        "col_stride": strides[1],
+        "q_scalar": encoding.q_scalar,
+        "DTYPE": DTYPES[dtype],
         "BLOCK_ROWS": block_rows,
         "BLOCK_COLS": block_cols,
-        "HAS_SIGNS": signs is not None,
+        "HAS_SIGNS": has_signs,
         "TILE_ROWS": tile_rows,
         "TILE_GROUPS": tile_groups,
     }, programs_of(format.padded(rows, cols)[1] // GROUP, rows, tile_groups, tile_rows)
