@@ -8,6 +8,7 @@ matrices its tile is tall.
 from __future__ import annotations
 
 import functools
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ from megalowbit.quantize.encoding import (
     Encoding,
 )
 from megalowbit.quantize.philox import WORD, RandomKey
+from megalowbit.quantize.triton.step_counters import CountedStep
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
 TILE = (16, 16)  # rows and 16-groups of a program, for row-major matrices
+NOTHING_DRAWN = MappingProxyType({"key_low": 0, "key_high": 0, "step": None, "lag": 0})
+_LONG = 2**64 - 1
 COUNTED_ELEMENTS = 2048  # most elements of a program that counts
 
 
@@ -86,7 +90,11 @@ def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict
     """Additional arguments of the kernels that write codes: rounding and results."""
     encoding, operand = request.encoding, encoded.operand
     return {
-        **random_words(request.random_key),
+        **(
+            random_arguments(request.random_key, request.x.device)
+            if encoding.is_stochastic
+            else NOTHING_DRAWN
+        ),
         "codes": encoded.codes.view(torch.int32),
         "operand": None if operand is None else as_stored(operand),
         "counts": partial[0],
@@ -159,11 +167,23 @@ def as_words(codes: Tensor) -> Tensor:
     return codes.view(torch.int32)
 
 
-def random_words(random_key: RandomKey) -> dict[str, int]:
-    """Key and step as signed 32-bit numbers; a fixed type avoids recompilation."""
+def random_arguments(random_key: RandomKey, device: torch.device) -> dict[str, Any]:
+    """The key as two signed 32-bit numbers, and the micro-batch as a tensor on the device and a difference.
+
+    A fixed type avoids recompilation. A layer's key is the same at each step, and so is the difference. No
+    argument of a layer's kernels changes from step to step, except addresses.
+    """
     key, step = random_key
-    words = {"key_low": key, "key_high": key >> 32, "step_low": step, "step_high": step >> 32}
-    return {name: (word & WORD) - (((word & WORD) >> 31) << 32) for name, word in words.items()}
+    if isinstance(step, CountedStep):
+        counter, lag = step.counters.at(step, device)
+    else:
+        signed = (step & _LONG) - (((step & _LONG) >> 63) << 64)
+        counter, lag = torch.full((), signed, dtype=torch.int64, device=device), 0
+    return {"key_low": _signed(key), "key_high": _signed(key >> 32), "step": counter, "lag": lag}
+
+
+def _signed(word: int) -> int:
+    return (word & WORD) - (((word & WORD) >> 31) << 32)
 
 
 def partial_counts(request: EncodeRequest, programs: int) -> Partial:
