@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.kernels.launches import launching, name_of
 from megalowbit.quantize import backends
+from megalowbit.quantize.triton import step_counters
 
 GPU = torch.device("cuda", 0)
 HOST_READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select")
@@ -168,6 +169,8 @@ def counting() -> Iterator[AbsentGpu]:
     with ExitStack() as stack:
         # a GPU with Triton, whose tensors are plain memory
         stack.enter_context(patch.object(torch.cuda, "_lazy_init", lambda: None))
+        stack.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
+        stack.enter_context(patch.object(step_counters, "_stream", lambda _device: 0))
         stack.enter_context(patch.object(backends, "_backend_for", lambda *_: "triton"))
         stack.enter_context(patch.object(backends, "is_plain", lambda *_: True))
         stack.enter_context(launching(gpu.launch))

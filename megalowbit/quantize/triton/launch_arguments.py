@@ -8,6 +8,7 @@ matrices its tile is tall.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -29,7 +30,7 @@ from megalowbit.quantize.triton.step_counters import CountedStep
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
 TILE = (16, 16)  # rows and 16-groups of a program, for row-major matrices
-NOTHING_DRAWN = MappingProxyType({"key_low": 0, "key_high": 0, "step": None, "lag": 0})
+NOTHING_DRAWN: Mapping[str, Any] = MappingProxyType({"key_low": 0, "key_high": 0, "step": None, "lag": 0})
 _LONG = 2**64 - 1
 COUNTED_ELEMENTS = 2048  # most elements of a program that counts
 
@@ -88,13 +89,11 @@ def _reading(
 
 def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict[str, Any]:
     """Additional arguments of the kernels that write codes: rounding and results."""
-    encoding, operand = request.encoding, encoded.operand
+    encoding, operand, drawn = request.encoding, encoded.operand, NOTHING_DRAWN
+    if encoding.is_stochastic:
+        drawn = random_arguments(request.random_key, request.x.device)
     return {
-        **(
-            random_arguments(request.random_key, request.x.device)
-            if encoding.is_stochastic
-            else NOTHING_DRAWN
-        ),
+        **drawn,
         "codes": encoded.codes.view(torch.int32),
         "operand": None if operand is None else as_stored(operand),
         "counts": partial[0],
@@ -167,7 +166,7 @@ def as_words(codes: Tensor) -> Tensor:
     return codes.view(torch.int32)
 
 
-def random_arguments(random_key: RandomKey, device: torch.device) -> dict[str, Any]:
+def random_arguments(random_key: RandomKey, device: torch.device) -> Mapping[str, Any]:
     """The key as two signed 32-bit numbers, and the micro-batch as a tensor on the device and a difference.
 
     A fixed type avoids recompilation. A layer's key is the same at each step, and so is the difference. No
