@@ -53,6 +53,7 @@ otherwise.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
@@ -76,6 +77,7 @@ _BIAS = 127  # E8M0 code of 2^0
 _HIGHEST = _BIAS + 125  # above it an element may decode to infinity in bf16, see `gemms`
 
 
+@functools.lru_cache(maxsize=64)
 def why_unavailable(device: torch.device) -> str | None:
     """Why a device cannot multiply FP8 matrices; `None` if it can."""
     if (

@@ -100,10 +100,15 @@ def forward_products(
     if context.shards is not None and sums_output:
         output = context.shards.sum_output(output, bias)
     return Forward(
-        output.view(*input.shape[:-1], weight.shape[0]),  # (M, N) → (…, out_features)
+        _unflattened(output, input.shape),  # (M, N) → (…, out_features)
         _input_for_backward(context, input, split_input, x) if keeps_input else None,
         _weight_for_backward(context, weight, split_weight, w) if keeps_weight else None,
     )
+
+
+def _unflattened(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """The matrix with the leading axes of a shape."""
+    return matrix if len(shape) == 2 else matrix.view(*shape[:-1], matrix.shape[1])
 
 
 def _input_for_backward(
@@ -162,7 +167,7 @@ def backward_products(
         assert grad is not None  # made above
         whole = weight if factors is None else factors.attach_to(weight)
         grad_input = _product(context, "grad_input", grad, whole, out_dtype=dtypes.input)
-        grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
+        grad_input = _unflattened(grad_input, grad_output.shape)
     grad = None  # with separate copies, this one is not needed any more
     if grad_t is not None and context.recipe.gemm == "fp8":
         grad_t = grad_t.packed()  # without FP8 numbers, because the next product reads their transpose

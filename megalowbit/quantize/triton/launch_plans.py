@@ -1,10 +1,10 @@
 """Launches a kernel that Triton has compiled before without Triton's binder, which takes most of a launch.
 
 Triton binds arguments, specialises them, formats a key, and checks globals at every launch. Here the first
-launch of a specialisation is Triton's; its compiled kernel is kept under a key that is as fine as Triton's:
-constants with their types, dtypes, whether pointers and integers are divisible by 16, integers that are 1,
-widths of integers, and the device. Later launches call the compiled kernel's own launcher with the same grid,
-stream and arguments. Options are the same for all launches.
+launch of a specialisation is Triton's; its compiled kernel is kept under a key at least as fine as Triton's:
+types of all arguments, constants, dtypes, whether pointers are divisible by 16, integers that Triton
+specialises, widths of the others, and the device. Later launches call the compiled kernel's own launcher with
+the same grid, stream and arguments. Options are the same for all launches.
 
 This relies on Triton's internals. It is done only for NVIDIA GPUs and versions in `CHECKED`, and only if the
 functions that it replaces read what they read in those versions. While hooks of a profiler are set, or
@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -25,12 +26,13 @@ import triton
 from torch import Tensor
 from torch.nn import Parameter
 from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 CHECKED = ("3.9",)
 OPTIONS = {"enable_fp_fusion": False}  # products and sums are rounded as written
-MOST_PLANS = 1024  # of a kernel
+MOST_PLANS = 1024  # of a kernel and types of its arguments
 ATTRIBUTE = "megalowbit_plans"  # of a kernel: its plans
 # what Triton's launch reads; with other names, it does something else
 RUN_NAMES = frozenset(
@@ -50,6 +52,52 @@ WORDS = 2**31
 logger = logging.getLogger("megalowbit")
 
 
+class Layout:
+    """Where a kernel's tensors and numbers are, for arguments of certain types.
+
+    Attributes:
+        is_known: whether all arguments have types whose specialisation is known.
+        compiled: compiled versions by what else they depend on.
+    """
+
+    def __init__(self, kernel: Any, types: tuple[type, ...]) -> None:
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.is_known = True
+        tensors, fixed, free = [], [], []
+        for parameter, kind in zip(kernel.params, types, strict=True):
+            if kind in (Tensor, Parameter):
+                tensors.append(parameter.num)
+            elif parameter.is_constexpr or kind is float or (kind is int and not parameter.do_not_specialize):
+                fixed.append(parameter.num)
+            elif kind is int:
+                free.append(parameter.num)
+            elif kind is not type(None):
+                self.is_known = False
+        self._tensors, self._fixed, self._free = map(_getter, (tensors, fixed, free))
+
+    def key(self, values: tuple[Any, ...], device: int) -> tuple[Any, ...]:
+        """All that the compiled version depends on besides the types.
+
+        Integers that Triton specialises are in it as they are, which is finer than Triton's classes.
+        """
+        tensors = self._tensors(values)
+        return (
+            device,
+            self._fixed(values),
+            tuple([each.dtype for each in tensors]),
+            tuple([each.data_ptr() & 15 == 0 for each in tensors]),
+            tuple([-WORDS <= each < WORDS or each < 2**63 for each in self._free(values)]),
+            tuple([-WORDS <= each < WORDS for each in self._free(values)]),
+        )
+
+
+def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that returns a tuple of these entries."""
+    if len(indices) < 2:  # `itemgetter` of one index returns no tuple
+        return lambda values: tuple([values[index] for index in indices])
+    return itemgetter(*indices)
+
+
 class KernelPlans:
     """The compiled versions of one kernel on the active driver."""
 
@@ -57,75 +105,45 @@ class KernelPlans:
         self.kernel = kernel
         self.driver: Any = None
         self.is_bypassed = False
-        self.compiled: dict[tuple[Any, ...], Any] = {}
-        if not isinstance(kernel, JITFunction):  # interpreted
-            return
-        self._values_of = itemgetter(*kernel.arg_names)
-        constants = [each.num for each in kernel.params if each.is_constexpr]
-        self._constants_of = itemgetter(*constants, constants[0])  # at least two, so that it returns a tuple
-        self._specialised = tuple(
-            (each.num, not each.do_not_specialize) for each in kernel.params if not each.is_constexpr
-        )
+        self.layouts: dict[tuple[type, ...], Layout] = {}
+        self._is_compiled = isinstance(kernel, JITFunction)  # not interpreted
+        if self._is_compiled:
+            self._values_of = itemgetter(*kernel.arg_names)
 
     def launch(self, programs: int, arguments: dict[str, Any]) -> None:
         """Launch on the current device and stream."""
-        if not isinstance(self.kernel, JITFunction):
+        if not self._is_compiled:
             self.kernel[(programs,)](**arguments)
             return
         active = driver.active
         if active is not self.driver:
-            self.driver, self.compiled, self.is_bypassed = active, {}, _may_bypass(active)
+            self.driver, self.layouts, self.is_bypassed = active, {}, _may_bypass(active)
         if not self.is_bypassed or is_observed() or self.kernel.pre_run_hooks:
             self.kernel[(programs,)](**arguments, **OPTIONS)
             return
         values, device = self._values_of(arguments), active.get_current_device()
-        key = self.key(values, device)
-        compiled = None if key is None else self.compiled.get(key)
-        if compiled is not None and len(arguments) == len(values):
-            compiled.run(
-                programs,
-                1,
-                1,
-                active.get_current_stream(device),
-                compiled.function,
-                compiled.packed_metadata,
-                None,
-                None,
-                None,
-                *values,
-            )
+        layout = self.layout(values)
+        key = layout.key(values, device)
+        compiled = layout.compiled.get(key)
+        if compiled is None or len(arguments) != len(values):
+            compiled = self.kernel[(programs,)](**arguments, **OPTIONS)
+            if layout.is_known and type(compiled) is CompiledKernel:
+                if len(layout.compiled) >= MOST_PLANS:
+                    layout.compiled.clear()
+                layout.compiled[key] = compiled
             return
-        made = self.kernel[(programs,)](**arguments, **OPTIONS)
-        if key is not None and type(made) is triton.compiler.CompiledKernel:
-            if len(self.compiled) >= MOST_PLANS:
-                self.compiled.clear()
-            self.compiled[key] = made
+        stream, function = active.get_current_stream(device), compiled.function
+        compiled.run(
+            programs, 1, 1, stream, function, compiled.packed_metadata, None, None, None, *values
+        )  # the three are metadata and hooks, of which there are none
 
-    def key(self, values: tuple[Any, ...], device: int) -> tuple[Any, ...] | None:
-        """All that a compiled version depends on; `None` if it has an argument of another kind.
-
-        Args:
-            values: arguments in the kernel's order.
-            device: index of the GPU.
-        """
-        constants = self._constants_of(values)
-        key: list[Any] = [device, constants, tuple(map(type, constants))]
-        for index, is_specialised in self._specialised:
-            value = values[index]
-            kind = type(value)
-            if kind is Tensor or kind is Parameter:
-                key.append(value.dtype)
-                key.append(not value.data_ptr() & 15)
-            elif kind is int:
-                width = 32 if -WORDS <= value < WORDS else 64 if value < 2**63 else 65  # 65: unsigned
-                if is_specialised:
-                    width = 1 if value == 1 else width if value & 15 else -width
-                key.append(width)
-            elif value is None or kind is float:
-                key.append(kind)
-            else:
-                return None
-        return tuple(key)
+    def layout(self, values: tuple[Any, ...]) -> Layout:
+        """The layout of arguments in the kernel's order."""
+        types = tuple(map(type, values))
+        found = self.layouts.get(types)
+        if found is None:
+            found = self.layouts[types] = Layout(self.kernel, types)
+        return found
 
 
 def plans_of(kernel: Any) -> KernelPlans:
@@ -178,9 +196,7 @@ def why_not_bypassed(active: Any) -> str | None:
     found = tuple(inspect.signature(CudaLauncher.__call__).parameters)
     if found != LAUNCHER_PARAMETERS:
         return f"CudaLauncher of Triton {version} takes other parameters ({', '.join(found)})"
-    missing = [
-        each for each in ("run", "launch_metadata") if not hasattr(triton.compiler.CompiledKernel, each)
-    ]
+    missing = [each for each in ("run", "launch_metadata") if not hasattr(CompiledKernel, each)]
     return f"CompiledKernel of Triton {version} has no {missing[0]}" if missing else None
 
 
