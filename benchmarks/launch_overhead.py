@@ -27,14 +27,13 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from linear import recipe
-from timing import parser
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megalowbit as mlb
-from benchmarks.kernels.launches import launcher_modules
+from benchmarks.kernels.launches import launching
 from benchmarks.kernels.stand_in import StandInDriver, standing_in
+from benchmarks.timing import parser
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.quantize.triton import launch_arguments, launch_plans
 
@@ -83,6 +82,8 @@ class Operations(TorchDispatchMode):
 
 
 def main() -> None:
+    from linear import recipe  # a script of this folder
+
     options = parser(__doc__)
     options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")
     chosen = options.parse_args()
@@ -166,22 +167,9 @@ def launches_of(step: Callable[[], None]) -> int:
         count[0] += 1
         launch(*given, **arguments)
 
-    with contextlib_patches("launch", launch, counted):
+    with launching(counted):
         step()
     return count[0]
-
-
-@contextmanager
-def contextlib_patches(name: str, former: object, new: object) -> Iterator[None]:
-    """Replace a function in all launcher modules that import it."""
-    modules = [each for each in launcher_modules() if getattr(each, name, None) is former]
-    for module in modules:
-        setattr(module, name, new)
-    try:
-        yield
-    finally:
-        for module in modules:
-            setattr(module, name, former)
 
 
 def operations_of(step: Callable[[], None]) -> list[str]:
