@@ -77,9 +77,13 @@ _BIAS = 127  # E8M0 code of 2^0
 _HIGHEST = _BIAS + 125  # above it an element may decode to infinity in bf16, see `gemms`
 
 
-@functools.lru_cache(maxsize=64)
 def why_unavailable(device: torch.device) -> str | None:
     """Why a device cannot multiply FP8 matrices; `None` if it can."""
+    return _why_unavailable(device)
+
+
+@functools.lru_cache(maxsize=64)  # each product asks
+def _why_unavailable(device: torch.device) -> str | None:
     if (
         device.type == "cuda"
         and torch.version.hip is None
