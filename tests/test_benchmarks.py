@@ -202,3 +202,14 @@ def test_a_wrong_argument_is_one_line_of_usage_not_a_traceback(option, value):
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert value in done.stderr
+
+
+@pytest.mark.slow
+def test_launch_overhead_compares_with_tritons_launcher_and_counts_launches():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    printed = run("launch_overhead.py", "--rounds", "3", "--threads", "1", "--recipe", "nvfp4")
+    row = next(line.split() for line in printed.splitlines() if line.startswith("nvfp4"))
+    plain, former, plans, ratio, launches, operations = map(float, row[1:])
+    assert 0 < plain < plans < former
+    assert 0 < ratio < 1
+    assert (launches, operations > launches) == (8, True)

@@ -53,6 +53,7 @@ STEPS = (
     Step("optimizer", "8 optimizer", f"{__package__}.optimizer", 300),
     Step("model", "9 a whole step", f"{__package__}.model", 900),
     Step("ranks", "10 several GPUs", f"{__package__}.ranks", 1800),
+    Step("launches", "11 launches and CUDA graphs", f"{__package__}.launches", 600),
 )
 SECONDS_TO_END = 20  # for a step that is interrupted to end the programs that it has started
 BY_NAME = {step.name: step for step in STEPS}

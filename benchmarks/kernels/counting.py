@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.kernels.launches import launching, name_of
 from megalowbit.quantize import backends
+from megalowbit.quantize.triton import step_counters
 
 GPU = torch.device("cuda", 0)
 HOST_READS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select")
@@ -96,11 +97,17 @@ class AbsentTensor(Tensor):
 
 
 class AbsentGpu(TorchDispatchMode):
-    """While active, operations on "cuda" return tensors without numbers and are recorded in `kernels`."""
+    """While active, operations on "cuda" return tensors without numbers and are recorded.
+
+    Attributes:
+        kernels: what is launched.
+        calls: name and arguments of each operation and launch, with the dtypes of tensors in their place.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels: list[Kernel] = []
+        self.calls: list[tuple[object, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = tree_flatten((args, kwargs or {}))[0]
@@ -108,6 +115,7 @@ class AbsentGpu(TorchDispatchMode):
             return func(*args, **kwargs or {})
         if func.overloadpacket.__name__ in HOST_READS:
             raise RuntimeError(f"{func} makes the host wait")
+        self.calls.append((func.overloadpacket.__name__, *map(_described, given)))
         meta_args, meta_kwargs = tree_map(_without_gpu, (args, kwargs or {}))
         result = func(*meta_args, **meta_kwargs)
         flat_result = [each for each in tree_flatten(result)[0] if isinstance(each, Tensor)]
@@ -122,8 +130,10 @@ class AbsentGpu(TorchDispatchMode):
 
         return tree_map(wrapped, result)
 
-    def launch(self, kernel: Any, _programs: int, _device: torch.device, **arguments: Any) -> None:
+    def launch(self, kernel: Any, programs: int, _device: torch.device, **arguments: Any) -> None:
         """Record a launch of a Triton kernel in its place."""
+        described = {name: _described(value) for name, value in arguments.items()}
+        self.calls.append((name_of(kernel), programs, *sorted(described.items())))
         tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
         self.kernels.append(Kernel(name_of(kernel), 1, sum(map(_bytes, tensors)), 0))
 
@@ -145,6 +155,10 @@ class AbsentGpu(TorchDispatchMode):
         self.kernels.append(Kernel(name, launches, moved, flops))
 
 
+def _described(value: object) -> object:
+    return value.dtype if isinstance(value, Tensor) else value
+
+
 def _is_gpu(value: object) -> bool:
     return isinstance(value, torch.device) and value.type == "cuda"
 
@@ -162,12 +176,18 @@ def _bytes(tensor: Tensor) -> int:
 
 
 @contextmanager
-def counting() -> Iterator[AbsentGpu]:
-    """What runs inside runs on the GPU that is not there, and is recorded."""
+def counting(*, is_capturing: bool = False) -> Iterator[AbsentGpu]:
+    """What runs inside runs on the GPU that is not there, and is recorded.
+
+    With `is_capturing`, a CUDA graph is being captured, as far as torch says.
+    """
     gpu = AbsentGpu()
     with ExitStack() as stack:
         # a GPU with Triton, whose tensors are plain memory
         stack.enter_context(patch.object(torch.cuda, "_lazy_init", lambda: None))
+        stack.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing))
+        stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda _device=None: (9, 0)))
+        stack.enter_context(patch.object(step_counters, "_stream", lambda _device: 0))
         stack.enter_context(patch.object(backends, "_backend_for", lambda *_: "triton"))
         stack.enter_context(patch.object(backends, "is_plain", lambda *_: True))
         stack.enter_context(launching(gpu.launch))

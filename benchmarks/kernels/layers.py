@@ -10,31 +10,34 @@ from benchmarks.kernels.counting import GPU, Kernel, counting
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import Dtypes, backward_products, forward_products
 from megalowbit.quantize.random_stream import RandomStream
+from megalowbit.quantize.triton import launch_arguments
 from megalowbit.spectral.state import SplitState
 
 
 def layer_kernels(chosen: mlb.Recipe, sizes: tuple[int, int, int]) -> list[Kernel]:
     """The kernels of a layer's second micro-batch."""
     states: dict[str, SplitState] = {}
+    stream = RandomStream(0)
     with counting() as gpu:
-        for step in (1, 2):
+        for _ in range(2):
+            stream.advance()
+            launch_arguments.random_arguments(stream.key("any", "input"), GPU)  # once for all layers
             gpu.kernels.clear()
-            run_layer(chosen, sizes, step, states)
+            run_layer(chosen, sizes, stream, states)
     return gpu.kernels
 
 
 def run_layer(
-    chosen: mlb.Recipe, sizes: tuple[int, int, int], step: int, states: dict[str, SplitState]
+    chosen: mlb.Recipe, sizes: tuple[int, int, int], stream: RandomStream, states: dict[str, SplitState]
 ) -> None:
     """Forward and backward on matrices of these sizes, on the device that tensors of `GPU` have."""
     x, w, g = matrices(*sizes)
-    stream = RandomStream(0, step)
     context = MatmulContext(
         recipe=chosen,
         compute_dtype=torch.bfloat16,
         random_key=lambda role, _device: stream.key("layer", role),
         hadamard_signs=1,
-        step=step,
+        step=stream.step,
         sizes=sizes[1:],
         split_state=lambda role: states.setdefault(role, SplitState()),
     )

@@ -16,7 +16,7 @@ tensors, which autograd must save, from the other fields; `from_parts` joins the
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -136,16 +136,11 @@ class QuantizedTensor:
         """The tensors (codes, scales, tensor scale, exponents), and a copy of this object without them."""
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         optional = (self.tensor_scale, self.exponents)
-        rest = replace(
-            self,
-            codes=nothing,
-            scales=nothing,
-            tensor_scale=None if self.tensor_scale is None else nothing,
-            exponents=None if self.exponents is None else nothing,
-            counts=None,
-            error=None,
-            ready_operand=None,
-            fp8=None,
+        rest = self._with(
+            nothing,
+            nothing,
+            None if self.tensor_scale is None else nothing,
+            None if self.exponents is None else nothing,
         )
         return (self.codes, self.scales, *(part for part in optional if part is not None)), rest
 
@@ -155,7 +150,26 @@ class QuantizedTensor:
         rest = iter(others)
         tensor_scale = None if self.tensor_scale is None else next(rest)
         exponents = None if self.exponents is None else next(rest)
-        return replace(self, codes=codes, scales=scales, tensor_scale=tensor_scale, exponents=exponents)
+        return self._with(codes, scales, tensor_scale, exponents)
+
+    def packed(self) -> QuantizedTensor:
+        """A copy without counts and operands."""
+        return self._with(self.codes, self.scales, self.tensor_scale, self.exponents)
+
+    def _with(
+        self, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, exponents: Tensor | None
+    ) -> QuantizedTensor:
+        """These tensors in place of all; `dataclasses.replace` would take several times as long."""
+        return QuantizedTensor(
+            codes=codes,
+            scales=scales,
+            tensor_scale=tensor_scale,
+            shape=self.shape,
+            dtype=self.dtype,
+            format=self.format,
+            is_power_of_two=self.is_power_of_two,
+            exponents=exponents,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -202,8 +216,12 @@ class UnquantizedTensor:
     def to_parts(self) -> tuple[tuple[Tensor, ...], UnquantizedTensor]:
         """As `QuantizedTensor.to_parts`."""
         nothing = torch.empty(0, dtype=self.dtype, device="cpu")
-        return (self.values,), replace(self, values=nothing, counts=None, error=None)
+        return (self.values,), UnquantizedTensor(values=nothing)
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> UnquantizedTensor:
         """As `QuantizedTensor.from_parts`."""
-        return replace(self, values=tensors[0])
+        return UnquantizedTensor(values=tensors[0])
+
+    def packed(self) -> UnquantizedTensor:
+        """As `QuantizedTensor.packed`."""
+        return UnquantizedTensor(values=self.values)

@@ -126,7 +126,7 @@ class BlockQuantizer(Quantizer):
         return self.encoding.is_stochastic
 
     def _quantize(self, x: Tensor, options: Options) -> QuantizedTensor:
-        encoded = self._encode(x.reshape(matrix_shape(x.shape)), options)
+        encoded = self._encode(_as_matrix(x), options)
         return self._tensor(encoded, x.shape, x.dtype)
 
     def quantize_transposed(
@@ -156,14 +156,16 @@ class BlockQuantizer(Quantizer):
             UserError: x is not a floating-point tensor.
         """
         self._check(x)
-        matrix = x.detach().reshape(matrix_shape(x.shape))
+        matrix = _as_matrix(x.detach())
         if signs is not None and matrix.shape[0] % GROUP:
             matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % GROUP))
         options = Options(random_key, with_counts, tensor_amax, signs=signs, with_exponents=with_exponents)
         return self._tensor(self._encode(matrix.t(), options), matrix.t().shape, x.dtype)
 
-    @torch.no_grad()
     def _encode(self, matrix: Tensor, options: Options) -> Encoded:
+        if torch.is_grad_enabled():  # not so in an autograd function, where changing the mode is wasted time
+            with torch.no_grad():
+                return self._encode(matrix, options)
         random_key, amax = options.random_key, options.tensor_amax
         is_empty = matrix.numel() == 0
         if random_key is None:
@@ -226,6 +228,10 @@ class IdentityQuantizer(Quantizer):
             counts[4] = x.numel() - finite.sum()
             error[1] = torch.where(finite, x, 0).to(torch.float64).square().sum()
         return UnquantizedTensor(values=x, counts=counts, error=error)
+
+
+def _as_matrix(x: Tensor) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(matrix_shape(x.shape))
 
 
 def _nothing(request: EncodeRequest) -> Encoded:

@@ -8,7 +8,7 @@ up the process's rank in torch.distributed's default group at each draw, because
 before the group exists. Layers that share an input draw its numbers under one name (`layers.siblings`).
 
 The micro-batch is stored in a CPU tensor, because a compiled model must read and advance it at run time; a
-Python number would become a constant of the graph.
+Python number would become a constant of the graph. GPU kernels read it in device memory (`step_counters`).
 
 Known limit: a recomputed activation uses the current micro-batch. It repeats its first draws only if no other
 forward has begun since, or if the caller resets the stream with `at`, as pipelines do
@@ -32,6 +32,7 @@ from megalowbit.formats.block_format import NVFP4
 from megalowbit.quantize import backends
 from megalowbit.quantize.encoding import Encoded, EncodeRequest, Encoding
 from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.triton.step_counters import CountedStep, StepCounters
 
 Encode = Callable[[EncodeRequest], Encoded]
 
@@ -72,6 +73,7 @@ class RandomStream:
         with _disable_current_modes(), torch.inference_mode(False):
             self.step_tensor = torch.tensor(step, dtype=torch.int64, device="cpu")
             self._step = self.step_tensor.numpy()  # the same memory, read without torch
+        self._counters = StepCounters(self._step)
 
     @property
     def rank(self) -> int:
@@ -139,7 +141,7 @@ class RandomStream:
             key = _hash(address, 8)
             if use < _KEPT_USES:  # in evaluation the number of uses is unlimited
                 self._keys[address] = key
-        return RandomKey(key, self.step if step is None else step)
+        return RandomKey(key, CountedStep.of(self.step if step is None else step, self._counters))
 
     def hadamard_signs(self) -> int:
         """16 bits for the random Hadamard transform: a function of the seed, one choice for the run."""

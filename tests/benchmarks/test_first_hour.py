@@ -73,7 +73,7 @@ def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
 
 def test_steps_are_chosen_by_name_or_number():
     assert [step.name for step in runner.chosen_steps("3, bits,0")] == ["machine", "bits", "kernels"]
-    assert len(runner.chosen_steps(None)) == len(STEPS) == 11
+    assert len(runner.chosen_steps(None)) == len(STEPS) == 12
     with pytest.raises(UserError, match="layers"):
         runner.chosen_steps("layers")
 

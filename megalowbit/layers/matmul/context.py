@@ -12,7 +12,12 @@ from torch import Tensor
 
 from megalowbit.layers.matmul.gemms import no_autocast
 from megalowbit.layers.matmul.operand import LowRankPart, MatmulOperand, OperandTensor, transposed_values
-from megalowbit.layers.matmul.quantizations import Quantization, Quantizations, needs_exponents
+from megalowbit.layers.matmul.quantizations import (
+    Quantization,
+    Quantizations,
+    needs_exponents,
+    quantizations_of,
+)
 from megalowbit.layers.matmul.sharded_operands import AmaxRequest, ShardedOperands
 from megalowbit.layers.matmul.slots import Probe
 from megalowbit.layers.matmul.weight_cache import WeightSlot
@@ -106,7 +111,7 @@ class MatmulContext:
     @cached_property
     def quantizations(self) -> Quantizations:
         """The recipe's quantisations."""
-        return Quantizations.of(self.recipe)
+        return quantizations_of(self.recipe)
 
     def exchange_maxima(self, wanted: Iterable[Quantization], operands: Mapping[str, Tensor]) -> None:
         """Exchange the amax of sharded operands with the other ranks before quantising them; collective.

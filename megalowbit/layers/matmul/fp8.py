@@ -53,6 +53,7 @@ otherwise.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
@@ -78,6 +79,11 @@ _HIGHEST = _BIAS + 125  # above it an element may decode to infinity in bf16, se
 
 def why_unavailable(device: torch.device) -> str | None:
     """Why a device cannot multiply FP8 matrices; `None` if it can."""
+    return _why_unavailable(device)
+
+
+@functools.lru_cache(maxsize=64)  # each product asks
+def _why_unavailable(device: torch.device) -> str | None:
     if (
         device.type == "cuda"
         and torch.version.hip is None

@@ -39,7 +39,7 @@ from megalowbit.layers.matmul.quantizations import Quantization, scale_format
 from megalowbit.layers.matmul.slots import GradientSums
 from megalowbit.layers.matmul.split import Side, add_split_product, multiply_split
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.layers.recipe import operand_quantizers
+from megalowbit.layers.recipe import Recipe, operand_quantizers
 from megalowbit.quantize.quantized_tensor import matrix_shape
 
 # For each product: whether its left and its right operand are transposed. Operands are stored in the order of
@@ -100,10 +100,15 @@ def forward_products(
     if context.shards is not None and sums_output:
         output = context.shards.sum_output(output, bias)
     return Forward(
-        output.view(*input.shape[:-1], weight.shape[0]),  # (M, N) → (…, out_features)
+        _unflattened(output, input.shape),  # (M, N) → (…, out_features)
         _input_for_backward(context, input, split_input, x) if keeps_input else None,
         _weight_for_backward(context, weight, split_weight, w) if keeps_weight else None,
     )
+
+
+def _unflattened(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """The matrix with the leading axes of a shape."""
+    return matrix if len(shape) == 2 else matrix.view(*shape[:-1], matrix.shape[1])
 
 
 def _input_for_backward(
@@ -162,7 +167,7 @@ def backward_products(
         assert grad is not None  # made above
         whole = weight if factors is None else factors.attach_to(weight)
         grad_input = _product(context, "grad_input", grad, whole, out_dtype=dtypes.input)
-        grad_input = grad_input.view(*grad_output.shape[:-1], in_features)
+        grad_input = _unflattened(grad_input, grad_output.shape)
     grad = None  # with separate copies, this one is not needed any more
     if grad_t is not None and context.recipe.gemm == "fp8":
         grad_t = grad_t.packed()  # without FP8 numbers, because the next product reads their transpose
@@ -224,14 +229,20 @@ def _ready_dtype(
     context: MatmulContext, product: str, device: torch.device, sizes: tuple[int, ...]
 ) -> ReadyDtypes:
     """What a product of these sizes reads; `sizes` are tokens, in_features and out_features in any order."""
-    names, gemm = operand_quantizers(context.recipe, product), context.recipe.gemm
+    gemm = context.recipe.gemm
     if gemm == "bf16":
-        dtype = gemm_dtype([exact_dtype(name) for name in names], context.compute_dtype, device)
+        dtype = gemm_dtype(_exact_dtypes(context.recipe, product), context.compute_dtype, device)
         return ReadyDtypes(dtype, dtype)
-    may_fit = fp8_product.may_fit([scale_format(name) for name in names], sizes)
+    formats = [scale_format(name) for name in operand_quantizers(context.recipe, product)]
+    may_fit = fp8_product.may_fit(formats, sizes)
     if gemm == "fp8" and context.compute_dtype != torch.float64 and may_fit:
         return ReadyDtypes(*fp8_product.DTYPES[product])
     return ReadyDtypes(None, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _exact_dtypes(recipe: Recipe, product: str) -> tuple[torch.dtype | None, ...]:
+    return tuple(map(exact_dtype, operand_quantizers(recipe, product)))
 
 
 def _product(

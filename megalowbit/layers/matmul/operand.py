@@ -117,14 +117,14 @@ class MatmulOperand:
         """The operand's tensors, and a copy without tensors."""
         parts, rest = self.tensor.to_parts()
         if self.low_rank is None:
-            return parts, replace(self, tensor=rest)
+            return parts, MatmulOperand(rest, self.is_transposed)
         further, low_rank = self.low_rank.to_parts()
         return (*parts, *further), replace(self, tensor=rest, low_rank=low_rank)
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> MatmulOperand:
         """Inverse of `to_parts`; call it on the second result."""
         if self.low_rank is None:
-            return replace(self, tensor=self.tensor.from_parts(tensors))
+            return MatmulOperand(self.tensor.from_parts(tensors), self.is_transposed)
         count = len(self.tensor.to_parts()[0])
         return replace(
             self,
@@ -134,6 +134,8 @@ class MatmulOperand:
 
     def packed(self) -> MatmulOperand:
         """A copy without counts and decoded operand, which only the current product needs."""
+        if self.low_rank is None:
+            return MatmulOperand(self.tensor.packed(), self.is_transposed)
         parts, rest = self.to_parts()
         return rest.from_parts(parts)
 

@@ -16,6 +16,7 @@ the exchange of amax between tensor-parallel ranks, and the check of sizes.
 
 from __future__ import annotations
 
+import functools
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -103,6 +104,13 @@ class Quantizations(NamedTuple):
         return cls(input, weight, backward_input, backward_weight, grad_output, for_weight)
 
 
+@functools.lru_cache(maxsize=256)
+def quantizations_of(recipe: Recipe) -> Quantizations:
+    """`Quantizations.of`, made once for a recipe, because each use of a layer needs them."""
+    return Quantizations.of(recipe)
+
+
+@functools.lru_cache(maxsize=1024)
 def needs_exponents(recipe: Recipe, name: str) -> bool:
     """Whether products on FP8 tensor cores read the range of this quantizer's exponents."""
     return recipe.gemm == "fp8" and scale_format(name) == "e8m0"

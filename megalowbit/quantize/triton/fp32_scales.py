@@ -170,10 +170,10 @@ def _restored(code, factor, SCALE: tl.constexpr, BITS: tl.constexpr, MANTISSA: t
     return values
 
 
-@triton.jit(do_not_specialize=["signs", "key_low", "key_high", "step_low", "step_high"])
+@triton.jit(do_not_specialize=["signs", "key_low", "key_high", "lag"])
 def encode_kernel(
     x, amax, largest, codes, scales, operand, counts, errors, rows, cols, row_stride, col_stride, q_scalar,
-    signs, key_low, key_high, step_low, step_high, DTYPE: tl.constexpr, BITS: tl.constexpr, MANTISSA:
+    signs, key_low, key_high, step, lag, DTYPE: tl.constexpr, BITS: tl.constexpr, MANTISSA:
     tl.constexpr, LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS:
     tl.constexpr, SCALE: tl.constexpr, MAXIMUM: tl.constexpr, IS_STOCHASTIC: tl.constexpr, IS_UNBIASED:
     tl.constexpr, HAS_SIGNS: tl.constexpr, OPERAND: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS:
@@ -198,7 +198,8 @@ def encode_kernel(
     is_block = (block_row[:, None] < tl.cdiv(rows, BLOCK_ROWS)) & (block_col[None, :] < block_cols)
     noise = 0.0
     if IS_STOCHASTIC:
-        noise = _drawn(row, group, groups, key_low, key_high, step_low, step_high, IS_UNBIASED)
+        now = tl.load(step) - lag
+        noise = _drawn(row, group, groups, key_low, key_high, now, IS_UNBIASED)
     if SCALE == "one":
         scale = _scale_of(tl.load(amax), LARGEST)
         if MAXIMUM == "given":

@@ -172,27 +172,27 @@ def amax_kernel(
 
 
 @triton.jit
-def _philox(row, group, groups, key_low, key_high, step_low, step_high):
+def _philox(row, group, groups, key_low, key_high, step):
     """Four random words (uint32) for each 16-group, see `philox`."""
     index = row[:, None].to(tl.int64) * groups + group[None, :]
-    return _words(index, key_low, key_high, step_low, step_high)
+    return _words(index, key_low, key_high, step)
 
 
 @triton.jit
-def _words(index, key_low, key_high, step_low, step_high):
+def _words(index, key_low, key_high, step):
     """Four random words (uint32) of each call of Philox, by its number."""
     c0, c1 = index.to(tl.uint32), (index >> 32).to(tl.uint32)
-    c2 = tl.full(c0.shape, 0, tl.uint32) + step_low.to(tl.uint32)
-    c3 = tl.full(c0.shape, 0, tl.uint32) + step_high.to(tl.uint32)
+    c2 = tl.full(c0.shape, 0, tl.uint32) + step.to(tl.uint32)
+    c3 = tl.full(c0.shape, 0, tl.uint32) + (step >> 32).to(tl.uint32)
     return tl.philox_impl(c0, c1, c2, c3, key_low.to(tl.uint32), key_high.to(tl.uint32))
 
 
 @triton.jit
-def _noise(row, group, groups, key_low, key_high, step_low, step_high):
+def _noise(row, group, groups, key_low, key_high, step):
     """(byte + ½)/256 for each element of (rows, groups, 16), exactly."""
     R: tl.constexpr = row.shape[0]
     G: tl.constexpr = group.shape[0]
-    w0, w1, w2, w3 = _philox(row, group, groups, key_low, key_high, step_low, step_high)
+    w0, w1, w2, w3 = _philox(row, group, groups, key_low, key_high, step)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, 4, 1)
     # a byte in the high bits of the mantissa of 1.0 gives 1 + byte/256
     shifted = (words >> (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, :]) & 0xFF
@@ -201,25 +201,25 @@ def _noise(row, group, groups, key_low, key_high, step_low, step_high):
 
 
 @triton.jit
-def _fine_noise(row, group, groups, key_low, key_high, step_low, step_high):
+def _fine_noise(row, group, groups, key_low, key_high, step):
     """A random odd multiple of 2⁻²⁴ below 1 for each element of (rows, groups, 16)."""
     R: tl.constexpr = row.shape[0]
     G: tl.constexpr = group.shape[0]
     index = row[:, None].to(tl.int64) * groups + group[None, :]
     index = index[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    w0, w1, w2, w3 = _words(index, key_low, key_high, step_low, step_high)
+    w0, w1, w2, w3 = _words(index, key_low, key_high, step)
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, GROUP)
     bits = ((words >> 9) | 0x3F800000).to(tl.int32, bitcast=True)
     return _float(bits) - (1 - 2.0**-24)
 
 
 @triton.jit
-def _drawn(row, group, groups, key_low, key_high, step_low, step_high, IS_UNBIASED: tl.constexpr):
+def _drawn(row, group, groups, key_low, key_high, step, IS_UNBIASED: tl.constexpr):
     """What `_stepped` adds or compares."""
     if IS_UNBIASED:
-        noise = _fine_noise(row, group, groups, key_low, key_high, step_low, step_high)
+        noise = _fine_noise(row, group, groups, key_low, key_high, step)
     else:
-        noise = _noise(row, group, groups, key_low, key_high, step_low, step_high)
+        noise = _noise(row, group, groups, key_low, key_high, step)
     return noise
 
 
@@ -342,10 +342,10 @@ def _store_counts(
     tl.store(errors + tl.program_id(0) * 2 + 1, tl.sum(x * x))
 
 
-@triton.jit(do_not_specialize=["signs", "key_low", "key_high", "step_low", "step_high"])
+@triton.jit(do_not_specialize=["signs", "key_low", "key_high", "lag"])
 def encode_kernel(
     x, amax, codes, scales, tensor_scale, exponents, operand, counts, errors, rows, cols, row_stride,
-    col_stride, q_scalar, signs, key_low, key_high, step_low, step_high, DTYPE: tl.constexpr, BLOCK_ROWS:
+    col_stride, q_scalar, signs, key_low, key_high, step, lag, DTYPE: tl.constexpr, BLOCK_ROWS:
     tl.constexpr, BLOCK_COLS: tl.constexpr, SCALE: tl.constexpr, IS_UP: tl.constexpr, IS_STOCHASTIC:
     tl.constexpr, IS_UNBIASED: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, IS_POWER_OF_TWO: tl.constexpr,
     HAS_SIGNS: tl.constexpr, OPERAND: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS: tl.constexpr,
@@ -353,9 +353,10 @@ def encode_kernel(
 ):  # fmt: skip
     """Everything of `reference.encode` but the tensor's maximum, from one read of x.
 
-    `codes` are int32 words, `scales` bytes, `exponents` int32 or `None`, a bf16 `operand` is int16; `counts`
-    (programs, 8) int32 and `errors` (programs, 2) fp64 hold one row a program. `OPERAND` is "none", "bf16" or
-    "fp32".
+    The random numbers are those of the micro-batch `step[0] - lag`; `step` is int64, or `None` if nothing is
+    drawn. `codes` are int32 words, `scales` bytes, `exponents` int32 or `None`, a bf16 `operand` is int16;
+    `counts` (programs, 8) int32 and `errors` (programs, 2) fp64 hold one row a program. `OPERAND` is "none",
+    "bf16" or "fp32".
     """
     row, group, groups = _tile(cols, BLOCK_COLS, TILE_ROWS, TILE_GROUPS)
     values = _load(x, row, group, rows, cols, row_stride, col_stride, signs, DTYPE, HAS_SIGNS)
@@ -374,7 +375,8 @@ def encode_kernel(
         scale, decoded, encode, overflows = _power_of_two(maxima, IS_UP)
     scaled = values * _expand(encode, TILE_ROWS, TILE_GROUPS)[:, :, None]
     if IS_STOCHASTIC:
-        noise = _drawn(row, group, groups, key_low, key_high, step_low, step_high, IS_UNBIASED)
+        now = tl.load(step) - lag
+        noise = _drawn(row, group, groups, key_low, key_high, now, IS_UNBIASED)
         code = _stochastic(scaled, noise, IS_UNBIASED)
     elif not FOUR_OVER_SIX:
         code = _nearest(scaled)

@@ -8,18 +8,30 @@ matrices its tile is tall.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalowbit.formats.block_format import GROUP
-from megalowbit.quantize.encoding import COUNT_NAMES, ERROR_NAMES, DecodeRequest, Encoded, EncodeRequest
+from megalowbit.quantize.encoding import (
+    COUNT_NAMES,
+    ERROR_NAMES,
+    DecodeRequest,
+    Encoded,
+    EncodeRequest,
+    Encoding,
+)
 from megalowbit.quantize.philox import WORD, RandomKey
+from megalowbit.quantize.triton.step_counters import CountedStep
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
 TILE = (16, 16)  # rows and 16-groups of a program, for row-major matrices
+NOTHING_DRAWN: Mapping[str, Any] = MappingProxyType({"key_low": 0, "key_high": 0, "step": None, "lag": 0})
+_LONG = 2**64 - 1
 COUNTED_ELEMENTS = 2048  # most elements of a program that counts
 
 
@@ -34,27 +46,42 @@ def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int
     For column-major matrices, a tile is one block wide and has `tall_rows` rows. With counts, tiles have
     at most `COUNTED_ELEMENTS`, because a thread would need more registers than there are.
     """
-    x, format, signs = request.x.resolve_neg(), request.encoding.format, request.signs
+    x, signs = request.x.resolve_neg(), request.signs
+    fixed, programs = _reading(
+        x.shape, x.stride(), x.dtype, request.encoding, signs is not None, request.with_counts, tall_rows
+    )
+    return {**fixed, "x": as_stored(x), "signs": signs or 0}, programs
+
+
+@functools.lru_cache(maxsize=4096)
+def _reading(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    encoding: Encoding,
+    has_signs: bool,
+    with_counts: bool,
+    tall_rows: int,
+) -> tuple[dict[str, Any], int]:
+    """What `reading` finds, without the tensor; a layer asks the same at each step."""
+    format, (rows, cols) = encoding.format, shape
     block_rows, block_cols = format.block or (1, GROUP)
-    is_row_major = x.stride(1) <= x.stride(0)
+    is_row_major = strides[1] <= strides[0]
     tile_rows, tile_groups = TILE if is_row_major else (tall_rows, block_cols // GROUP)
-    if request.with_counts and is_row_major:
+    if with_counts and is_row_major:
         tile_groups = COUNTED_ELEMENTS // (tile_rows * GROUP)
-    elif request.with_counts:
+    elif with_counts:
         tile_rows = min(tile_rows, COUNTED_ELEMENTS // block_cols)
-    rows, cols = x.shape
     return {
-        "x": as_stored(x),
         "rows": rows,
         "cols": cols,
-        "row_stride": x.stride(0),
-        "col_stride": x.stride(1),
-        "signs": signs or 0,
-        "q_scalar": request.encoding.q_scalar,
-        "DTYPE": DTYPES[x.dtype],
+        "row_stride": strides[0],
+        "col_stride": strides[1],
+        "q_scalar": encoding.q_scalar,
+        "DTYPE": DTYPES[dtype],
         "BLOCK_ROWS": block_rows,
         "BLOCK_COLS": block_cols,
-        "HAS_SIGNS": signs is not None,
+        "HAS_SIGNS": has_signs,
         "TILE_ROWS": tile_rows,
         "TILE_GROUPS": tile_groups,
     }, programs_of(format.padded(rows, cols)[1] // GROUP, rows, tile_groups, tile_rows)
@@ -62,9 +89,11 @@ def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int
 
 def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict[str, Any]:
     """Additional arguments of the kernels that write codes: rounding and results."""
-    encoding, operand = request.encoding, encoded.operand
+    encoding, operand, drawn = request.encoding, encoded.operand, NOTHING_DRAWN
+    if encoding.is_stochastic:
+        drawn = random_arguments(request.random_key, request.x.device)
     return {
-        **random_words(request.random_key),
+        **drawn,
         "codes": encoded.codes.view(torch.int32),
         "operand": None if operand is None else as_stored(operand),
         "counts": partial[0],
@@ -137,11 +166,23 @@ def as_words(codes: Tensor) -> Tensor:
     return codes.view(torch.int32)
 
 
-def random_words(random_key: RandomKey) -> dict[str, int]:
-    """Key and step as signed 32-bit numbers; a fixed type avoids recompilation."""
+def random_arguments(random_key: RandomKey, device: torch.device) -> Mapping[str, Any]:
+    """The key as two signed 32-bit numbers, and the micro-batch as a tensor on the device and a difference.
+
+    A fixed type avoids recompilation. A layer's key is the same at each step, and so is the difference. No
+    argument of a layer's kernels changes from step to step, except addresses.
+    """
     key, step = random_key
-    words = {"key_low": key, "key_high": key >> 32, "step_low": step, "step_high": step >> 32}
-    return {name: (word & WORD) - (((word & WORD) >> 31) << 32) for name, word in words.items()}
+    if isinstance(step, CountedStep):
+        counter, lag = step.counters.at(step, device)
+    else:
+        signed = (step & _LONG) - (((step & _LONG) >> 63) << 64)
+        counter, lag = torch.full((), signed, dtype=torch.int64, device=device), 0
+    return {"key_low": _signed(key), "key_high": _signed(key >> 32), "step": counter, "lag": lag}
+
+
+def _signed(word: int) -> int:
+    return (word & WORD) - (((word & WORD) >> 31) << 32)
 
 
 def partial_counts(request: EncodeRequest, programs: int) -> Partial:
@@ -178,8 +219,11 @@ def is_interpreted() -> bool:
 
 def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
     """Run a kernel on the tensors' device, without contraction to fused multiply-add."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            kernel[(programs,)](**arguments, enable_fp_fusion=False)
-    else:
-        kernel[(programs,)](**arguments)
+    _plans().launch(kernel, programs, device, arguments)
+
+
+@functools.lru_cache(maxsize=1)
+def _plans() -> Any:
+    from megalowbit.quantize.triton import launch_plans  # imports Triton
+
+    return launch_plans

@@ -75,7 +75,8 @@ def encode(request: EncodeRequest) -> Encoded:
     if encoding.format.has_tensor_scale:
         if tensor_amax is None:
             tensor_amax = _maximum(source, programs, device)
-        tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
+        else:
+            tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
     partial = partial_counts(request, programs)
     launch(
         kernels.encode_kernel,

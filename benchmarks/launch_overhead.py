@@ -1,0 +1,183 @@
+"""Host time of a BitLinear's forward and backward, by recipe; runs without a GPU.
+
+    python benchmarks/launch_overhead.py
+    python benchmarks/launch_overhead.py --device cuda --recipe nvfp4
+
+The matrices are so small that a GPU, or the C code of torch on a CPU, has next to nothing to compute. Without
+a GPU, Triton's own launcher runs up to the driver, which is a library that only records
+(`benchmarks.kernels.stand_in`): kernels are compiled and launched, and nothing runs. A call of a real driver
+takes longer than that of the recording one.
+
+Columns: microseconds (of the process on a CPU, median of interleaved rounds) of `nn.Linear` in bf16, of the
+layer with Triton's launcher, and of the layer with launch plans; what the layer adds to `nn.Linear` in the
+last case over that in the former; launches of Triton kernels; operations of torch, views included.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import megalowbit as mlb
+from benchmarks.kernels.launches import launching
+from benchmarks.kernels.stand_in import StandInDriver, standing_in
+from benchmarks.timing import parser
+from megalowbit.quantize.random_stream import RandomStream
+from megalowbit.quantize.triton import launch_arguments, launch_plans
+
+SIZES = (16, 64, 64)  # tokens, in_features, out_features
+REPEATS = 20  # steps of a round
+RECIPES = {
+    "nvfp4": "nvfp4",
+    "mxfp4, FP8 products": {"base": "mxfp4", "name": "fp8", "gemm": "fp8"},
+    "metis-nvfp4": "metis-nvfp4",
+}
+
+
+class Overhead(NamedTuple):
+    """Figures of one recipe.
+
+    Attributes:
+        plain: seconds of a forward and backward of `nn.Linear`.
+        former: of a BitLinear whose kernels Triton's launcher launches.
+        planned: of a BitLinear with launch plans.
+        launches: of Triton kernels.
+        operations: of torch, views included.
+    """
+
+    plain: float
+    former: float
+    planned: float
+    launches: int
+    operations: int
+
+    @property
+    def ratio(self) -> float:
+        """What the layer adds to `nn.Linear`, over what it adds with Triton's launcher."""
+        return (self.planned - self.plain) / (self.former - self.plain)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name, and which of them are views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+def main() -> None:
+    from linear import recipe  # a script of this folder
+
+    options = parser(__doc__)
+    options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")
+    chosen = options.parse_args()
+    torch.set_num_threads(chosen.threads)
+    recipes = {each.name: each for each in chosen.recipe} if chosen.recipe else RECIPES
+    print(
+        f"\n{'':<24}{'nn.Linear':>10}{'former':>10}{'plans':>10}{'ratio':>8}{'launches':>10}{'operations':>12}"
+    )
+    with on(chosen.device):
+        for name, each in recipes.items():
+            found = overhead(each, chosen.device, chosen.rounds)
+            times = "".join(f"{1e6 * value:10.0f}" for value in found[:3])
+            print(f"{name:<24}{times}{found.ratio:8.2f}{found.launches:10}{found.operations:12}")
+
+
+def on(device: str) -> AbstractContextManager[StandInDriver | None]:
+    """Where kernels are launched: on the GPU, or on one that is not there."""
+    return nullcontext() if device == "cuda" else standing_in()
+
+
+def overhead(chosen: Any, device: str, rounds: int) -> Overhead:
+    """The figures of a recipe, where `on` says."""
+    with unchecked_rounding():
+        layer = mlb.BitLinear(*SIZES[1:], recipe=chosen, device=device, dtype=torch.bfloat16)
+        plain, step = step_of(nn.Linear(*SIZES[1:], device=device, dtype=torch.bfloat16)), step_of(layer)
+
+        def former() -> None:
+            with patch.object(launch_plans, "is_observed", lambda: True):  # each launch is Triton's
+                step()
+
+        candidates = {"plain": plain, "former": former, "planned": step}
+        times = {name: statistics.median(each) for name, each in timed(candidates, rounds, device).items()}
+        return Overhead(**times, launches=launches_of(step), operations=len(operations_of(step)))
+
+
+@contextmanager
+def unchecked_rounding() -> Iterator[None]:
+    """Without the check that stochastic rounding is unbiased, for kernels that do not run."""
+    with patch.object(RandomStream, "check", lambda *_: None):
+        yield
+
+
+def step_of(layer: nn.Module) -> Callable[[], None]:
+    """Forward and backward."""
+    device = next(layer.parameters()).device
+    x = torch.randn(SIZES[0], SIZES[1], device=device).bfloat16().requires_grad_()
+    grad = torch.randn(SIZES[0], SIZES[2], device=device).bfloat16()
+    tensors = [x, *layer.parameters()]
+
+    def step() -> None:
+        for each in tensors:
+            each.grad = None
+        layer(x).backward(grad)
+
+    return step
+
+
+def timed(candidates: dict[str, Callable[[], None]], rounds: int, device: str) -> dict[str, list[float]]:
+    """Host seconds of one step of each candidate in each round."""
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    for run in candidates.values():
+        for _ in range(REPEATS):  # compiles, and warms up
+            run()
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            started = clock()
+            for _ in range(REPEATS):
+                run()
+            times[name].append((clock() - started) / REPEATS)
+    return times
+
+
+def launches_of(step: Callable[[], None]) -> int:
+    """Launches of Triton kernels of a step."""
+    count, launch = [0], launch_arguments.launch
+
+    def counted(*given: Any, **arguments: Any) -> None:
+        count[0] += 1
+        launch(*given, **arguments)
+
+    with launching(counted):
+        step()
+    return count[0]
+
+
+def operations_of(step: Callable[[], None]) -> list[str]:
+    """Names of the operations of torch in a step."""
+    with Operations() as counted:
+        step()
+    return counted.names
+
+
+if __name__ == "__main__":
+    main()

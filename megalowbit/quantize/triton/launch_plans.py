@@ -1,0 +1,210 @@
+"""Launches a kernel that Triton has compiled before without Triton's binder, which takes most of a launch.
+
+Triton binds arguments, specialises them, formats a key, and checks globals at every launch. Here the first
+launch of a specialisation is Triton's; its compiled kernel is kept under a key at least as fine as Triton's:
+types of all arguments, constants, dtypes, whether pointers are divisible by 16, integers that Triton
+specialises, widths of the others, and the device. Later launches call the compiled kernel's own launcher with
+the same grid, stream and arguments. Options are the same for all launches.
+
+This relies on Triton's internals. It is done only for NVIDIA GPUs and versions in `CHECKED`, and only if the
+functions that it replaces read what they read in those versions. While hooks of a profiler are set, or
+Triton's debug or instrumentation options, launches are Triton's. Triton's check that globals of a kernel have
+not changed is left out. The interpreter is not affected.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from operator import itemgetter
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import Parameter
+from triton import knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+CHECKED = ("3.9",)
+OPTIONS = {"enable_fp_fusion": False}  # products and sums are rounded as written
+MOST_PLANS = 1024  # of a kernel and types of its arguments
+ATTRIBUTE = "megalowbit_plans"  # of a kernel: its plans
+# what Triton's launch reads; with other names, it does something else
+RUN_NAMES = frozenset(
+    (
+        "debug", "knobs", "runtime", "compilation", "instrumentation_mode", "fpsan_homomorphic_casts",
+        "driver", "active", "get_current_device", "get_current_stream", "pre_run_hooks", "device_caches",
+        "add_stages_inspection_hook", "append", "compute_cache_key", "get", "_pack_args", "_do_compile",
+        "object", "used_global_vals", "items", "RuntimeError", "callable", "len", "launch_metadata", "run",
+        "function", "packed_metadata", "launch_enter_hook", "launch_exit_hook", "values",
+    )
+)  # fmt: skip
+LAUNCHER_PARAMETERS = (
+    "self", "gridX", "gridY", "gridZ", "stream", "function", "kernel_metadata", "launch_metadata",
+    "launch_enter_hook", "launch_exit_hook", "args",
+)  # fmt: skip
+WORDS = 2**31
+logger = logging.getLogger("megalowbit")
+
+
+class Layout:
+    """Where a kernel's tensors and numbers are, for arguments of certain types.
+
+    Attributes:
+        is_known: whether all arguments have types whose specialisation is known.
+        compiled: compiled versions by what else they depend on.
+    """
+
+    def __init__(self, kernel: Any, types: tuple[type, ...]) -> None:
+        self.compiled: dict[tuple[Any, ...], Any] = {}
+        self.is_known = True
+        tensors, fixed, free = [], [], []
+        for parameter, kind in zip(kernel.params, types, strict=True):
+            if kind in (Tensor, Parameter):
+                tensors.append(parameter.num)
+            elif parameter.is_constexpr or kind is float or (kind is int and not parameter.do_not_specialize):
+                fixed.append(parameter.num)
+            elif kind is int:
+                free.append(parameter.num)
+            elif kind is not type(None):
+                self.is_known = False
+        self._tensors, self._fixed, self._free = map(_getter, (tensors, fixed, free))
+
+    def key(self, values: tuple[Any, ...], device: int) -> tuple[Any, ...]:
+        """All that the compiled version depends on besides the types.
+
+        Integers that Triton specialises are in it as they are, which is finer than Triton's classes.
+        """
+        tensors = self._tensors(values)
+        return (
+            device,
+            self._fixed(values),
+            tuple([each.dtype for each in tensors]),
+            tuple([each.data_ptr() & 15 == 0 for each in tensors]),
+            tuple([-WORDS <= each < WORDS or each < 2**63 for each in self._free(values)]),
+            tuple([-WORDS <= each < WORDS for each in self._free(values)]),
+        )
+
+
+def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function that returns a tuple of these entries."""
+    if len(indices) < 2:  # `itemgetter` of one index returns no tuple
+        return lambda values: tuple([values[index] for index in indices])
+    return itemgetter(*indices)
+
+
+class KernelPlans:
+    """The compiled versions of one kernel on the active driver."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.driver: Any = None
+        self.is_bypassed = False
+        self.layouts: dict[tuple[type, ...], Layout] = {}
+        self._is_compiled = isinstance(kernel, JITFunction)  # not interpreted
+        if self._is_compiled:
+            self._values_of = itemgetter(*kernel.arg_names)
+
+    def launch(self, programs: int, arguments: dict[str, Any]) -> None:
+        """Launch on the current device and stream."""
+        if not self._is_compiled:
+            self.kernel[(programs,)](**arguments)
+            return
+        active = driver.active
+        if active is not self.driver:
+            self.driver, self.layouts, self.is_bypassed = active, {}, _may_bypass(active)
+        if not self.is_bypassed or is_observed() or self.kernel.pre_run_hooks:
+            self.kernel[(programs,)](**arguments, **OPTIONS)
+            return
+        values, device = self._values_of(arguments), active.get_current_device()
+        layout = self.layout(values)
+        key = layout.key(values, device)
+        compiled = layout.compiled.get(key)
+        if compiled is None or len(arguments) != len(values):
+            compiled = self.kernel[(programs,)](**arguments, **OPTIONS)
+            if layout.is_known and type(compiled) is CompiledKernel:
+                if len(layout.compiled) >= MOST_PLANS:
+                    layout.compiled.clear()
+                layout.compiled[key] = compiled
+            return
+        stream, function = active.get_current_stream(device), compiled.function
+        compiled.run(
+            programs, 1, 1, stream, function, compiled.packed_metadata, None, None, None, *values
+        )  # the three are metadata and hooks, of which there are none
+
+    def layout(self, values: tuple[Any, ...]) -> Layout:
+        """The layout of arguments in the kernel's order."""
+        types = tuple(map(type, values))
+        found = self.layouts.get(types)
+        if found is None:
+            found = self.layouts[types] = Layout(self.kernel, types)
+        return found
+
+
+def plans_of(kernel: Any) -> KernelPlans:
+    """The plans of a kernel, kept with it: a look-up by the kernel itself would hash its source."""
+    found: KernelPlans | None = kernel.__dict__.get(ATTRIBUTE)
+    if found is None:
+        found = KernelPlans(kernel)
+        setattr(kernel, ATTRIBUTE, found)
+    return found
+
+
+def is_observed() -> bool:
+    """Whether something is set that must see each launch, or that changes what is compiled."""
+    runtime = knobs.runtime
+    return bool(
+        _has_calls(runtime.launch_enter_hook)
+        or _has_calls(runtime.launch_exit_hook)
+        or runtime.add_stages_inspection_hook is not None
+        or runtime.debug
+        or knobs.compilation.instrumentation_mode
+    )
+
+
+def _has_calls(hook: Any) -> bool:
+    return hook is not None and (type(hook) is not knobs.HookChain or bool(hook.calls))
+
+
+@functools.lru_cache(maxsize=8)
+def _may_bypass(active: Any) -> bool:
+    reason = why_not_bypassed(active)
+    if reason is not None:
+        logger.info("kernels are launched by Triton's own launcher, which takes longer: %s", reason)
+    return reason is None
+
+
+def why_not_bypassed(active: Any) -> str | None:
+    """Why launches on this driver are left to Triton, in a clause; `None` if they are not."""
+    version = triton.__version__
+    if ".".join(version.split(".")[:2]) not in CHECKED:
+        return f"the internals of Triton {version} were not checked, only those of {', '.join(CHECKED)}"
+    backend = active.get_current_target().backend
+    if backend != "cuda":
+        return f"that was not checked on {backend}"
+    names = frozenset(JITFunction.run.__code__.co_names)
+    if names != RUN_NAMES:
+        changed = ", ".join(sorted(names ^ RUN_NAMES)[:3])
+        return f"JITFunction.run of Triton {version} reads other names than expected ({changed}, …)"
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    found = tuple(inspect.signature(CudaLauncher.__call__).parameters)
+    if found != LAUNCHER_PARAMETERS:
+        return f"CudaLauncher of Triton {version} takes other parameters ({', '.join(found)})"
+    missing = [each for each in ("run", "launch_metadata") if not hasattr(CompiledKernel, each)]
+    return f"CompiledKernel of Triton {version} has no {missing[0]}" if missing else None
+
+
+def launch(kernel: Any, programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
+    """Run a kernel on a device, which becomes the current one meanwhile."""
+    plans = plans_of(kernel)
+    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        with torch.cuda.device(device):
+            plans.launch(programs, arguments)
+    else:
+        plans.launch(programs, arguments)
