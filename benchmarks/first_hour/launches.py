@@ -39,6 +39,8 @@ def check(session: Session) -> Iterator[Finding]:
         yield skip("host time that a layer adds to nn.Linear", NO_GPU)
         yield skip("the layer with launch plans ÷ with Triton's launcher, host time", NO_GPU)
         yield skip("a captured forward and backward = the eager one", NO_GPU)
+        for name, recipe in RECIPES.items():
+            yield copies(name, recipe)
         return
     from benchmarks.launch_overhead import overhead  # needs Triton
 
@@ -53,18 +55,31 @@ def check(session: Session) -> Iterator[Finding]:
         yield from graph(name, recipe)
 
 
+def twins(recipe: Any, device: str) -> tuple[Callable[[], Result], Callable[[], Result]]:
+    """Two copies of a layer that run the same micro-batches."""
+    torch.manual_seed(1)
+    layer = mlb.BitLinear(*SIZES[1:], recipe=recipe, device=device, dtype=torch.bfloat16)
+    layer.layer_name = "layer"
+    x = torch.randn(SIZES[0], SIZES[1], device=device).bfloat16().requires_grad_()
+    grad = torch.randn(SIZES[0], SIZES[2], device=device).bfloat16()
+    twin = copy.deepcopy(layer)
+    return micro_batch_of(layer, x, grad), micro_batch_of(twin, x.detach().clone().requires_grad_(), grad)
+
+
+def copies(name: str, recipe: Any) -> Finding:
+    """Whether two copies draw the same numbers in each micro-batch: replays are compared with such a copy."""
+    one, other = twins(recipe, "cpu")
+    pairs = [pair for _ in range(REPLAYS) for pair in zip(one(), other(), strict=True)]
+    is_same = all(torch.equal(*pair) for pair in pairs)
+    return expect(f"two copies of {name} have the same bits", is_same, is_same, "equal tensors")
+
+
 def graph(name: str, recipe: Any) -> Iterator[Finding]:
     """Replays of a captured micro-batch against the same micro-batches of an eager copy."""
-    torch.manual_seed(1)
-    layer = mlb.BitLinear(*SIZES[1:], recipe=recipe, device="cuda", dtype=torch.bfloat16)
-    layer.layer_name = "layer"
-    x = torch.randn(SIZES[0], SIZES[1], device="cuda").bfloat16().requires_grad_()
-    grad = torch.randn(SIZES[0], SIZES[2], device="cuda").bfloat16()
-    twin = copy.deepcopy(layer)
-    eager = micro_batch_of(twin, x.detach().clone().requires_grad_(), grad)
+    captured, eager = twins(recipe, "cuda")
     expected = [eager() for _ in range(WARM_UPS + REPLAYS)][WARM_UPS:]
     try:
-        found = replays(micro_batch_of(layer, x, grad))
+        found = replays(captured)
     except Exception as error:  # of the driver, torch or Triton: there is no common class
         note = " ".join(str(error).split())[:200]
         yield expect(f"a CUDA graph of {name}", False, type(error).__name__, "captured", note=note)
