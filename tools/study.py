@@ -106,7 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
             return _reproduce(options)
         study = read_study(options.study)
         out = (options.out or Path("runs") / f"{options.study.stem}-study").resolve()
-        return _run_one(study, out, options.cell) if options.cell else _run_grid(study, out, options)
+        if options.cell is not None:
+            return _run_one(study, out, options.cell)
+        return _run_grid(study, out, options)
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
@@ -202,19 +204,22 @@ def _write_job(study: StudySettings, chosen: Sequence[Cell], options: argparse.N
 def _reproduce(options: argparse.Namespace) -> int:
     from megalowbit.pretrain.sweep.study.cells import cell_named
     from megalowbit.pretrain.sweep.study.execution import raise_failures
-    from megalowbit.pretrain.sweep.study.reproduction import check_text, deviations, unpack
+    from megalowbit.pretrain.sweep.study.reproduction import check_text, deviations, difference, unpack
 
     results, name = Path(options.reproduce[0]), options.reproduce[1]
     out = (options.out or Path("runs") / f"{results.stem}-again").resolve()
     study_file, recorded = unpack(results, name, out)
     study = read_study(study_file)
     cell = cell_named(study, out, PROGRAM, name)
+    if cell.result() is not None:
+        raise UserError(f"{cell.path} is finished already: use another --out, so that the cell runs again")
     check_text(read_json_object(results)["texts"][cell.text], _write_texts(study, [cell])[cell.text])
     raise_failures(_execute(study, [cell], study_file, 1))
     largest = 0.0
     for what, before, now in deviations(recorded, cell):
-        largest = max(largest, abs(now - before))
-        print(f"  {what:<20}{before:.6f}  {now:.6f}{'' if now == before else f'  {now - before:+.2e}'}")
+        distance = difference(before, now)
+        largest = max(largest, distance)
+        print(f"  {what:<20}{before:.6f}  {now:.6f}{f'  {now - before:+.2e}' if distance else ''}")
     if largest > options.within:
         commit = recorded["made_with"]["commit"]
         print(f"{name} differs by up to {largest:.2e} nats from that of commit {commit}")

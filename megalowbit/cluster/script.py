@@ -7,6 +7,7 @@ cannot end there and start something else. Only `setup` and `sbatch` are inserte
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -95,11 +96,14 @@ def render_study(
             f"a cell of a study is one process, but the cluster's settings have nodes {settings.nodes} with "
             f"{settings.ranks_per_node} processes each: set nodes and gpus_per_node or tasks_per_node to 1"
         )
-    path = request.folder / STATE / "cells.txt"
+    listed = "".join(f"{name}\n" for name in cells)
+    # another list is another file: a queued array reads its list when a task starts
+    digest = hashlib.sha256(listed.encode()).hexdigest()[:12]
+    path = request.folder / STATE / f"cells-{digest}.txt"
     array = replace(request, sweep=[()] * len(cells))
     names = {"cells": shlex.quote(str(path)), "folder": shlex.quote(str(request.folder))}
     values = {**_sbatch_values(settings, array), **_shell_values(settings, array), **names}
-    return fill(template, values), path, "".join(f"{name}\n" for name in cells)
+    return fill(template, values), path, listed
 
 
 def all_overrides(settings: ClusterSettings, request: JobRequest) -> list[str]:

@@ -43,8 +43,10 @@ class Finished:
         return self.result["diverged_at"] is not None
 
     def loss_to(self, step: int) -> float:
-        """Mean training loss of the window that ends with this step; NaN if the run diverged before."""
-        losses = self.result["losses"]
+        """Mean training loss of the window that ends with this step; NaN if the run has diverged by then."""
+        losses, diverged_at = self.result["losses"], self.result["diverged_at"]
+        if diverged_at is not None and step >= diverged_at:
+            return math.nan
         window = losses[max(0, step - self.cell.study.window) : step]
         finite = [loss for loss in window if loss is not None]
         return statistics.fmean(finite) if finite and len(losses) >= step else math.nan

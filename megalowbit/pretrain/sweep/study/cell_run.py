@@ -69,8 +69,8 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
         run = cell.run
         diverged = run.diverged_at()
         rows = run.rows()
-        if diverged is None and len(rows) < cell.steps and not code:
-            return False  # stopped by a signal
+        if len(rows) < cell.steps and not code:
+            return False  # stopped by a signal, perhaps after a loss that was not finite
         if code and diverged is None:
             raise UserError(f"{cell.name} has failed with exit code {code}: see its log")
         cost = {

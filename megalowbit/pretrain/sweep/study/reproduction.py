@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,14 +58,21 @@ def check_text(recorded: Mapping[str, Any], facts: TextFacts) -> None:
             )
 
 
+def difference(before: float, now: float) -> float:
+    """How far two numbers are apart; infinite if only one of them is NaN."""
+    if math.isnan(before) or math.isnan(now):
+        return 0.0 if math.isnan(before) and math.isnan(now) else math.inf
+    return abs(now - before)
+
+
 def deviations(recorded: Mapping[str, Any], cell: Cell) -> Iterator[tuple[str, float, float]]:
-    """What was recorded and what was found: name, before, now."""
+    """What was recorded and what was found: name, before, now. NaN: the run has diverged."""
     result = cell.result()
     if result is None:
         raise UserError(f"{cell.name} is not finished: see its log")
     again = Finished(cell, result)
     for step, before in recorded["losses"].items():
-        yield f"loss to {step}", before, again.loss_to(int(step))
+        yield f"loss to {step}", math.nan if before is None else before, again.loss_to(int(step))
     if recorded["heldout"] is not None:
         for precision in ("bf16", "own"):
             yield f"held out, {precision}", recorded["heldout"][precision], again.heldout(precision)

@@ -3,7 +3,7 @@
 A text is written once below the study's folder, as two files of JSON lines: `train.jsonl` and
 `heldout.jsonl`. Documents are sorted by the SHA-256 of their content, so the held-out ones are a sample of
 all subjects, and no document is in both. Equal ones are used once. `text.json` has the sizes and SHA-256
-sums, which are part of the settings of each cell.
+sums, which are part of the settings of each cell, and what they were made from.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megalowbit.pretrain.sweep.study.study_file import Text
 
 SHORTEST_DOCSTRING = 200  # characters; shorter ones say little but names
 TRAIN, HELD_OUT, FACTS = "train.jsonl", "heldout.jsonl", "text.json"
+MADE_FROM = "made_from"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +51,16 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
     Raises:
         UserError: the source cannot be read, or is too small.
     """
+    made_from = {"text": text.model_dump(mode="json"), "heldout_bytes": heldout_bytes}
     if (folder / FACTS).exists():
-        facts = TextFacts(**read_json_object(folder / FACTS))
+        recorded = read_json_object(folder / FACTS)
+        before = recorded.pop(MADE_FROM, None)
+        if before != made_from:
+            raise UserError(
+                f"{folder} was made from {before}, not from {made_from}: use another --out, or restore "
+                "the study"
+            )
+        facts = TextFacts(**recorded)
         for name, digest in ((TRAIN, facts.train_sha256), (HELD_OUT, facts.heldout_sha256)):
             if not (folder / name).is_file() or sha256_of(folder / name) != digest:
                 raise UserError(f"{folder / name} is not what was written: remove {folder} to write it again")
@@ -82,7 +91,7 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
         heldout_sha256=sha256_of(folder / HELD_OUT),
     )
     with atomic_file(folder / FACTS) as file:
-        file.write(json.dumps(asdict(facts), indent=2) + "\n")
+        file.write(json.dumps({**asdict(facts), MADE_FROM: made_from}, indent=2) + "\n")
     return facts
 
 

@@ -126,7 +126,8 @@ def test_unfinished_cells_and_diverged_ones_are_no_pairs(cells):
             (cell.path / "result.json").unlink()
         if cell.label == "bad" and cell.seed == 2:
             cell.write(
-                "result.json", result_of(cell, diverged_at=7, heldout=None, losses=[3.0] * 9, tokens=288)
+                "result.json",
+                result_of(cell, diverged_at=18, heldout=None, losses=[3.0] * 17 + [None] * 3, tokens=640),
             )
     (row,) = [row for row in group_of(cells, "one").rows if row.label == "bad"]
     assert row.num_diverged == 1

@@ -1,6 +1,7 @@
 """Studies from the command line: real cells, killed ones, repeated ones."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 from programs import call_main
 
 from megalowbit.pretrain.sweep.study.cells import cells_of
+from megalowbit.pretrain.sweep.study.reproduction import difference
 from megalowbit.pretrain.sweep.study.study_file import read_study
 from megalowbit.pretrain.sweep.study.texts import write_text
 
@@ -58,17 +60,25 @@ def test_a_study_runs_its_cells_once_and_one_is_reproduced_from_its_results(stud
     done = call_main(TOOL, *arguments, capsys=capsys)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("tiny,parts,8,nvfp4,2 is reproduced exactly\n")
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert done.returncode == 2
+    assert "is finished already: use another --out, so that the cell runs again" in done.stderr
     data["cells"]["tiny,parts,8,nvfp4,2"]["losses"]["8"] += 0.25
     (out / "other.json").write_text(json.dumps(data))
-    done = call_main(TOOL, *arguments[:1], out / "other.json", *arguments[2:], capsys=capsys)
-    assert done.returncode == 1
-    assert "differs by up to 2.50e-01 nats from that of commit" in done.stdout
-    assert (
-        call_main(
-            TOOL, "--within", 0.3, *arguments[:1], out / "other.json", *arguments[2:], capsys=capsys
-        ).returncode
-        == 0
-    )
+    for within, code, message in (
+        (0.0, 1, "differs by up to 2.50e-01 nats from that of commit"),
+        (0.3, 0, "is reproduced to 2.50e-01 nats"),
+    ):
+        arguments = ("--reproduce", out / "other.json", "tiny,parts,8,nvfp4,2", "--within", within)
+        done = call_main(TOOL, *arguments, "--out", tmp_path / f"within-{within}", capsys=capsys)
+        assert done.returncode == code, done.stderr
+        assert message in done.stdout
+
+
+def test_a_repeated_run_that_diverges_is_not_reproduced():
+    assert difference(2.0, 2.5) == 0.5
+    assert difference(2.0, math.nan) == difference(math.nan, 2.0) == math.inf
+    assert difference(math.nan, math.nan) == 0
 
 
 def test_a_job_script_has_a_task_for_each_unfinished_cell(study, tmp_path, capsys):

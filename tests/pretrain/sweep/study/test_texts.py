@@ -44,6 +44,8 @@ def test_a_text_is_the_same_every_time_and_a_changed_file_is_refused(source, tmp
     before = (tmp_path / "a" / "train.jsonl").stat().st_mtime_ns
     assert write_text(source, tmp_path / "a", heldout_bytes=300) == facts
     assert (tmp_path / "a" / "train.jsonl").stat().st_mtime_ns == before
+    with pytest.raises(UserError, match=r"was made from .*'heldout_bytes': 300.*use another --out"):
+        write_text(source, tmp_path / "a", heldout_bytes=400)
     with (tmp_path / "a" / "train.jsonl").open("a") as file:
         file.write(json.dumps({"text": "more"}) + "\n")
     with pytest.raises(UserError, match="is not what was written: remove"):
