@@ -11,6 +11,7 @@ the folder are kept. Without a GPU, checks that need one are skipped with the re
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -19,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.first_hour.runner import STEPS, chosen_steps, run_steps
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.pretrain.command_line import OneLineParser
+
+EXIT_INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,7 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(printed(error), file=sys.stderr)
         return EXIT_USER_ERROR
+    except OSError as error:
+        print(f"--out {options.out} cannot be used ({error}): name another folder", file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("stopped: the same command continues with the step that was interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, it ends the step first
     sys.exit(main())

@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks.first_hour.findings import STATUSES, Finding
 from megalowbit.durable_files import atomic_file
+from megalowbit.errors import UserError
 
 STEP = "(step)"
 WORST_FIRST = ("fail", "warn", "pass", "info", "skip")
@@ -38,7 +39,10 @@ class Report:
         if not self.path.exists():
             return []
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        try:
+            return [json.loads(line) for line in lines if line.endswith("\n")]
+        except ValueError as error:
+            raise UserError(f"{self.path} is damaged ({error}): remove it, or name another --out") from None
 
     def of_step(self, name: str) -> list[Row]:
         """The rows of a step."""

@@ -138,6 +138,9 @@ def _run_in_process(report: Report, step: Step) -> None:
             problem = f"exit code {code}" if code else None
         except subprocess.TimeoutExpired:
             problem = f"not finished after {step.seconds} s"
+        except BaseException:  # a signal to this process
+            _end(process)
+            raise
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         _end(process)
     if problem is not None:

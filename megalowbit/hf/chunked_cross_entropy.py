@@ -30,12 +30,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.matmul.gemms import no_autocast
 
 IGNORED_LABEL = -100
 CHUNK_ELEMENTS = 2**25  # logits of a chunk: 128 MiB in fp32
+LIBRARIES = ("accelerate", "deepspeed", "megalowbit", "torch")  # whose hooks return what they are given
 ALIGNMENT = 128  # rows of a chunk, for the GEMM's tiles
 
 
@@ -47,7 +48,8 @@ def chunk_cross_entropy(model: Any) -> Any:
     whose results would lack the logits. Parameters and state dict are the same.
 
     Args:
-        model: such as `GPT2LMHeadModel`; changed in place. A second call changes nothing.
+        model: such as `GPT2LMHeadModel`; changed in place. A second call changes nothing, or only an output
+            projection that was replaced meanwhile.
 
     Returns:
         The model.
@@ -56,17 +58,17 @@ def chunk_cross_entropy(model: Any) -> Any:
         UserError: it has no plain output projection, a loss of its own, or a forward that is not known to
             compute its logits by the projection alone.
     """
-    if is_chunked(model):
-        return model
     name = type(model).__name__
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if is_chunked(model) and "forward" in vars(head):
+        return model
     if type(head) is not nn.Linear or head.bias is not None or not hasattr(model, "loss_function"):
         found = "none" if head is None else type(head).__name__
         raise UserError(
             "chunked_cross_entropy needs a causal language model of transformers whose output projection is "
             f"an nn.Linear without bias; that of {name} is {found}: set it to false"
         )
-    for module in (model, head):
+    for module in (head,) if is_chunked(model) else (model, head):
         if "forward" in vars(module):
             raise UserError(
                 f"chunked_cross_entropy: the forward of {type(module).__name__} has been replaced: "
@@ -74,7 +76,9 @@ def chunk_cross_entropy(model: Any) -> Any:
             )
     _check_loss(model)
     _check_forward(model)
-    model.forward, head.forward = _ChunkedForward(model), _ChunkedForward(head)
+    head.forward = _ChunkedForward(head)
+    if not is_chunked(model):
+        model.forward = _ChunkedForward(model)
     return model
 
 
@@ -226,6 +230,8 @@ def _model_forward(model: Any, *, labels: Tensor | None = None, **options: Any) 
     if labels is None or needs_logits:
         return type(model).forward(model, labels=labels, **options)
     _check_loss(model)
+    head = model.get_output_embeddings()
+    _check_head(head)
     options.pop("logits_to_keep", None)
     count = options.pop("num_items_in_batch", None)
     shifted = options.pop("shift_labels", None)
@@ -235,7 +241,7 @@ def _model_forward(model: Any, *, labels: Tensor | None = None, **options: Any) 
         shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     hidden = found.last_hidden_state
     shifted = shifted.to(hidden.device)
-    total = model.get_output_embeddings()(hidden, shifted, ignore_index)
+    total = head(hidden, shifted, ignore_index)
     if count is None:
         count = (shifted != ignore_index).sum()
     elif isinstance(count, Tensor):
@@ -261,6 +267,22 @@ def _check_loss(model: Any) -> None:
             f"chunked_cross_entropy computes the cross entropy of the next token, but the loss of "
             f"{type(model).__name__} is {name}: set it to false"
         )
+
+
+def _check_head(head: nn.Module) -> None:
+    """Reject a replaced output projection, and hooks that would see losses instead of logits."""
+    if "forward" not in vars(head):
+        raise UserError(
+            "the output projection has been replaced since chunk_cross_entropy changed the model: call it "
+            "again"
+        )
+    for hook in (*head._forward_hooks.values(), *head._backward_hooks.values()):
+        origin = str(getattr(getattr(hook, "func", hook), "__module__", ""))
+        if origin.partition(".")[0] not in LIBRARIES:
+            raise UserError(
+                f"chunked_cross_entropy: a hook of the output projection ({shown(hook)}) would see the sum "
+                "of the losses instead of the logits: remove it, or set chunked_cross_entropy to false"
+            )
 
 
 def _check_forward(model: Any) -> None:

@@ -373,3 +373,29 @@ TINY = {
 def test_models_that_may_do_more_than_project_are_rejected(build):
     with pytest.raises(UserError, match="may scale its logits or add to the loss: set it to false"):
         chunk_cross_entropy(build())
+
+
+def test_a_hook_that_would_see_losses_is_rejected_and_removing_it_mends_that():
+    model, ids = tiny_model("gpt2").train(), torch.arange(8)[None]
+    chunk_cross_entropy(model)
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)
+    with pytest.raises(UserError, match=r"a hook of the output projection .* would see the sum"):
+        model(input_ids=ids, labels=ids)
+    hook.remove()
+    hook = model.lm_head.register_full_backward_hook(lambda module, grads, more: None)
+    with pytest.raises(UserError, match="a hook of the output projection"):
+        model(input_ids=ids, labels=ids)
+    hook.remove()
+    assert model(input_ids=ids, labels=ids).loss.isfinite()
+
+
+def test_a_head_that_is_replaced_is_told_and_a_second_call_changes_it():
+    model, ids = tiny_model("llama").train(), torch.arange(8)[None]
+    chunk_cross_entropy(model)
+    model.lm_head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    with pytest.raises(UserError, match=r"has been replaced since chunk_cross_entropy .*: call it again"):
+        model(input_ids=ids, labels=ids)
+    found = chunk_cross_entropy(model)(input_ids=ids, labels=ids)
+    assert found.logits is None
+    expected = model.eval()(input_ids=ids, labels=ids).loss
+    torch.testing.assert_close(found.loss, expected)
