@@ -84,7 +84,9 @@ def _origin(data: dict[str, Any]) -> str:
     made = data["report_made_with"]
     texts = "".join(
         f"<li>{escape(name)}: {escape(facts['description'])}, {facts['train_bytes']:,} bytes and "
-        f"{facts['heldout_bytes']:,} held out, SHA-256 <code>{facts['train_sha256'][:16]}…</code></li>"
+        f"{facts['heldout_bytes']:,} held out in {facts['heldout_documents']} parts, of whose phrases "
+        f"{facts['heldout_repeated']:.1%} are in the training text, "
+        f"SHA-256 <code>{facts['train_sha256'][:16]}…</code></li>"
         for name, facts in data["texts"].items()
     )
     versions = f"Python {made['python']}, torch {made['torch']}, transformers {made['transformers']}"

@@ -99,7 +99,10 @@ class StudySettings(SettingsModel):
         json_schema_extra=unit("steps"),
     )
     heldout_bytes: int = Field(
-        default=65_536, ge=1, description="size of the text that is held out", json_schema_extra=unit("bytes")
+        default=65_536,
+        ge=2048,
+        description="size of the text that is held out, in parts of 32 or more documents",
+        json_schema_extra=unit("bytes"),
     )
     keep_weights: bool = Field(default=False, description="keep the trained weights of each cell, in `hf/`")
 

@@ -1,9 +1,13 @@
-"""The texts of a study: documents in a fixed order, the last of which are held out.
+"""The texts of a study: documents in a fixed order, and parts of others that are held out.
 
 A text is written once below the study's folder, as two files of JSON lines: `train.jsonl` and
 `heldout.jsonl`. Documents are sorted by the SHA-256 of their content, so the held-out ones are a sample of
-all subjects, and no document is in both. Equal ones are used once. `text.json` has the sizes and SHA-256
-sums, which are part of the settings of each cell, and what they were made from.
+all subjects. Equal ones are used once. `text.json` has the sizes and SHA-256 sums, which are part of the
+settings of each cell, and what they were made from.
+
+Held out are the middles of at least 32 documents, so that no single document decides. The rest of these
+documents is used for nothing. A document is only chosen if nearly none of its phrases, eight words in a row,
+stands in another one: otherwise a model could know them by heart.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,17 +30,25 @@ from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.sweep.study.study_file import Text
 
 SHORTEST_DOCSTRING = 200  # characters; shorter ones say little but names
+LEAST_DOCUMENTS = 32  # held out
+WORDS = 8  # of a phrase
+MOST_REPEATED = 0.05  # of the phrases of a held-out part
 TRAIN, HELD_OUT, FACTS = "train.jsonl", "heldout.jsonl", "text.json"
 MADE_FROM = "made_from"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFacts:
-    """What identifies a text: sizes in bytes of UTF-8, and SHA-256 of both files."""
+    """What identifies a text: sizes in bytes of UTF-8, and SHA-256 of both files.
+
+    `heldout_repeated` is the share of the held-out phrases of eight words that the training text has too.
+    """
 
     description: str
     train_bytes: int
     heldout_bytes: int
+    heldout_documents: int
+    heldout_repeated: float
     train_sha256: str
     heldout_sha256: str
 
@@ -67,32 +80,64 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
         return facts
     description, found = _documents(text)
     documents = sorted(set(found), key=lambda each: hashlib.sha256(each.encode()).digest())
-    sizes = [len(each.encode()) for each in documents]
-    num_held_out, held_out = 0, 0
-    while held_out < heldout_bytes and num_held_out < len(documents):
-        num_held_out += 1
-        held_out += sizes[-num_held_out]
-    rest = sum(sizes) - held_out
-    if rest <= held_out:
-        raise UserError(
-            f"text {text.name!r} has {sum(sizes):,} bytes, too few to hold out {heldout_bytes:,}: "
-            "use more text"
-        )
+    train, held_out = _split(text.name, documents, heldout_bytes)
+    in_training = {phrase for each in train for phrase in _phrases(each)}
+    held_out_phrases = [phrase for each in held_out for phrase in _phrases(each)]
+    repeated = sum(phrase in in_training for phrase in held_out_phrases)
     folder.mkdir(parents=True, exist_ok=True)
-    parts = {TRAIN: documents[:-num_held_out], HELD_OUT: documents[-num_held_out:]}
-    for name, part in parts.items():
+    for name, part in ((TRAIN, train), (HELD_OUT, held_out)):
         with atomic_file(folder / name) as file:
             file.writelines(json.dumps({"text": each}) + "\n" for each in part)
     facts = TextFacts(
         description=description,
-        train_bytes=rest,
-        heldout_bytes=held_out,
+        train_bytes=_num_bytes(train),
+        heldout_bytes=_num_bytes(held_out),
+        heldout_documents=len(held_out),
+        heldout_repeated=round(repeated / max(1, len(held_out_phrases)), 4),
         train_sha256=sha256_of(folder / TRAIN),
         heldout_sha256=sha256_of(folder / HELD_OUT),
     )
     with atomic_file(folder / FACTS) as file:
         file.write(json.dumps({**asdict(facts), MADE_FROM: made_from}, indent=2) + "\n")
     return facts
+
+
+def _split(name: str, documents: Sequence[str], heldout_bytes: int) -> tuple[list[str], list[str]]:
+    """The training documents, and parts of other documents with `heldout_bytes` or a little more."""
+    occurrences = Counter(phrase for each in documents for phrase in set(_phrases(each)))
+    train, held_out, held_out_bytes = [], [], 0
+    for document in reversed(documents):
+        part = _middle(document, heldout_bytes // LEAST_DOCUMENTS)
+        phrases = _phrases(part)
+        num_repeated = sum(occurrences[phrase] > 1 for phrase in phrases)
+        if held_out_bytes < heldout_bytes and phrases and num_repeated <= MOST_REPEATED * len(phrases):
+            held_out.append(part)
+            held_out_bytes += len(part.encode())
+        else:
+            train.append(document)
+    if held_out_bytes < heldout_bytes or _num_bytes(train) <= held_out_bytes:
+        raise UserError(
+            f"text {name!r} has {len(documents):,} different documents with {_num_bytes(documents):,} bytes, "
+            f"too few to hold out {heldout_bytes:,} bytes in {LEAST_DOCUMENTS} parts whose phrases occur "
+            "nowhere else: use more text"
+        )
+    return train[::-1], held_out[::-1]
+
+
+def _middle(document: str, num_bytes: int) -> str:
+    encoded = document.encode()
+    start = max(0, (len(encoded) - num_bytes) // 2)
+    return encoded[start : start + num_bytes].decode(errors="ignore")  # half characters at the ends
+
+
+def _phrases(document: str) -> list[int]:
+    """A hash of each run of eight words, to save memory."""
+    words = document.split()
+    return [hash(phrase) for phrase in zip(*(words[start:] for start in range(WORDS)), strict=False)]
+
+
+def _num_bytes(documents: Sequence[str]) -> int:
+    return sum(len(each.encode()) for each in documents)
 
 
 def _documents(text: Text) -> tuple[str, list[str]]:

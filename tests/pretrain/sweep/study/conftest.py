@@ -1,6 +1,7 @@
 """A tiny study, whose cells are forked."""
 
 import json
+import random
 import signal
 from pathlib import Path
 
@@ -24,9 +25,12 @@ def study(tmp_path, monkeypatch):
     """Path of a study of two recipes and two seeds, whose cells are forked."""
     write_config(tmp_path)
     (tmp_path / "parts").mkdir()
-    lines = training_text().splitlines(keepends=True)
-    for start in range(0, len(lines), 50):
-        (tmp_path / "parts" / f"{start:04d}.txt").write_text("".join(lines[start : start + 50]))
+    words = training_text().split()
+    random.Random(0).shuffle(
+        words
+    )  # lines of this text repeat their phrases; such documents are not held out
+    for start in range(0, len(words), 100):
+        (tmp_path / "parts" / f"{start:05d}.txt").write_text(" ".join(words[start : start + 100]) + "\n")
     path = tmp_path / "study.json"
     path.write_text(
         json.dumps(

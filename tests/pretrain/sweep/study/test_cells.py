@@ -18,7 +18,13 @@ from megalowbit.pretrain.sweep.study.texts import TextFacts
 ROOT = Path(__file__).parents[4]
 STUDIES = sorted((ROOT / "configs" / "studies").glob("*.json"))
 FACTS = TextFacts(
-    description="", train_bytes=1, heldout_bytes=1, train_sha256="a" * 64, heldout_sha256="b" * 64
+    description="",
+    train_bytes=1,
+    heldout_bytes=1,
+    heldout_documents=1,
+    heldout_repeated=0.0,
+    train_sha256="a" * 64,
+    heldout_sha256="b" * 64,
 )
 
 

@@ -8,16 +8,20 @@ from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.study_file import Text
 from megalowbit.pretrain.sweep.study.texts import docstrings, write_text
 
+VOCABULARY = [f"w\u00e9rd{number}" for number in range(2000)]
+
 
 @pytest.fixture
 def source(tmp_path):
-    """40 files of 100 bytes, two of them equal."""
+    """100 files of some hundred bytes: two are equal, and 20 others begin differently and continue alike."""
     folder = tmp_path / "source"
     folder.mkdir()
     draw = random.Random(0)
-    for number in range(40):
-        text = f"{min(number, 38):02d}" + "".join(draw.choices("abcdé", k=5))
-        (folder / f"{number}.txt").write_text(("39 the same" if number > 37 else text).ljust(99) + "\n")
+    common = " ".join(draw.choices(VOCABULARY, k=60))
+    for number in range(100):
+        own = " ".join(draw.choices(VOCABULARY, k=draw.randint(12, 60)))
+        text = {99: "the same " * 20, 98: "the same " * 20}.get(number, own)
+        (folder / f"{number}.txt").write_text(f"{text} {common}\n" if number < 20 else f"{text}\n")
     return Text(name="t", source="file", path=folder)
 
 
@@ -25,43 +29,72 @@ def documents(path):
     return list(LocalCorpus(path).documents())
 
 
-def test_the_held_out_documents_are_whole_and_not_in_the_training_text(source, tmp_path):
-    facts = write_text(source, tmp_path / "a", heldout_bytes=550)
+def phrases(texts):
+    return {tuple(words[k : k + 8]) for words in map(str.split, texts) for k in range(len(words) - 7)}
+
+
+def test_what_is_held_out_are_parts_of_many_documents_that_no_run_reads(source, tmp_path):
+    facts = write_text(source, tmp_path / "a", heldout_bytes=4096)
     train, held_out = (documents(tmp_path / "a" / name) for name in ("train.jsonl", "heldout.jsonl"))
     everything = documents(source.path)
-    assert sorted({*everything}) == sorted([*train, *held_out])
-    assert len(held_out) == 6
-    assert not {*train} & {*held_out}
-    assert facts.heldout_bytes == sum(len(each.encode()) for each in held_out)
+    of = [[each for each in everything if part.strip() in each] for part in held_out]
+    assert all(len(each) == 1 for each in of)
+    assert len(train) + len(held_out) == len({*everything})  # a document is in one of them
+    assert {*train} | {each for (each,) in of} == {*everything}
+    assert len(held_out) == facts.heldout_documents >= 32
+    assert all(len(part.encode()) <= 4096 // 32 for part in held_out)
+    assert facts.heldout_bytes == sum(len(each.encode()) for each in held_out) >= 4096
     assert facts.train_bytes == sum(len(each.encode()) for each in train)
-    numbers = sorted(int(each[:2]) for each in held_out)
-    assert numbers[-1] - numbers[0] > 12  # a sample, not the last files
+
+
+def test_documents_that_others_repeat_are_not_held_out(source, tmp_path):
+    facts = write_text(source, tmp_path / "a", heldout_bytes=4096)
+    train, held_out = (documents(tmp_path / "a" / name) for name in ("train.jsonl", "heldout.jsonl"))
+    assert not phrases(train) & phrases(held_out)
+    assert facts.heldout_repeated == 0
+    tails = [" ".join(each.split()[-8:]) for each in train]
+    assert max(map(tails.count, tails)) >= 19  # their ends are alike; the beginning of one may be held out
+
+
+def test_the_share_of_repeated_phrases_is_told(source, tmp_path):
+    draw = random.Random(1)
+    shared = " ".join(draw.choices(VOCABULARY, k=8))
+    for path in source.path.iterdir():  # one phrase of many in each
+        path.write_text(" ".join(draw.choices(VOCABULARY, k=40)) + f" {shared} " + path.read_text())
+    facts = write_text(source, tmp_path / "a", heldout_bytes=20_480)
+    train, held_out = (documents(tmp_path / "a" / name) for name in ("train.jsonl", "heldout.jsonl"))
+    in_parts = [tuple(words[k : k + 8]) for words in map(str.split, held_out) for k in range(len(words) - 7)]
+    expected = sum(phrase in phrases(train) for phrase in in_parts) / len(in_parts)
+    assert 0 < expected <= 0.05
+    assert facts.heldout_repeated == round(expected, 4)
 
 
 def test_a_text_is_the_same_every_time_and_a_changed_file_is_refused(source, tmp_path):
-    facts = write_text(source, tmp_path / "a", heldout_bytes=300)
-    assert write_text(source, tmp_path / "b", heldout_bytes=300) == facts
+    facts = write_text(source, tmp_path / "a", heldout_bytes=3000)
+    assert write_text(source, tmp_path / "b", heldout_bytes=3000) == facts
     before = (tmp_path / "a" / "train.jsonl").stat().st_mtime_ns
-    assert write_text(source, tmp_path / "a", heldout_bytes=300) == facts
+    assert write_text(source, tmp_path / "a", heldout_bytes=3000) == facts
     assert (tmp_path / "a" / "train.jsonl").stat().st_mtime_ns == before
-    with pytest.raises(UserError, match=r"was made from .*'heldout_bytes': 300.*use another --out"):
-        write_text(source, tmp_path / "a", heldout_bytes=400)
+    with pytest.raises(UserError, match=r"was made from .*'heldout_bytes': 3000.*use another --out"):
+        write_text(source, tmp_path / "a", heldout_bytes=4000)
     with (tmp_path / "a" / "train.jsonl").open("a") as file:
         file.write(json.dumps({"text": "more"}) + "\n")
     with pytest.raises(UserError, match="is not what was written: remove"):
-        write_text(source, tmp_path / "a", heldout_bytes=300)
+        write_text(source, tmp_path / "a", heldout_bytes=3000)
 
 
 def test_a_text_that_is_too_small_or_missing_is_refused(source, tmp_path):
-    with pytest.raises(UserError, match=r"text 't' has .* bytes, too few to hold out 3,000"):
-        write_text(source, tmp_path / "a", heldout_bytes=3000)
+    with pytest.raises(
+        UserError, match=r"text 't' has 99 different .* too few to hold out 60,000 bytes in 32"
+    ):
+        write_text(source, tmp_path / "a", heldout_bytes=60_000)
     assert not (tmp_path / "a").exists()
     gone = Text(name="t", source="file", path=tmp_path / "gone")
     with pytest.raises(UserError, match="gone does not exist"):
-        write_text(gone, tmp_path / "a", heldout_bytes=10)
+        write_text(gone, tmp_path / "a", heldout_bytes=3000)
     unknown = Text(name="t", source="docstrings", packages=("no_such_package",))
     with pytest.raises(UserError, match="no installed package 'no_such_package'"):
-        write_text(unknown, tmp_path / "a", heldout_bytes=10)
+        write_text(unknown, tmp_path / "a", heldout_bytes=3000)
 
 
 def test_docstrings_are_the_long_ones_of_modules_classes_and_functions(tmp_path):
