@@ -5,6 +5,9 @@ VENV   ?= .venv
 CONFIG ?= configs/gpt2_tiny_fp4.json
 GPUS   ?=
 ARGS   ?=
+ifneq ($(GPUS),$(shell echo "$(GPUS)" | grep -Ex '[1-9][0-9]*'))
+$(error GPUS=$(GPUS) is not a number of processes: give 1 or more, or leave it out for one for each GPU)
+endif
 BIN    := $(VENV)/bin
 # A free port, because two runs on one machine would collide on the launcher's fixed default port.
 FREE_PORT = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')

@@ -32,7 +32,9 @@ KERNELS = {  # operations of several kernels; those of cuSOLVER and of a sort ar
     "sort": 3,  # numbers of the elements, copy, sort
 }
 DEPENDENT = {"factors.transform_kernel": 25e-6}  # one program of 64 steps, each of which waits for the last
-PRODUCTS = ("mm", "addmm", "addmm_")
+FP8_PRODUCT = "_scaled_mm"
+PRODUCTS = ("mm", "addmm", "addmm_", FP8_PRODUCT)
+IDLE = ("fp8.product_kernel",)  # it ends at once if the FP8 product before it was exact, as here
 
 
 class Kernel(NamedTuple):
@@ -50,11 +52,13 @@ class Prediction(NamedTuple):
     Attributes:
         bandwidth: bytes a second that a kernel reaches.
         speed: operations a second of a bf16 product.
+        fp8_speed: the same of an FP8 product.
         shortest: seconds from the start of a small kernel to the start of the next.
     """
 
     bandwidth: float = 0.85 * 4.8e12
     speed: float = 0.75 * 989e12
+    fp8_speed: float = 0.75 * 1979e12
     shortest: float = 4e-6
 
     def seconds(self, kernels: list[Kernel]) -> float:
@@ -65,7 +69,7 @@ class Prediction(NamedTuple):
         return sum(
             max(
                 each.bytes / self.bandwidth,
-                each.flops / self.speed,
+                each.flops / (self.fp8_speed if each.name == FP8_PRODUCT else self.speed),
                 each.launches * self.shortest,
                 DEPENDENT.get(each.name, 0.0),
             )
@@ -134,8 +138,9 @@ class AbsentGpu(TorchDispatchMode):
         """Record a launch of a Triton kernel in its place."""
         described = {name: _described(value) for name, value in arguments.items()}
         self.calls.append((name_of(kernel), programs, *sorted(described.items())))
-        tensors = [each for each in arguments.values() if isinstance(each, Tensor)]
-        self.kernels.append(Kernel(name_of(kernel), 1, sum(map(_bytes, tensors)), 0))
+        name = name_of(kernel)
+        tensors = [each for each in arguments.values() if isinstance(each, Tensor) and name not in IDLE]
+        self.kernels.append(Kernel(name, 1, sum(map(_bytes, tensors)), 0))
 
     def _record(self, func: Any, given: list[Tensor], returned: list[Tensor]) -> None:
         name, alias = func.overloadpacket.__name__, [each.alias_info for each in func._schema.returns]

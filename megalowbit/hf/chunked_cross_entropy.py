@@ -101,7 +101,15 @@ def sum_of_losses(
 
     Returns:
         0-dim, fp32 (fp64 for fp64).
+
+    Raises:
+        UserError: the targets are not int64, or not one for each token.
     """
+    if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
+        raise UserError(
+            f"labels must be int64, one for each of {hidden.shape[0]} tokens, not {targets.dtype} for "
+            f"{targets.numel()}: convert them with .long(), and give input_ids and labels of one shape"
+        )
     device = hidden.device.type
     # as in nn.Linear: autocast's precision, else both must have the same
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype

@@ -52,3 +52,12 @@ def test_a_layer_quantises_three_matrices_and_decodes_two():
     names = [each.name for each in layer_kernels(mlb.recipe("nvfp4"), SIZES)]
     wanted = {"zeros": 3, "fp4.amax_kernel": 3, "fp4.encode_kernel": 3, "decode.decode_kernel": 2, "mm": 3}
     assert {name: names.count(name) for name in names} == wanted
+
+
+def test_fp8_products_are_counted_and_take_half_the_time():
+    chosen = mlb.recipe({"base": "mxfp4", "gemm": "fp8"})
+    m, k, n = SIZES
+    kernels = [each for each in layer_kernels(chosen, SIZES) if each.flops]
+    assert [(each.name, each.flops) for each in kernels] == [("_scaled_mm", 2 * m * k * n)] * 3
+    predicted = Prediction(bandwidth=1e30, speed=1.0, fp8_speed=2.0, shortest=0.0)
+    assert predicted.seconds(kernels) == predicted.seconds(plain_layer(*SIZES)) / 2

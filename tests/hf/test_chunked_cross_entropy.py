@@ -96,6 +96,13 @@ def test_a_label_outside_the_vocabulary_is_an_error():
             sum_of_losses(hidden, weight, targets)
 
 
+@pytest.mark.parametrize("change", [torch.Tensor.bool, torch.Tensor.float, lambda labels: labels[1:]])
+def test_labels_of_another_dtype_or_number_are_an_error(change):
+    hidden, weight, targets = operands(torch.float32)
+    with pytest.raises(UserError, match=r"labels must be int64, one for each of \d+ tokens, not torch"):
+        sum_of_losses(hidden, weight, change(targets))
+
+
 def batch(**more):
     tokens = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()

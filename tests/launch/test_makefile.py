@@ -26,6 +26,15 @@ def test_a_given_number_of_processes_is_passed_on():
     assert launcher("GPUS=3") == "deepspeed --num_accelerators 3"
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "two", "1.5"])
+def test_a_number_of_processes_that_cannot_be_is_an_error(number):
+    made = subprocess.run(
+        ["make", "-n", "pretrain", f"GPUS={number}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert made.returncode == 2
+    assert f"GPUS={number} is not a number of processes: give 1 or more" in made.stderr
+
+
 @pytest.mark.slow
 def test_a_machine_without_gpus_gets_two_processes():
     counted = subprocess.run(["bash", "-c", f"echo {launcher()}"], capture_output=True, text=True, check=True)
