@@ -18,10 +18,14 @@ output gradient, in the layout `single_copy` too.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from megalowbit.errors import Problems, UserError, shown, unknown_name
 from megalowbit.quantize.encoding import Encoding
@@ -230,61 +234,45 @@ def _over_base(base: Recipe, key: str, value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _uniform(name: str, operand: str, *, outputgrad: str | None = None) -> Recipe:
-    return Recipe(
-        name=name,
-        q_forward_input=operand,
-        q_forward_weight=operand,
-        q_backward_input=operand,
-        q_backward_weight=operand,
-        q_backward_outputgrad=outputgrad or operand,
-    )
+class NamedRecipe(NamedTuple):
+    """An entry of `recipe.json`.
+
+    Attributes:
+        recipe: its fields.
+        about: describes it in docs/configuration.md, as Markdown.
+        source: title and arXiv number of the paper, or `None`.
+        departures: what it does otherwise than the paper, and what it leaves out.
+        settings: what the paper sets outside of the recipe: keys of the `"megalowbit"` block.
+    """
+
+    recipe: Recipe
+    about: str
+    source: Mapping[str, str] | None
+    departures: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+@functools.lru_cache(maxsize=1)
+def named_recipes() -> Mapping[str, NamedRecipe]:
+    """The named recipes with their descriptions; a `base` is an earlier entry of the file."""
+    found: dict[str, NamedRecipe] = {}
+    for entry in json.loads(Path(__file__).with_name("recipe.json").read_text(encoding="utf-8")):
+        block = {**entry["recipe"], "name": entry["name"]}
+        if "base" in block:
+            block["base"] = found[block["base"]].recipe
+        found[entry["name"]] = NamedRecipe(
+            Recipe.from_dict(block),
+            entry["about"],
+            entry.get("source"),
+            tuple(entry.get("departures", ())),
+            MappingProxyType(entry.get("with", {})),
+        )
+    return MappingProxyType(found)
 
 
 def recipes() -> dict[str, Recipe]:
-    """The named recipes.
-
-    | name               |                                                                                |
-    |--------------------|--------------------------------------------------------------------------------|
-    | `nvfp4`            | NVFP4, nearest even; output gradients stochastic                               |
-    | `mxfp4`            | the same in MXFP4                                                              |
-    | `nvidia-nvfp4`     | one copy for each product, 16 × 16 weight tiles, Hadamard, last blocks in bf16 |
-    |                    | (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149)                      |
-    | `metis-nvfp4`      | `nvfp4`, with the mean over tokens split off from inputs: the best and the     |
-    |                    | cheapest of all splits in docs/experiments.md                                  |
-    | `metis-seed`       | the settings of the GPT-2 script of the Metis repository, with its arithmetic  |
-    | `fp8`              | E4M3, output gradients E5M2, one scale a tensor                                |
-    | `speculative-int8` | blocks of 128 in INT8, or E5M2 if they have outliers; output gradients         |
-    |                    | stochastic                                                                     |
-    | `bf16`             | quantises nothing                                                              |
-    """
-    nvfp4 = _uniform("nvfp4", "nvfp4e2m1bnosr", outputgrad="nvfp4e2m1b")
-    seed_quantizer = "fp4e2m1b:seed_compat"
-    tiles = "nvfp4e2m1bnosr:tile16"
-    named = [
-        nvfp4,
-        _uniform("mxfp4", "mxfp4e2m1bnosr", outputgrad="mxfp4e2m1b"),
-        replace(
-            nvfp4,
-            name="nvidia-nvfp4",
-            q_forward_weight=tiles,
-            q_backward_weight=tiles,
-            layout="per_gemm",
-            hadamard=True,
-            keep_last=0.15,
-        ),
-        replace(nvfp4, name="metis-nvfp4", split_input=OperandSplit(method="mean")),
-        replace(
-            _uniform("metis-seed", seed_quantizer),
-            split_grad_output=OperandSplit(
-                method="svd_lowrank", rank=60, niter=0, order="seed", q_factors=seed_quantizer
-            ),
-        ),
-        _uniform("fp8", "fp8e4m3", outputgrad="fp8e5m2"),
-        _uniform("speculative-int8", "int8e5m2b", outputgrad="int8e5m2b:sr"),
-        _uniform("bf16", "fp32"),
-    ]
-    return {each.name: each for each in named}
+    """The named recipes of `recipe.json`; docs/configuration.md describes them."""
+    return {name: each.recipe for name, each in named_recipes().items()}
 
 
 def recipe(value: str | Recipe | Mapping[str, Any]) -> Recipe:

@@ -13,9 +13,9 @@ def test_named_recipes_have_the_documented_fields():
     assert {getattr(nvfp4, field) for field in OPERAND_FIELDS[:4]} == {"nvfp4e2m1bnosr"}
     assert nvfp4.quantizes
     assert not bf16.quantizes
-    assert set(recipes()) == {
+    assert list(recipes())[:8] == [
         "nvfp4", "mxfp4", "nvidia-nvfp4", "metis-nvfp4", "metis-seed", "fp8", "speculative-int8", "bf16"
-    }  # fmt: skip
+    ]  # fmt: skip
 
 
 def test_the_speculative_int8_recipe_rounds_only_gradients_stochastically():
