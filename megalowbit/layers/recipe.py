@@ -7,8 +7,8 @@
 There are two layouts. `single_copy`: each tensor is quantised once, in blocks along its last axis, and both
 products use its codes (transposed if necessary). If the backward quantizer has another name than the forward
 one, the tensor is quantised a second time. `per_gemm`: each product gets operands in blocks along the axis it
-sums over, as FP4 tensor cores require; `hadamard` then first transforms both operands of grad_weight along
-the tokens.
+sums over, as FP4 tensor cores require; `hadamard` then first transforms both operands of some products along
+that axis (grad_weight: along the tokens).
 
 An operand may be split before it is quantised: into a low-rank part, whose factors are quantised, and a
 residual, which the operand's quantizer rounds. The names of the quantizer fields are those of the Metis
@@ -75,7 +75,8 @@ class Recipe:
             stay in high precision, with everything inside them.
         layout: `single_copy`: one set of codes for all three products, which is fastest. `per_gemm`: operands
             in blocks along the axis that each product sums over, the layout that FP4 tensor cores execute.
-        hadamard: random Hadamard transform of both operands of `grad_weight`; with `per_gemm` only.
+        hadamard: random Hadamard transform of both operands of these products (`output`, `grad_input`,
+            `grad_weight`), along the axis summed over; with `per_gemm` only. `true`: `grad_weight`.
         gemm: `bf16`: emulated exactly. `fp8`: MXFP4 operands on FP8 tensor cores if that is exact, otherwise
             in bf16, and counted. `fp4`: native, on Blackwell; not tested on hardware.
         split_input: low-rank split of the input, see [Operand splits](#operand-splits).
@@ -100,7 +101,7 @@ class Recipe:
     q_backward_outputgrad_for_weight: str | None = None
     keep: tuple[str, ...] = ()
     layout: Literal["single_copy", "per_gemm"] = "single_copy"
-    hadamard: bool = False
+    hadamard: bool | tuple[str, ...] = False
     gemm: Literal["bf16", "fp8", "fp4"] = "bf16"
     split_input: OperandSplit | None = None
     split_weight: OperandSplit | None = None
@@ -119,6 +120,7 @@ class Recipe:
                 _check_quantizer(self.name, field, value)
         problems.raise_any()
         object.__setattr__(self, "keep", _checked_patterns(self.name, self.keep))
+        object.__setattr__(self, "hadamard", _checked_products(self.name, self.hadamard))
         for field, kind in SPLIT_FIELDS.items():
             object.__setattr__(self, field, settings_from(kind, getattr(self, field), field))
         _check_own_gradient(self)
@@ -142,6 +144,13 @@ class Recipe:
         """Whether the tensor scale of any operand is rounded to a power of two."""
         names = [*(getattr(self, field) for field in OPERAND_FIELDS), self.outputgrad_for_weight]
         return any(each is not None and each.is_power_of_two for each in map(_encoding, names))
+
+    @property
+    def transformed_products(self) -> tuple[str, ...]:
+        """The products whose operands are transformed."""
+        if isinstance(self.hadamard, bool):
+            return ("grad_weight",) if self.hadamard else ()
+        return self.hadamard
 
     @property
     def outputgrad_for_weight(self) -> str:
@@ -182,7 +191,8 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `from_dict` returns an equal recipe."""
-        return {**asdict(self), "keep": list(self.keep)}
+        hadamard = self.hadamard if isinstance(self.hadamard, bool) else list(self.hadamard)
+        return {**asdict(self), "keep": list(self.keep), "hadamard": hadamard}
 
     def __str__(self) -> str:
         forward = f"input {self.q_forward_input}, weight {self.q_forward_weight}"
@@ -196,7 +206,8 @@ class Recipe:
             f"; {_described(field, getattr(self, field))}" for field in SPLIT_FIELDS if getattr(self, field)
         )
         extra += "; one copy for each GEMM" if self.layout == "per_gemm" else ""
-        extra += "; Hadamard transform before grad_weight" if self.hadamard else ""
+        products = ", ".join(self.transformed_products)
+        extra += f"; Hadamard transform before {products}" if products else ""
         extra += f"; GEMMs in {self.gemm}" if self.gemm != "bf16" else ""
         extra += f"; first blocks kept: {self.keep_first}" if self.keep_first else ""
         extra += f"; last blocks kept: {self.keep_last}" if self.keep_last else ""
@@ -231,6 +242,8 @@ def _over_base(base: Recipe, key: str, value: object) -> object:
         if isinstance(value, Mapping) and below is not None:
             value = block_over(below, value)
         return settings_from(SPLIT_FIELDS[key], value, key)
+    if key == "hadamard":
+        return _checked_products(base.name, value)
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -322,7 +335,7 @@ def _check_own_gradient(recipe: Recipe) -> None:
 
 
 def _check_choices(recipe: Recipe) -> None:
-    """Reject an unknown layout or GEMM, and flags that are not booleans."""
+    """Reject an unknown layout or GEMM."""
     for field, choices in (("layout", LAYOUTS), ("gemm", GEMMS)):
         value = getattr(recipe, field)
         if value not in choices:
@@ -332,8 +345,6 @@ def _check_choices(recipe: Recipe) -> None:
             f'recipe {recipe.name!r}: gemm "{recipe.gemm}" multiplies quantised operands, but the recipe '
             'quantises nothing: name quantizers, or use gemm "bf16"'
         )
-    if not isinstance(recipe.hadamard, bool):
-        raise UserError(f"recipe {recipe.name!r}: hadamard must be true or false, not {recipe.hadamard!r}")
 
 
 def _encoding(name: str) -> Encoding | None:
@@ -343,19 +354,22 @@ def _encoding(name: str) -> Encoding | None:
 
 def _check_hadamard(recipe: Recipe) -> None:
     """Reject a Hadamard transform of operands that other products share, or that have no blocks."""
-    if not recipe.hadamard:
+    products = recipe.transformed_products
+    if not products:
         return
     if recipe.layout != "per_gemm":
         raise UserError(
-            f"recipe {recipe.name!r}: hadamard transforms the operands of grad_weight only, which needs "
-            'separate copies: set layout to "per_gemm"'
+            f"recipe {recipe.name!r}: hadamard transforms the operands of {', '.join(products)} only, which "
+            'needs separate copies: set layout to "per_gemm"'
         )
-    for field in ("q_backward_outputgrad", "q_backward_input"):
-        if _encoding(getattr(recipe, field)) is None:
-            raise UserError(
-                f"recipe {recipe.name!r}: hadamard needs a quantizer with blocks for {field}, not "
-                f"{getattr(recipe, field)!r}: choose one, or set hadamard to false"
-            )
+    for product in products:
+        for field in PRODUCTS[product]:
+            field = "q_backward_outputgrad" if field == OWN_GRADIENT else field
+            if _encoding(getattr(recipe, field)) is None:
+                raise UserError(
+                    f"recipe {recipe.name!r}: hadamard needs a quantizer with blocks for {field}, not "
+                    f"{getattr(recipe, field)!r}: choose one, or leave {product} out of hadamard"
+                )
 
 
 def _check_fp8(recipe: Recipe) -> None:
@@ -402,6 +416,19 @@ def _checked_patterns(name: str, keep: object) -> tuple[str, ...]:
         if not isinstance(pattern, str) or not pattern:
             raise UserError(f"recipe {name!r}: keep holds {pattern!r}: expected a module name pattern")
     return patterns
+
+
+def _checked_products(name: str, value: object) -> bool | tuple[str, ...]:
+    """A recipe's `hadamard`, checked; one value for equal choices."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise UserError(f"recipe {name!r}: hadamard must be true, false or a list of products, not {value!r}")
+    for product in value:
+        if product not in PRODUCTS:
+            raise UserError(f"recipe {name!r}: {unknown_name('product of hadamard', product, PRODUCTS)}")
+    chosen = tuple(product for product in PRODUCTS if product in value)
+    return bool(chosen) if chosen in ((), ("grad_weight",)) else chosen
 
 
 def _check_blocks(recipe: Recipe) -> None:

@@ -183,7 +183,7 @@ class MatmulContext:
                 and the result is stored as (cols, rows) with blocks along the original rows.
             quantization: role, quantizer and block axis.
             operand_dtype: also make the decoded operand of the GEMM, in this dtype; ignored if the result is
-                stored transposed. E4M3 or E5M2 for products on FP8 tensor cores.
+                stored transposed or transformed. E4M3 or E5M2 for products on FP8 tensor cores.
             is_reported: false if the observer has this operand's counts already.
         """
         observe = self._observer(quantization) if is_reported else None
@@ -208,10 +208,14 @@ class MatmulContext:
             "with_exponents": needs_exponents(self.recipe, quantization.name),
         }
         result: OperandTensor
-        if not quantization.is_transposed:
+        signs = self._signs(quantization)
+        if signs is not None and not quantization.is_transposed:
+            assert isinstance(quantizer, BlockQuantizer)  # ensured by the recipe
+            result = quantizer.quantize_transformed(x, signs=signs, **arguments)
+        elif not quantization.is_transposed:
             result = quantizer.quantize(x, operand_dtype=operand_dtype, **arguments)
         elif isinstance(quantizer, BlockQuantizer):
-            result = quantizer.quantize_transposed(x, signs=self._signs(quantization), **arguments)
+            result = quantizer.quantize_transposed(x, signs=signs, **arguments)
         else:
             result = quantizer.quantize(transposed_values(x).values, **arguments)
         facts = _facts(result, operand) if with_counts else None
@@ -286,8 +290,8 @@ class MatmulContext:
         role = quantization.role
         if role in self.maxima:
             return self.maxima[role]
-        is_known = operand.residual_amax is not None and not quantization.is_transposed
-        if is_known and takes_row_maximum(quantization.quantizer):
+        is_straight = not (quantization.is_transposed or quantization.is_transformed)
+        if operand.residual_amax is not None and is_straight and takes_row_maximum(quantization.quantizer):
             return operand.residual_amax
         if not self.probed_maxima:
             return None

@@ -179,6 +179,8 @@ def test_unquantised_operands_are_not_split_transformed_or_multiplied_in_fp8():
     assert both.name == "nvfp4 with own q_backward_weight, split_input, split_weight, split_grad_output, " + (
         "all in high precision"
     )
+    block = {"base": "nvfp4", "layout": "per_gemm", "hadamard": ["output", "grad_weight"]}
+    assert switched(recipe(block), "forward").transformed_products == ("grad_weight",)
     last = switched(recipe({"base": "mxfp4", "gemm": "fp8", "layout": "per_gemm", "hadamard": True}), "all")
     assert (last.gemm, last.layout, last.hadamard) == ("bf16", "single_copy", False)
     split = recipe({"base": "nvfp4", "parameter_split": {"rank": 2}})
