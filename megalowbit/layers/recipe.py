@@ -153,6 +153,12 @@ class Recipe:
         return self.hadamard
 
     @property
+    def redraws_signs(self) -> bool:
+        """Whether the signs of the Hadamard transform change with each micro-batch, as EDEN requires."""
+        names = [getattr(self, field) for field in OPERAND_FIELDS]
+        return any(each is not None and each.is_eden for each in map(_encoding, names))
+
+    @property
     def outputgrad_for_weight(self) -> str:
         """Quantizer of the output gradient in grad_weight: a separate one, or that of both products."""
         return self.q_backward_outputgrad_for_weight or self.q_backward_outputgrad
@@ -355,6 +361,14 @@ def _encoding(name: str) -> Encoding | None:
 def _check_hadamard(recipe: Recipe) -> None:
     """Reject a Hadamard transform of operands that other products share, or that have no blocks."""
     products = recipe.transformed_products
+    for product in set(PRODUCTS) - set(products):
+        for name in operand_quantizers(recipe, product):
+            encoding = _encoding(name)
+            if encoding is not None and encoding.is_eden:
+                raise UserError(
+                    f"recipe {recipe.name!r}: {name!r} is unbiased over random transforms only: "
+                    f"add {product!r} to hadamard, or choose another quantizer"
+                )
     if not products:
         return
     if recipe.layout != "per_gemm":

@@ -263,7 +263,7 @@ class MatmulContext:
         self, weight: Tensor, quantization: Quantization, quantize: Callable[[], MatmulOperand]
     ) -> MatmulOperand:
         """A quantised weight: from the cache, if there is one and the quantizer may be cached."""
-        if self.weights is None or not _may_be_cached(quantization):
+        if self.weights is None or not self._may_be_cached(quantization):
             return quantize()
         return self.weights.get(
             weight, quantization.role, quantization.name, quantize, **self._conditions(quantization)
@@ -271,11 +271,17 @@ class MatmulContext:
 
     def _cached_weight(self, weight: Tensor, quantization: Quantization) -> MatmulOperand | None:
         """The entry that `weight` would find in the cache."""
-        if self.weights is None or not _may_be_cached(quantization):
+        if self.weights is None or not self._may_be_cached(quantization):
             return None
         return self.weights.find(
             weight, quantization.role, quantization.name, **self._conditions(quantization)
         )
+
+    def _may_be_cached(self, quantization: Quantization) -> bool:
+        """Whether the quantizer changes the weight, and always produces the same codes."""
+        chosen = quantization.quantizer
+        is_redrawn = quantization.is_transformed and self.recipe.redraws_signs
+        return not (chosen.is_stochastic or chosen.is_identity or is_redrawn)
 
     def _conditions(self, quantization: Quantization) -> dict[str, bool]:
         """The conditions that a cached weight must meet."""
@@ -313,12 +319,6 @@ class MatmulContext:
         role, operand = quantization.role, quantization.operand
         is_reported = operand == "grad_output" or (role == operand and not self.is_replay)
         return self.observe if is_reported and not quantization.quantizer.is_identity else None
-
-
-def _may_be_cached(quantization: Quantization) -> bool:
-    """Whether the quantizer changes the weight, and always produces the same codes."""
-    chosen = quantization.quantizer
-    return not chosen.is_stochastic and not chosen.is_identity
 
 
 def _is_maximum_of(quantizer: Quantizer, largest: Tensor) -> bool:

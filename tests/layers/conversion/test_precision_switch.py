@@ -154,6 +154,10 @@ def test_switching_everything_leaves_plain_linear_layers(chosen, dtype):
 @pytest.mark.parametrize("name", [name for name, each in recipes().items() if each.quantizes])
 @pytest.mark.parametrize("scope", ["forward", "all"])
 def test_every_named_recipe_can_be_switched(name, scope):
+    if (name, scope) == ("mxfp4-rht", "forward"):
+        with pytest.raises(UserError, match="quantises nothing there"):
+            switched(recipe(name), scope)
+        return
     chosen = switched(recipe(name), scope)
     assert (chosen.q_forward_input, chosen.q_forward_weight) == ("fp32", "fp32")
     assert chosen.quantizes == (scope == "forward")
