@@ -13,7 +13,15 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["megalowbit", "megalowbit.*"]),
-    package_data={"megalowbit": ["py.typed", "quantize/cpu/*.c", "quantize/cpu/*.h", "optim/kernels/*.c"]},
+    package_data={
+        "megalowbit": [
+            "py.typed",
+            "layers/recipe.json",
+            "quantize/cpu/*.c",
+            "quantize/cpu/*.h",
+            "optim/kernels/*.c",
+        ]
+    },
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch==2.13.0",

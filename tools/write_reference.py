@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 from megalowbit.cluster.settings import ClusterSettings, ContainerSettings
 from megalowbit.config import keys, optimizer, pipeline, stock_precision, values, zero
 from megalowbit.config.engine_settings import EngineSettings
-from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import NamedRecipe, Recipe, named_recipes
 from megalowbit.optim.precision.op_classes import AutocastSettings
 from megalowbit.pretrain.config import SETTINGS_MODEL, Monitors
 from megalowbit.spectral.settings import FIELDS_READ, OperandSplit, ParameterSplit
@@ -114,7 +114,7 @@ def attributes_of(kind: type[Any]) -> dict[str, str]:
 
 def reference() -> str:
     """The generated part of the page."""
-    return "\n\n".join([*_our_block(), *_recipes(), *_deepspeed(), *_cluster()]) + "\n"
+    return "\n\n".join([*_our_block(), *_named_recipes(), *_recipes(), *_deepspeed(), *_cluster()]) + "\n"
 
 
 def _our_block() -> Iterator[str]:
@@ -140,6 +140,32 @@ def _section(key: str, model: type[BaseModel] | None, annotation: Any) -> Iterat
         yield _doc(kind)
         if rows := rows_of(kind):
             yield _table(HEADER, rows)
+
+
+def _named_recipes() -> Iterator[str]:
+    named = named_recipes()
+    yield "## Named recipes"
+    yield "`megalowbit/layers/recipe.json` holds their keys."
+    yield _table(
+        ("name", "description"),
+        [(f"`{name}`", each.about + _cited(each)) for name, each in named.items()],
+    )
+    yield (
+        "What they do otherwise than their papers, and what the papers set in other sections of the "
+        '`"megalowbit"` block:'
+    )
+    yield "\n".join(_departures(name, each) for name, each in named.items() if each.source)
+
+
+def _cited(named: NamedRecipe) -> str:
+    if named.source is None:
+        return ""
+    return f" ({named.source['title']}, arXiv:{named.source['arxiv']})"
+
+
+def _departures(name: str, named: NamedRecipe) -> str:
+    settings = [f"the paper sets `{json.dumps({key: value})[1:-1]}`" for key, value in named.settings.items()]
+    return f"- `{name}`: {'; '.join([*named.departures, *settings])}."
 
 
 def _recipes() -> Iterator[str]:

@@ -334,7 +334,7 @@ class BitLinear(SplitLinear):
             recipe=recipe,
             compute_dtype=compute_dtype,
             random_key=partial(self._random_key, stream, use),
-            hadamard_signs=stream.hadamard_signs() if recipe.hadamard else 0,
+            hadamard_signs=self._hadamard_signs(stream, recipe, use),
             observe=None if observer is None else partial(self._observe, observer),
             count=self._product_counts.add,
             declined=self._product_counts.declined,
@@ -350,6 +350,12 @@ class BitLinear(SplitLinear):
             probe=probe,
             input_forms=input_forms,
         )
+
+    @staticmethod
+    def _hadamard_signs(stream: RandomStream, recipe: Recipe, use: Use) -> int:
+        if not recipe.hadamard:
+            return 0
+        return stream.hadamard_signs(use.step if recipe.redraws_signs else None)
 
     def _random_key(self, stream: RandomStream, use: Use, role: str, device: torch.device) -> RandomKey:
         """The key of an operand's random numbers in one use."""

@@ -7,8 +7,8 @@
 There are two layouts. `single_copy`: each tensor is quantised once, in blocks along its last axis, and both
 products use its codes (transposed if necessary). If the backward quantizer has another name than the forward
 one, the tensor is quantised a second time. `per_gemm`: each product gets operands in blocks along the axis it
-sums over, as FP4 tensor cores require; `hadamard` then first transforms both operands of grad_weight along
-the tokens.
+sums over, as FP4 tensor cores require; `hadamard` then first transforms both operands of some products along
+that axis (grad_weight: along the tokens).
 
 An operand may be split before it is quantised: into a low-rank part, whose factors are quantised, and a
 residual, which the operand's quantizer rounds. The names of the quantizer fields are those of the Metis
@@ -18,10 +18,14 @@ output gradient, in the layout `single_copy` too.
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from megalowbit.errors import Problems, UserError, shown, unknown_name
 from megalowbit.quantize.encoding import Encoding
@@ -71,7 +75,8 @@ class Recipe:
             stay in high precision, with everything inside them.
         layout: `single_copy`: one set of codes for all three products, which is fastest. `per_gemm`: operands
             in blocks along the axis that each product sums over, the layout that FP4 tensor cores execute.
-        hadamard: random Hadamard transform of both operands of `grad_weight`; with `per_gemm` only.
+        hadamard: random Hadamard transform of both operands of these products (`output`, `grad_input`,
+            `grad_weight`), along the axis summed over; with `per_gemm` only. `true`: `grad_weight`.
         gemm: `bf16`: emulated exactly. `fp8`: MXFP4 operands on FP8 tensor cores if that is exact, otherwise
             in bf16, and counted. `fp4`: native, on Blackwell; not tested on hardware.
         split_input: low-rank split of the input, see [Operand splits](#operand-splits).
@@ -96,7 +101,7 @@ class Recipe:
     q_backward_outputgrad_for_weight: str | None = None
     keep: tuple[str, ...] = ()
     layout: Literal["single_copy", "per_gemm"] = "single_copy"
-    hadamard: bool = False
+    hadamard: bool | tuple[str, ...] = False
     gemm: Literal["bf16", "fp8", "fp4"] = "bf16"
     split_input: OperandSplit | None = None
     split_weight: OperandSplit | None = None
@@ -115,6 +120,7 @@ class Recipe:
                 _check_quantizer(self.name, field, value)
         problems.raise_any()
         object.__setattr__(self, "keep", _checked_patterns(self.name, self.keep))
+        object.__setattr__(self, "hadamard", _checked_products(self.name, self.hadamard))
         for field, kind in SPLIT_FIELDS.items():
             object.__setattr__(self, field, settings_from(kind, getattr(self, field), field))
         _check_own_gradient(self)
@@ -138,6 +144,19 @@ class Recipe:
         """Whether the tensor scale of any operand is rounded to a power of two."""
         names = [*(getattr(self, field) for field in OPERAND_FIELDS), self.outputgrad_for_weight]
         return any(each is not None and each.is_power_of_two for each in map(_encoding, names))
+
+    @property
+    def transformed_products(self) -> tuple[str, ...]:
+        """The products whose operands are transformed."""
+        if isinstance(self.hadamard, bool):
+            return ("grad_weight",) if self.hadamard else ()
+        return self.hadamard
+
+    @property
+    def redraws_signs(self) -> bool:
+        """Whether the signs of the Hadamard transform change with each micro-batch, as EDEN requires."""
+        names = [getattr(self, field) for field in OPERAND_FIELDS]
+        return any(each is not None and each.is_eden for each in map(_encoding, names))
 
     @property
     def outputgrad_for_weight(self) -> str:
@@ -178,7 +197,8 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `from_dict` returns an equal recipe."""
-        return {**asdict(self), "keep": list(self.keep)}
+        hadamard = self.hadamard if isinstance(self.hadamard, bool) else list(self.hadamard)
+        return {**asdict(self), "keep": list(self.keep), "hadamard": hadamard}
 
     def __str__(self) -> str:
         forward = f"input {self.q_forward_input}, weight {self.q_forward_weight}"
@@ -192,7 +212,8 @@ class Recipe:
             f"; {_described(field, getattr(self, field))}" for field in SPLIT_FIELDS if getattr(self, field)
         )
         extra += "; one copy for each GEMM" if self.layout == "per_gemm" else ""
-        extra += "; Hadamard transform before grad_weight" if self.hadamard else ""
+        products = ", ".join(self.transformed_products)
+        extra += f"; Hadamard transform before {products}" if products else ""
         extra += f"; GEMMs in {self.gemm}" if self.gemm != "bf16" else ""
         extra += f"; first blocks kept: {self.keep_first}" if self.keep_first else ""
         extra += f"; last blocks kept: {self.keep_last}" if self.keep_last else ""
@@ -227,64 +248,50 @@ def _over_base(base: Recipe, key: str, value: object) -> object:
         if isinstance(value, Mapping) and below is not None:
             value = block_over(below, value)
         return settings_from(SPLIT_FIELDS[key], value, key)
+    if key == "hadamard":
+        return _checked_products(base.name, value)
     return tuple(value) if isinstance(value, list) else value
 
 
-def _uniform(name: str, operand: str, *, outputgrad: str | None = None) -> Recipe:
-    return Recipe(
-        name=name,
-        q_forward_input=operand,
-        q_forward_weight=operand,
-        q_backward_input=operand,
-        q_backward_weight=operand,
-        q_backward_outputgrad=outputgrad or operand,
-    )
+class NamedRecipe(NamedTuple):
+    """An entry of `recipe.json`.
+
+    Attributes:
+        recipe: its fields.
+        about: describes it in docs/configuration.md, as Markdown.
+        source: title and arXiv number of the paper, or `None`.
+        departures: what it does otherwise than the paper, and what it leaves out.
+        settings: what the paper sets outside of the recipe: keys of the `"megalowbit"` block.
+    """
+
+    recipe: Recipe
+    about: str
+    source: Mapping[str, str] | None
+    departures: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+
+@functools.lru_cache(maxsize=1)
+def named_recipes() -> Mapping[str, NamedRecipe]:
+    """The named recipes with their descriptions; a `base` is an earlier entry of the file."""
+    found: dict[str, NamedRecipe] = {}
+    for entry in json.loads(Path(__file__).with_name("recipe.json").read_text(encoding="utf-8")):
+        block = {**entry["recipe"], "name": entry["name"]}
+        if "base" in block:
+            block["base"] = found[block["base"]].recipe
+        found[entry["name"]] = NamedRecipe(
+            Recipe.from_dict(block),
+            entry["about"],
+            entry.get("source"),
+            tuple(entry.get("departures", ())),
+            MappingProxyType(entry.get("with", {})),
+        )
+    return MappingProxyType(found)
 
 
 def recipes() -> dict[str, Recipe]:
-    """The named recipes.
-
-    | name               |                                                                                |
-    |--------------------|--------------------------------------------------------------------------------|
-    | `nvfp4`            | NVFP4, nearest even; output gradients stochastic                               |
-    | `mxfp4`            | the same in MXFP4                                                              |
-    | `nvidia-nvfp4`     | one copy for each product, 16 × 16 weight tiles, Hadamard, last blocks in bf16 |
-    |                    | (NVIDIA, "Pretraining LLMs with NVFP4", arXiv:2509.25149)                      |
-    | `metis-nvfp4`      | `nvfp4`, with the mean over tokens split off from inputs: the best and the     |
-    |                    | cheapest of all splits in docs/experiments.md                                  |
-    | `metis-seed`       | the settings of the GPT-2 script of the Metis repository, with its arithmetic  |
-    | `fp8`              | E4M3, output gradients E5M2, one scale a tensor                                |
-    | `speculative-int8` | blocks of 128 in INT8, or E5M2 if they have outliers; output gradients         |
-    |                    | stochastic                                                                     |
-    | `bf16`             | quantises nothing                                                              |
-    """
-    nvfp4 = _uniform("nvfp4", "nvfp4e2m1bnosr", outputgrad="nvfp4e2m1b")
-    seed_quantizer = "fp4e2m1b:seed_compat"
-    tiles = "nvfp4e2m1bnosr:tile16"
-    named = [
-        nvfp4,
-        _uniform("mxfp4", "mxfp4e2m1bnosr", outputgrad="mxfp4e2m1b"),
-        replace(
-            nvfp4,
-            name="nvidia-nvfp4",
-            q_forward_weight=tiles,
-            q_backward_weight=tiles,
-            layout="per_gemm",
-            hadamard=True,
-            keep_last=0.15,
-        ),
-        replace(nvfp4, name="metis-nvfp4", split_input=OperandSplit(method="mean")),
-        replace(
-            _uniform("metis-seed", seed_quantizer),
-            split_grad_output=OperandSplit(
-                method="svd_lowrank", rank=60, niter=0, order="seed", q_factors=seed_quantizer
-            ),
-        ),
-        _uniform("fp8", "fp8e4m3", outputgrad="fp8e5m2"),
-        _uniform("speculative-int8", "int8e5m2b", outputgrad="int8e5m2b:sr"),
-        _uniform("bf16", "fp32"),
-    ]
-    return {each.name: each for each in named}
+    """The named recipes of `recipe.json`; docs/configuration.md describes them."""
+    return {name: each.recipe for name, each in named_recipes().items()}
 
 
 def recipe(value: str | Recipe | Mapping[str, Any]) -> Recipe:
@@ -334,7 +341,7 @@ def _check_own_gradient(recipe: Recipe) -> None:
 
 
 def _check_choices(recipe: Recipe) -> None:
-    """Reject an unknown layout or GEMM, and flags that are not booleans."""
+    """Reject an unknown layout or GEMM."""
     for field, choices in (("layout", LAYOUTS), ("gemm", GEMMS)):
         value = getattr(recipe, field)
         if value not in choices:
@@ -344,8 +351,6 @@ def _check_choices(recipe: Recipe) -> None:
             f'recipe {recipe.name!r}: gemm "{recipe.gemm}" multiplies quantised operands, but the recipe '
             'quantises nothing: name quantizers, or use gemm "bf16"'
         )
-    if not isinstance(recipe.hadamard, bool):
-        raise UserError(f"recipe {recipe.name!r}: hadamard must be true or false, not {recipe.hadamard!r}")
 
 
 def _encoding(name: str) -> Encoding | None:
@@ -355,19 +360,30 @@ def _encoding(name: str) -> Encoding | None:
 
 def _check_hadamard(recipe: Recipe) -> None:
     """Reject a Hadamard transform of operands that other products share, or that have no blocks."""
-    if not recipe.hadamard:
+    products = recipe.transformed_products
+    for product in set(PRODUCTS) - set(products):
+        for name in operand_quantizers(recipe, product):
+            encoding = _encoding(name)
+            if encoding is not None and encoding.is_eden:
+                raise UserError(
+                    f"recipe {recipe.name!r}: {name!r} is unbiased over random transforms only: "
+                    f"add {product!r} to hadamard, or choose another quantizer"
+                )
+    if not products:
         return
     if recipe.layout != "per_gemm":
         raise UserError(
-            f"recipe {recipe.name!r}: hadamard transforms the operands of grad_weight only, which needs "
-            'separate copies: set layout to "per_gemm"'
+            f"recipe {recipe.name!r}: hadamard transforms the operands of {', '.join(products)} only, which "
+            'needs separate copies: set layout to "per_gemm"'
         )
-    for field in ("q_backward_outputgrad", "q_backward_input"):
-        if _encoding(getattr(recipe, field)) is None:
-            raise UserError(
-                f"recipe {recipe.name!r}: hadamard needs a quantizer with blocks for {field}, not "
-                f"{getattr(recipe, field)!r}: choose one, or set hadamard to false"
-            )
+    for product in products:
+        for field in PRODUCTS[product]:
+            field = "q_backward_outputgrad" if field == OWN_GRADIENT else field
+            if _encoding(getattr(recipe, field)) is None:
+                raise UserError(
+                    f"recipe {recipe.name!r}: hadamard needs a quantizer with blocks for {field}, not "
+                    f"{getattr(recipe, field)!r}: choose one, or leave {product} out of hadamard"
+                )
 
 
 def _check_fp8(recipe: Recipe) -> None:
@@ -414,6 +430,19 @@ def _checked_patterns(name: str, keep: object) -> tuple[str, ...]:
         if not isinstance(pattern, str) or not pattern:
             raise UserError(f"recipe {name!r}: keep holds {pattern!r}: expected a module name pattern")
     return patterns
+
+
+def _checked_products(name: str, value: object) -> bool | tuple[str, ...]:
+    """A recipe's `hadamard`, checked; one value for equal choices."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise UserError(f"recipe {name!r}: hadamard must be true, false or a list of products, not {value!r}")
+    for product in value:
+        if product not in PRODUCTS:
+            raise UserError(f"recipe {name!r}: {unknown_name('product of hadamard', product, PRODUCTS)}")
+    chosen = tuple(product for product in PRODUCTS if product in value)
+    return bool(chosen) if chosen in ((), ("grad_weight",)) else chosen
 
 
 def _check_blocks(recipe: Recipe) -> None:

@@ -75,6 +75,9 @@ class Encoding:
         q_scalar: factor of that magnitude: above 1 leaves headroom, below 1 saturates on purpose.
         four_over_six: map the maximum of a block to 4 instead of 6 if that has the smaller error
             (arXiv:2512.02010).
+        is_eden: round elements to nearest, multiply the scale by the factor that makes the block's projection
+            on x equal to x, and round the scale stochastically (MS-EDEN, arXiv:2601.22813). Unbiased over
+            random Hadamard transforms, so it requires one that changes from draw to draw.
         is_power_of_two: round the tensor scale up to a power of two, which is exact as part of the operand;
             NVFP4 only, and the default of its names.
     """
@@ -86,6 +89,7 @@ class Encoding:
     scale_from: Literal["amax", "mean"] = "amax"
     q_scalar: float = 1.0
     four_over_six: bool = False
+    is_eden: bool = False
     is_power_of_two: bool = False
 
     def __post_init__(self) -> None:
@@ -111,6 +115,10 @@ class Encoding:
             raise UserError(
                 "is_power_of_two needs NVFP4, the only format with block scales and a tensor scale"
             )
+        if self.is_eden and (self.format.scale != "e4m3" or self.format.block != (1, 16)):
+            raise UserError("eden needs NVFP4 blocks of 1 × 16: leave out tile16, or use nvfp4")
+        if self.is_eden and (self.is_unbiased or not self.is_stochastic):
+            raise UserError("eden rounds scales stochastically and elements to nearest: leave unbiased out")
         if self.four_over_six and self.is_stochastic:
             raise UserError(
                 "four-over-six compares rounding errors: use it with nearest-even rounding (…nosr)"

@@ -28,10 +28,21 @@ from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.quantizer import BlockQuantizer, IdentityQuantizer, Quantizer
 from megalowbit.quantize.seed_compat import SEED_COMPAT
 
-OPTIONS = ("sr", "unbiased", "tile16", "block32", "floor", "4over6", "fp32_scale", "q_scalar", "seed_compat")
+OPTIONS = (
+    "sr",
+    "unbiased",
+    "eden",
+    "tile16",
+    "block32",
+    "floor",
+    "4over6",
+    "fp32_scale",
+    "q_scalar",
+    "seed_compat",
+)
 NEAREST = "nosr"  # suffix of bases that round to nearest
 UNQUANTISED = ("bf16", "fp16", "fp64", "bfloat16", "float16", "float32", "float64", "none")
-CONTRADICTIONS = (("unbiased", "floor"), ("tile16", "block32"))
+CONTRADICTIONS = (("unbiased", "floor"), ("tile16", "block32"), ("unbiased", "eden"), ("4over6", "eden"))
 
 
 @functools.lru_cache(maxsize=1)
@@ -123,8 +134,8 @@ def _check_options(base: str, options: list[str]) -> None:
             raise UserError(f"options are in lower case, write {option.lower()!r}")
         if key not in OPTIONS:
             raise unknown_name("option", option, OPTIONS)
-        if base.endswith(NEAREST) and key in ("sr", "unbiased"):
-            remedy = base.removesuffix(NEAREST) + ("" if key == "sr" else ":unbiased")
+        if base.endswith(NEAREST) and key in ("sr", "unbiased", "eden"):
+            remedy = base.removesuffix(NEAREST) + ("" if key == "sr" else f":{key}")
             raise UserError(f"{NEAREST} and {key} contradict each other, use {remedy}")
         if ("=" in option) != (key == "q_scalar"):
             raise UserError("write q_scalar=NUMBER, and the other options without a value")
@@ -154,6 +165,8 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
     if key == "unbiased":
         rounding: ScaleRounding = "nearest" if has_fp32_scales else "up"
         return replace(encoding, is_stochastic=True, is_unbiased=True, scale_rounding=rounding)
+    if key == "eden":
+        return replace(encoding, is_eden=True)
     if key == "4over6":
         return replace(encoding, four_over_six=True)
     if key == "fp32_scale":

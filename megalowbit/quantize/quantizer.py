@@ -156,11 +156,38 @@ class BlockQuantizer(Quantizer):
             UserError: x is not a floating-point tensor.
         """
         self._check(x)
+        options = Options(random_key, with_counts, tensor_amax, signs=signs, with_exponents=with_exponents)
         matrix = _as_matrix(x.detach())
         if signs is not None and matrix.shape[0] % GROUP:
             matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % GROUP))
-        options = Options(random_key, with_counts, tensor_amax, signs=signs, with_exponents=with_exponents)
         return self._tensor(self._encode(matrix.t(), options), matrix.t().shape, x.dtype)
+
+    def quantize_transformed(
+        self,
+        x: Tensor,
+        *,
+        signs: int,
+        random_key: RandomKey | None = None,
+        with_counts: bool = False,
+        tensor_amax: Tensor | float | None = None,
+        with_exponents: bool = False,
+    ) -> QuantizedTensor:
+        """Quantise x after a Hadamard transform of its rows, in blocks along them.
+
+        The arguments are those of `quantize_transposed`.
+
+        Returns:
+            A matrix (rows, cols), with cols padded to a multiple of 16.
+
+        Raises:
+            UserError: x is not a floating-point tensor.
+        """
+        self._check(x)
+        options = Options(random_key, with_counts, tensor_amax, signs=signs, with_exponents=with_exponents)
+        matrix = _as_matrix(x.detach())
+        if matrix.shape[1] % GROUP:
+            matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % GROUP))
+        return self._tensor(self._encode(matrix, options), matrix.shape, x.dtype)
 
     def _encode(self, matrix: Tensor, options: Options) -> Encoded:
         if torch.is_grad_enabled():  # not so in an autograd function, where changing the mode is wasted time

@@ -143,9 +143,13 @@ class RandomStream:
                 self._keys[address] = key
         return RandomKey(key, CountedStep.of(self.step if step is None else step, self._counters))
 
-    def hadamard_signs(self) -> int:
-        """16 bits for the random Hadamard transform: a function of the seed, one choice for the run."""
-        return _hash((self.seed, "hadamard signs"), 2)
+    def hadamard_signs(self, step: int | None = None) -> int:
+        """16 bits for the random Hadamard transform: a function of the seed, one choice for the run.
+
+        With `step`, one choice for each micro-batch.
+        """
+        address: tuple[object, ...] = (self.seed, "hadamard signs")
+        return _hash(address if step is None else (*address, step), 2)
 
     def check(self, device: torch.device, encode: Encode = backends.encode) -> None:
         """Test, once for each type of device, that stochastic rounding is unbiased.

@@ -7,6 +7,7 @@ line in the log, if a compiler or Triton is missing.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from megalowbit.formats.block_scale import (
     two_level_scales,
 )
 from megalowbit.formats.codes import code_values, nearest_codes, pack_codes, stochastic_codes, unpack_codes
+from megalowbit.formats.element import E4M3
 from megalowbit.formats.mixed_blocks import largest_elements, mixed_scales_and_codes, mixed_values
 from megalowbit.quantize.encoding import (
     DEPTH,
@@ -34,9 +36,10 @@ from megalowbit.quantize.encoding import (
     no_exponents,
 )
 from megalowbit.quantize.hadamard import hadamard
-from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes, random_fractions
+from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes, random_fractions, random_words
 
 FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
+EDEN_SCALE_MAX = 256.0  # leaves room for the correction, which is below 1.3
 E8M0_NAN, E8M0_BIAS = 255, 127  # codes of NaN and of 2^0
 
 
@@ -196,6 +199,8 @@ def _scales_and_codes(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> t
         return mixed_scales_and_codes(matrix, amax, request.x.shape[1], random)
     if encoding.four_over_six:
         return _four_over_six(matrix, amax, encoding, request.tensor_amax)
+    if encoding.is_eden:
+        return _eden(matrix, amax, request)
     scales = block_scales(
         amax,
         encoding.format,
@@ -254,6 +259,38 @@ def _four_over_six(
         overflows=torch.where(is_four, four.overflows, six.overflows),
     )
     return mixed, torch.where(_expand(is_four, format, matrix), four_codes, six_codes)
+
+
+def _eden(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> tuple[BlockScales, Tensor]:
+    """Codes rounded to nearest; scales times Σx² / Σx·Q(x) of their block, rounded stochastically.
+
+    With the factor, the projection of Q(x) on x is x, whatever the rotation. The group of the Hadamard
+    transform is one block, so each block has its own factor.
+    """
+    encoding = request.encoding
+    format, nearest = encoding.format, replace(encoding, is_eden=False, is_stochastic=False)
+    scales = block_scales(
+        amax,
+        format,
+        encoding.scale_rounding,
+        request.tensor_amax,
+        EDEN_SCALE_MAX,
+        is_power_of_two=encoding.is_power_of_two,
+    )
+    codes = _codes(matrix, scales, nearest, NO_KEY)
+    scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
+    sums = torch.stack([scaled.square(), scaled * code_values(codes, format.element)])
+    sums = sums.unflatten(2, (-1, GROUP))
+    for half in (8, 4, 2, 1):  # a fixed order of additions, the same on every device
+        sums = sums[..., :half] + sums[..., half:]
+    square, projection = sums.squeeze(-1)
+    wanted = scales.decoded * torch.where(projection > 0, torch.div(square, projection), 1.0)
+    words = random_words(wanted.numel(), request.random_key, wanted.device)[:, 0]  # one draw for each block
+    random = ((words >> 9) * 2 + 1).to(torch.float32) * 2.0**-24
+    drawn = stochastic_codes(wanted, random.view(wanted.shape), E4M3)
+    drawn = torch.where(scales.decoded.isnan(), scales.codes.view(torch.uint8), drawn)
+    stored = drawn.view(scales.codes.dtype)
+    return scales._replace(codes=stored, decoded=stored.to(torch.float32)), codes
 
 
 def _count_errors(

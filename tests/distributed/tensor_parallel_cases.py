@@ -19,6 +19,10 @@ CASES = {
     "llama": {"family": "llama", "recipe": NEAREST},
     "llama, no recipe": {"family": "llama", "recipe": "bf16"},
     "llama per_gemm": {"family": "llama", "recipe": PER_GEMM},
+    "llama, all products transformed": {
+        "family": "llama",
+        "recipe": {**PER_GEMM, "hadamard": ["output", "grad_input", "grad_weight"]},
+    },
     "llama tied, stage 3": {"family": "llama", "recipe": NEAREST, "is_tied": True, "stage": 3},
     "gpt2": {"family": "gpt2", "recipe": NEAREST, "regularizer": True},
     "gpt2 tied": {"family": "gpt2", "recipe": NEAREST, "is_tied": True, "checkpointing": True},

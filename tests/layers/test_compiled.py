@@ -33,6 +33,11 @@ def doubles_the_fourth(values):
 RECIPES = {
     "nvfp4": "nvfp4",
     "transformed": {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
+    "all transformed": {
+        "base": "nvfp4",
+        "layout": "per_gemm",
+        "hadamard": ["output", "grad_input", "grad_weight"],
+    },
     "mixed": {"base": "mxfp4", "gemm": "fp8", "q_backward_input": "fp32", "q_backward_weight": "mxfp4e2m1b"},
     "int8 or e5m2": "speculative-int8",
     "stochastic": {"base": "nvfp4", "q_forward_input": "nvfp4e2m1b"},

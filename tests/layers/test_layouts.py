@@ -99,6 +99,53 @@ def test_hadamard_transforms_both_operands_of_the_weights_gradient_and_nothing_e
     assert close(w.grad, g_t @ x_t.T)
 
 
+def permutation_tiles(rows, cols, seed):
+    """±1 once in each row and column of each 16 × 16 tile, cut to size."""
+    generator = torch.Generator().manual_seed(seed)
+    tiles = [
+        [torch.eye(16)[torch.randperm(16, generator=generator)] for _ in range(-(-cols // 16))]
+        for _ in range(-(-rows // 16))
+    ]
+    signs = torch.randint(0, 2, (rows, cols), generator=generator) * 2.0 - 1
+    return torch.cat([torch.cat(each, dim=1) for each in tiles])[:rows, :cols] * signs
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("products", [["output"], ["grad_input"], ["output", "grad_input", "grad_weight"]])
+def test_transformed_products_are_exact_where_nothing_is_rounded(products, shape):
+    # One ±1 in each group of 16 becomes sixteen times ±1/4, which MXFP4 has.
+    tokens, cols, rows = shape
+    x, w = (
+        permutation_tiles(*size, seed=size[0]).requires_grad_() for size in ((tokens, cols), (rows, cols))
+    )
+    g = permutation_tiles(tokens, rows, seed=1)
+    output = lowbit_linear(x, w, None, context_with(own_recipe("mxfp4e2m1bnosr", hadamard=products)))
+    output.backward(g)
+    assert torch.equal(output.double(), x.double() @ w.double().t())
+    assert torch.equal(x.grad.double(), g.double() @ w.double())
+    assert torch.equal(w.grad.double(), g.double().t() @ x.double())
+
+
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_hadamard_transforms_the_operands_of_the_products_it_names(name):
+    x, w, g = operands(13, 33, 21)
+    chosen = own_recipe(name, hadamard=["output", "grad_input"])
+    output = lowbit_linear(x, w, None, context_with(chosen))
+    output.backward(g)
+    x, w, grad_x, grad_w, g = (t.detach().double().numpy() for t in (x, w, x.grad, w.grad, g))
+
+    def rounded(matrix):
+        return dequantized(name, transformed(matrix, SIGNS))
+
+    for got, expected in (
+        (output.detach().double().numpy(), rounded(x) @ rounded(w).T),
+        (grad_x, rounded(g) @ rounded(w.T).T),
+        (grad_w, dequantized(name, g.T.copy()) @ dequantized(name, x.T.copy()).T),
+    ):
+        # the butterfly may round a number at a tie to the other neighbour than the explicit matrix does
+        assert np.linalg.norm(got - expected) < 0.02 * np.linalg.norm(expected)
+
+
 def test_without_rounding_error_the_transform_cancels():
     x, w, g = operands(37, 24, 40)
     outliers = x.detach().clone()

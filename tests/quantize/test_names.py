@@ -133,7 +133,7 @@ def test_representations_are_one_short_line():
     described = "(64, 32), bfloat16, int8_e5m2 under signed_fp32 scales for 1 × 128, 8.25 bits an element"
     assert repr(quantizer("int8e5m2b").quantize(x)) == f"QuantizedTensor({described})"
     assert repr(quantizer("fp32").quantize(x)) == "UnquantizedTensor((64, 32), bfloat16)"
-    assert len(repr(quantizer("fp8e4m3b").encoding)) < 250
+    assert len(repr(quantizer("fp8e4m3b").encoding)) < 270
 
 
 def test_seed_compat_computes_something_else_than_the_format_of_that_name():

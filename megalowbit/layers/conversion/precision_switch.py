@@ -22,7 +22,7 @@ from torch import nn
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.recipe import OPERAND_FIELDS, OWN_GRADIENT, Recipe
+from megalowbit.layers.recipe import OPERAND_FIELDS, OWN_GRADIENT, PRODUCTS, Recipe
 from megalowbit.quantize.names import quantizer
 
 Scope = Literal["forward", "all"]
@@ -85,6 +85,12 @@ def switched(recipe: Recipe, scope: Scope) -> Recipe:
         # These fields describe quantised operands, and a recipe without any rejects them.
         changes.update(layout="single_copy", hadamard=False, gemm="bf16", parameter_split=None)
         changes.update(split_grad_output=None)
+    elif recipe.hadamard:
+        changes["hadamard"] = tuple(
+            product
+            for product in recipe.transformed_products
+            if not any(names[field] is not None and _is_identity(names[field]) for field in PRODUCTS[product])
+        )
     base = recipe.name.removesuffix(f", {SCOPES['forward'][1]}")  # "all" may follow "forward"
     return replace(recipe, name=f"{base}, {title}", **changes)
 

@@ -183,7 +183,7 @@ class MatmulContext:
                 and the result is stored as (cols, rows) with blocks along the original rows.
             quantization: role, quantizer and block axis.
             operand_dtype: also make the decoded operand of the GEMM, in this dtype; ignored if the result is
-                stored transposed. E4M3 or E5M2 for products on FP8 tensor cores.
+                stored transposed or transformed. E4M3 or E5M2 for products on FP8 tensor cores.
             is_reported: false if the observer has this operand's counts already.
         """
         observe = self._observer(quantization) if is_reported else None
@@ -208,10 +208,14 @@ class MatmulContext:
             "with_exponents": needs_exponents(self.recipe, quantization.name),
         }
         result: OperandTensor
-        if not quantization.is_transposed:
+        signs = self._signs(quantization)
+        if signs is not None and not quantization.is_transposed:
+            assert isinstance(quantizer, BlockQuantizer)  # ensured by the recipe
+            result = quantizer.quantize_transformed(x, signs=signs, **arguments)
+        elif not quantization.is_transposed:
             result = quantizer.quantize(x, operand_dtype=operand_dtype, **arguments)
         elif isinstance(quantizer, BlockQuantizer):
-            result = quantizer.quantize_transposed(x, signs=self._signs(quantization), **arguments)
+            result = quantizer.quantize_transposed(x, signs=signs, **arguments)
         else:
             result = quantizer.quantize(transposed_values(x).values, **arguments)
         facts = _facts(result, operand) if with_counts else None
@@ -259,7 +263,7 @@ class MatmulContext:
         self, weight: Tensor, quantization: Quantization, quantize: Callable[[], MatmulOperand]
     ) -> MatmulOperand:
         """A quantised weight: from the cache, if there is one and the quantizer may be cached."""
-        if self.weights is None or not _may_be_cached(quantization):
+        if self.weights is None or not self._may_be_cached(quantization):
             return quantize()
         return self.weights.get(
             weight, quantization.role, quantization.name, quantize, **self._conditions(quantization)
@@ -267,11 +271,17 @@ class MatmulContext:
 
     def _cached_weight(self, weight: Tensor, quantization: Quantization) -> MatmulOperand | None:
         """The entry that `weight` would find in the cache."""
-        if self.weights is None or not _may_be_cached(quantization):
+        if self.weights is None or not self._may_be_cached(quantization):
             return None
         return self.weights.find(
             weight, quantization.role, quantization.name, **self._conditions(quantization)
         )
+
+    def _may_be_cached(self, quantization: Quantization) -> bool:
+        """Whether the quantizer changes the weight, and always produces the same codes."""
+        chosen = quantization.quantizer
+        is_redrawn = quantization.is_transformed and self.recipe.redraws_signs
+        return not (chosen.is_stochastic or chosen.is_identity or is_redrawn)
 
     def _conditions(self, quantization: Quantization) -> dict[str, bool]:
         """The conditions that a cached weight must meet."""
@@ -286,8 +296,8 @@ class MatmulContext:
         role = quantization.role
         if role in self.maxima:
             return self.maxima[role]
-        is_known = operand.residual_amax is not None and not quantization.is_transposed
-        if is_known and takes_row_maximum(quantization.quantizer):
+        is_straight = not (quantization.is_transposed or quantization.is_transformed)
+        if operand.residual_amax is not None and is_straight and takes_row_maximum(quantization.quantizer):
             return operand.residual_amax
         if not self.probed_maxima:
             return None
@@ -309,12 +319,6 @@ class MatmulContext:
         role, operand = quantization.role, quantization.operand
         is_reported = operand == "grad_output" or (role == operand and not self.is_replay)
         return self.observe if is_reported and not quantization.quantizer.is_identity else None
-
-
-def _may_be_cached(quantization: Quantization) -> bool:
-    """Whether the quantizer changes the weight, and always produces the same codes."""
-    chosen = quantization.quantizer
-    return not chosen.is_stochastic and not chosen.is_identity
 
 
 def _is_maximum_of(quantizer: Quantizer, largest: Tensor) -> bool:

@@ -324,7 +324,7 @@ def _sides(product: str, left: MatmulOperand, right: MatmulOperand) -> tuple[Sid
 
 def _signs(context: MatmulContext, product: str) -> int | None:
     """Signs of the Hadamard transform along the axis that a product sums over, or `None`."""
-    return context.hadamard_signs if product == "grad_weight" and context.recipe.hadamard else None
+    return context.hadamard_signs if product in context.recipe.transformed_products else None
 
 
 def _transposes(product: str, left: MatmulOperand, right: MatmulOperand) -> tuple[bool, bool]:

@@ -20,7 +20,7 @@ import functools
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import PRODUCTS, Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
 
@@ -48,7 +48,7 @@ class Quantization(NamedTuple):
         name: the quantizer's name.
         field: the recipe field with this name.
         is_transposed: whether blocks run along the operand's rows (tokens, or output features).
-        is_transformed: whether the recipe's Hadamard transform applies, along those rows.
+        is_transformed: whether the recipe's Hadamard transform applies, along the axis of the blocks.
     """
 
     role: str
@@ -82,21 +82,24 @@ class Quantizations(NamedTuple):
     def of(cls, recipe: Recipe) -> Quantizations:
         """The quantisations of a recipe."""
         is_per_gemm = recipe.layout == "per_gemm"
-        input = Quantization("input", recipe.q_forward_input, "q_forward_input")
-        weight = Quantization("weight", recipe.q_forward_weight, "q_forward_weight")
-        grad_output = Quantization("grad_output", recipe.q_backward_outputgrad, "q_backward_outputgrad")
+        of_output, of_input, of_weight = (product in recipe.transformed_products for product in PRODUCTS)
+        input = Quantization("input", recipe.q_forward_input, "q_forward_input", False, of_output)
+        weight = Quantization("weight", recipe.q_forward_weight, "q_forward_weight", False, of_output)
+        grad_output = Quantization(
+            "grad_output", recipe.q_backward_outputgrad, "q_backward_outputgrad", False, of_input
+        )
         backward_input, backward_weight, for_weight = input, weight, grad_output
         if is_per_gemm or recipe.q_backward_input != input.name:
             backward_input = Quantization(
-                "backward_input", recipe.q_backward_input, "q_backward_input", is_per_gemm, recipe.hadamard
+                "backward_input", recipe.q_backward_input, "q_backward_input", is_per_gemm, of_weight
             )
         if not _serves_backward(recipe):
             backward_weight = Quantization(
-                "backward_weight", recipe.q_backward_weight, "q_backward_weight", is_per_gemm
+                "backward_weight", recipe.q_backward_weight, "q_backward_weight", is_per_gemm, of_input
             )
         if is_per_gemm:
             for_weight = Quantization(
-                "grad_output_transposed", grad_output.name, grad_output.field, True, recipe.hadamard
+                "grad_output_transposed", grad_output.name, grad_output.field, True, of_weight
             )
         elif recipe.outputgrad_for_weight != grad_output.name:
             field = "q_backward_outputgrad_for_weight"
@@ -125,6 +128,8 @@ def scale_format(name: str) -> str | None:
 def _serves_backward(recipe: Recipe) -> bool:
     """Whether the codes that forward made of the weight serve backward as well."""
     is_same = recipe.q_forward_weight == recipe.q_backward_weight
+    if {"output", "grad_input"} & set(recipe.transformed_products):  # each along another axis
+        return False
     return is_same and (recipe.layout == "single_copy" or serves_both_axes(recipe.q_forward_weight))
 
 

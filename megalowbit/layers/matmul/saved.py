@@ -9,8 +9,8 @@ and the shapes of input and weight alone. For a quantised operand of matrix shap
     exponents      int32, (2,), of MXFP4 for products on FP8 tensor cores
 
 and for a split operand also Uᵀ (k, rows), Vᵀ (k, cols), the singular values (k,) and the gain (0-dim), if
-any. An operand stored transposed has (cols, rows) here, with rows padded to the Hadamard group if it is
-transformed.
+any. An operand stored transposed has (cols, rows) here; the axis of its blocks is padded to whole Hadamard
+groups if it is transformed.
 
 A `Template` describes one operand: `empty_parts` makes the list for the tracer, `parts_of` the real one, and
 `filled` restores the operand in backward.

@@ -27,6 +27,7 @@ from torch import Tensor
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.layers.matmul.quantizations import OPERANDS, Quantization
 from megalowbit.layers.siblings import InputForms
+from megalowbit.quantize.hadamard import GROUP
 from megalowbit.quantize.quantized_tensor import matrix_shape
 from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.quantize.tensor_statistics import needs_maximum, tensor_maximum
@@ -51,10 +52,9 @@ class AmaxRequest(NamedTuple):
         assert isinstance(chosen, BlockQuantizer)  # `needs_maximum` selects these only
         matrix = self.tensor.detach().reshape(matrix_shape(self.tensor.shape))
         if self.quantization.is_transposed:
-            # The transform runs along the tokens, in groups of 16; zeros do not change the amax.
-            if self.signs is not None and matrix.shape[0] % 16:
-                matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % 16))
             matrix = matrix.t()  # blocks run along the original rows
+        if self.signs is not None and matrix.shape[1] % GROUP:  # zeros do not change the amax
+            matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % GROUP))
         return tensor_maximum(matrix, chosen.encoding, self.signs)
 
 

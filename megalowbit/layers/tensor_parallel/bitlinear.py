@@ -22,6 +22,7 @@ from megalowbit.layers.matmul.quantizations import Quantizations
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
 from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
 from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megalowbit.quantize.hadamard import GROUP
 from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.quantize.tensor_statistics import needs_maximum
 
@@ -94,6 +95,8 @@ def check_sharded_recipe(recipe: Recipe, title: str, *, is_row: bool, shards: It
         chosen = each.quantizer
         needs_maximum(chosen)  # raises if the quantizer cannot work on shards
         block = chosen.encoding.format.block if isinstance(chosen, BlockQuantizer) else None
+        if block is None and each.is_transformed:
+            block = 1, GROUP  # a group of the transform; blocks hold whole groups
         if block is None:
             continue
         is_sharded_along_rows = each.operand == "weight" and not is_row

@@ -226,10 +226,12 @@ def _format(name: str) -> Grid | Blocks | None:
     if owner.is_identity:
         return None
     encoding = owner.encoding if isinstance(owner, BlockQuantizer) else None
-    if encoding is None or encoding.scale_from != "amax" or encoding.q_scalar != 1 or encoding.four_over_six:
+    is_special = encoding is not None and (encoding.four_over_six or encoding.is_eden)
+    if encoding is None or encoding.scale_from != "amax" or encoding.q_scalar != 1 or is_special:
         raise UserError(
             f"quantizer {name!r} has no noise model: use one of fp4e2m1, fp6e3m2, fp8e4m3, fp8e5m2, "
-            "int8, int8, int4, their forms with b, nvfp4…, mxfp4… or int8e5m2b, without q_scalar and 4over6"
+            "int8, int8, int4, their forms with b, nvfp4…, mxfp4… or int8e5m2b, without q_scalar, 4over6 "
+            "and eden"
         )
     format = encoding.format
     grid = Grid(format.element.name, encoding.is_stochastic)

@@ -46,6 +46,17 @@ CASES = {
             "grad_output_transposed nvfp4e2m1bᵀH",
         ],
     ),
+    "operands of all products transformed": (
+        {"base": "nvidia-nvfp4", "hadamard": ["output", "grad_input", "grad_weight"]},
+        [
+            "input nvfp4e2m1bnosrH",
+            "weight nvfp4e2m1bnosr:tile16H",
+            "backward_input nvfp4e2m1bnosrᵀH",
+            "backward_weight nvfp4e2m1bnosr:tile16ᵀH",
+            "grad_output nvfp4e2m1bH",
+            "grad_output_transposed nvfp4e2m1bᵀH",
+        ],
+    ),
     "a gradient of grad_weight's own": (
         {"base": "fp8", "q_backward_outputgrad_for_weight": "int8"},
         ["input fp8e4m3", "weight fp8e4m3"] * 2 + ["grad_output fp8e5m2", "grad_output_for_weight int8"],

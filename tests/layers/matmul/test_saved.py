@@ -27,6 +27,11 @@ RECIPES = {
     "mxfp4 per product": {"base": "mxfp4", "layout": "per_gemm"},
     "mxfp4 in FP8": {"base": "mxfp4", "gemm": "fp8"},
     "transformed": {"base": "nvfp4", "layout": "per_gemm", "hadamard": True},
+    "all transformed": {
+        "base": "nvfp4",
+        "layout": "per_gemm",
+        "hadamard": ["output", "grad_input", "grad_weight"],
+    },
     "int8 or e5m2": {"base": "speculative-int8"},
     "int8 or e5m2, transformed": {"base": "speculative-int8", "layout": "per_gemm", "hadamard": True},
     "unquantised backward": {"base": "nvfp4", "q_backward_input": "fp32"},

@@ -7,7 +7,8 @@ import torch
 from megalowbit.layers.matmul import function
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
-from megalowbit.layers.recipe import OPERAND_FIELDS, recipe
+from megalowbit.layers.recipe import OPERAND_FIELDS, PRODUCTS, recipe
+from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.spectral import split as split_module
@@ -35,6 +36,7 @@ LAYOUTS = {
     "single copy": {},
     "per gemm": {"layout": "per_gemm"},
     "hadamard": {"layout": "per_gemm", "hadamard": True},
+    "hadamard of all": {"layout": "per_gemm", "hadamard": ["output", "grad_input", "grad_weight"]},
 }
 SHAPES = [(32, 48, 64), (13, 33, 21), (3, 16, 5)]
 
@@ -105,21 +107,19 @@ class Reference:
             matrix, self.gain = found.residual, found.residual_gain
         self.residual = matrix
 
-    def rows(self):
-        """In blocks along the last axis."""
-        return self.gain * self._rounded(self.residual) + self.low
-
-    def columns(self):
-        """In blocks along the first axis."""
-        return self.gain * self._rounded(self.residual.t()).T + self.low
-
-    def transformed(self):
-        """In blocks along the first axis, after the Hadamard transform along it, in that basis."""
-        matrix = self.residual.float().numpy()
-        padding = ((0, -len(matrix) % 16), (0, 0))
-        basis = hadamard_matrix(len(matrix) + padding[0][1])
-        turned = torch.from_numpy((np.pad(matrix, padding).T @ basis).astype(np.float32))
-        return self.gain * self._rounded(turned).T + basis.T @ np.pad(self.low, padding)
+    def along(self, axis, is_transformed=False):
+        """In blocks along an axis; after the Hadamard transform along it, in that basis."""
+        matrix, low = self.residual.float(), self.low
+        if axis == 0:
+            matrix, low = matrix.t(), low.T
+        if is_transformed:
+            padding = ((0, 0), (0, -matrix.shape[1] % 16))
+            basis = hadamard_matrix(matrix.shape[1] + padding[1][1])
+            # the package's own transform: a number at a tie would be rounded the other way
+            matrix = hadamard(torch.from_numpy(np.pad(matrix.numpy(), padding)), SIGNS)
+            low = np.pad(low, padding) @ basis
+        result = self.gain * self._rounded(matrix) + low
+        return result if axis == 1 else result.T
 
     def _rounded(self, matrix):
         quantized = quantizer(self.name).quantize(matrix)
@@ -184,15 +184,12 @@ def check(chosen, shape, dtype, relative):
         Reference(tensor, getattr(chosen, f"split_{role}"), role, sizes, name)
         for tensor, role in ((x, "input"), (w, "weight"), (g, "grad_output"))
     )
-    close(output, rx.rows() @ rw.rows().T + b.detach().double().numpy(), relative)
-    per_gemm = chosen.layout == "per_gemm"
-    close(x.grad, rg.rows() @ (rw.columns() if per_gemm else rw.rows()), relative)
-    if chosen.hadamard:
-        close(w.grad, rg.transformed().T @ rx.transformed(), relative)
-    elif per_gemm:
-        close(w.grad, rg.columns().T @ rx.columns(), relative)
-    else:
-        close(w.grad, rg.rows().T @ rx.rows(), relative)
+    of_output, of_input, of_weight = (each in chosen.transformed_products for each in PRODUCTS)
+    backward = 0 if chosen.layout == "per_gemm" else 1  # axis of the blocks of what forward keeps
+    bias = b.detach().double().numpy()
+    close(output, rx.along(1, of_output) @ rw.along(1, of_output).T + bias, relative)
+    close(x.grad, rg.along(1, of_input) @ rw.along(backward, of_input), relative)
+    close(w.grad, rg.along(backward, of_weight).T @ rx.along(backward, of_weight), relative)
     close(b.grad, g.double().numpy().sum(0), max(relative, 1e-2 if dtype != torch.float32 else relative))
 
 

@@ -37,6 +37,16 @@ def test_blocks_must_not_straddle_shards(name, is_row, shard, is_fit):
             check()
 
 
+def test_groups_of_the_hadamard_transform_must_not_straddle_shards_either():
+    block = {"base": "fp8", "layout": "per_gemm"}
+    for products, is_row in ((["output"], True), (["grad_input"], False)):
+        chosen = recipe({**block, "hadamard": products})
+        check_sharded_recipe(chosen, "layer x", is_row=is_row, shards=[48])
+        check_sharded_recipe(chosen, "layer x", is_row=not is_row, shards=[40])
+        with pytest.raises(UserError, match="a shard of 40 features does not hold whole blocks of 16"):
+            check_sharded_recipe(chosen, "layer x", is_row=is_row, shards=[40])
+
+
 def test_the_block_that_does_not_fit_is_named_with_its_quantizer_in_one_line():
     with pytest.raises(UserError) as caught:
         check_sharded_recipe(recipe("speculative-int8"), "layer x", is_row=True, shards=[192])

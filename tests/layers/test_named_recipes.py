@@ -1,0 +1,69 @@
+"""The data file of named recipes: what it says, and that it is installed."""
+
+import ast
+import json
+import re
+from fnmatch import fnmatch
+
+import pytest
+from pydantic import TypeAdapter
+
+from launchers import ROOT
+from megalowbit.layers.recipe import Recipe, named_recipes, recipe
+from megalowbit.pretrain.config import SETTINGS_MODEL
+from megalowbit.spectral.settings import OperandSplit
+
+FILE = ROOT / "megalowbit" / "layers" / "recipe.json"
+ENTRIES = {entry["name"]: entry for entry in json.loads(FILE.read_text(encoding="utf-8"))}
+CITED = [name for name, each in named_recipes().items() if each.source]
+
+
+def test_the_file_has_the_recipes_that_were_written_in_code_before():
+    tiles, seed = "nvfp4e2m1bnosr:tile16", "fp4e2m1b:seed_compat"
+    assert recipe("nvidia-nvfp4") == Recipe(
+        name="nvidia-nvfp4",
+        q_forward_input="nvfp4e2m1bnosr",
+        q_forward_weight=tiles,
+        q_backward_input="nvfp4e2m1bnosr",
+        q_backward_weight=tiles,
+        q_backward_outputgrad="nvfp4e2m1b",
+        layout="per_gemm",
+        hadamard=True,
+        keep_last=0.15,
+    )
+    split = OperandSplit(method="svd_lowrank", rank=60, niter=0, order="seed", q_factors=seed)
+    operands = ("forward_input", "forward_weight", "backward_input", "backward_weight", "backward_outputgrad")
+    uniform = {f"q_{operand}": seed for operand in operands}
+    assert recipe("metis-seed") == Recipe(name="metis-seed", **uniform, split_grad_output=split)
+    assert recipe("metis-nvfp4").split_input == OperandSplit(method="mean")
+
+
+def test_entries_have_known_keys_only_and_cite_papers_by_number():
+    known = {"name", "about", "source", "departures", "with", "recipe"}
+    for entry in ENTRIES.values():
+        assert known >= set(entry) >= {"name", "about", "recipe"}
+        if "source" in entry:
+            assert set(entry["source"]) == {"title", "arxiv"}
+            assert re.fullmatch(r"\d{4}\.\d{5}", entry["source"]["arxiv"])
+            assert entry["departures"]
+        else:
+            assert not {"departures", "with"} & set(entry)
+
+
+@pytest.mark.parametrize("name", CITED)
+def test_settings_outside_of_the_recipe_are_valid(name):
+    for key, value in named_recipes()[name].settings.items():
+        TypeAdapter(SETTINGS_MODEL.model_fields[key].annotation).validate_python(value)
+
+
+def test_every_file_of_data_is_installed_with_the_package():
+    calls = [
+        node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.Call)
+    ]
+    chosen = next(each.value for call in calls for each in call.keywords if each.arg == "package_data")
+    patterns = ast.literal_eval(chosen)["megalowbit"]
+    package = ROOT / "megalowbit"
+    files = [path.relative_to(package).as_posix() for path in package.rglob("*.*") if path.is_file()]
+    data = [name for name in files if not name.endswith((".py", ".pyc"))]
+    assert "layers/recipe.json" in data
+    assert [name for name in data if not any(fnmatch(name, pattern) for pattern in patterns)] == []
