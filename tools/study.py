@@ -132,7 +132,7 @@ def _run_one(study: StudySettings, out: Path, name: str) -> int:
 
 def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> int:
     from megalowbit.pretrain.sweep.runs import make_folder
-    from megalowbit.pretrain.sweep.study.cells import cells_of
+    from megalowbit.pretrain.sweep.study.cells import cells_of, check_folder
     from megalowbit.pretrain.sweep.study.execution import Outcome, raise_failures
     from megalowbit.pretrain.sweep.study.report import write_report
 
@@ -142,6 +142,7 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
         for cell in chosen:
             print(f"{'-' if cell.result() is None else 'finished':<10}{cell.name}")
         return 0
+    check_folder(every)
     make_folder(out)
     if options.slurm is not None:
         return _write_job(study, chosen, options)

@@ -2,7 +2,8 @@
 
 A pair is a cell and the baseline's cell of the same size, text, length and seed: equal initial weights and
 batches. Gaps are taken within pairs. A group has one size and one length, and one text or all of them; its
-pairs are the texts and seeds for which both cells are finished.
+pairs are the seeds for which both cells are finished. With all texts, the value of a seed is the mean over
+them, because results of one seed on several texts are no independent draws of a text.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from typing import Any
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import Cell
 from megalowbit.pretrain.sweep.study.statistics import Comparison, Estimate, compare_all
-from megalowbit.pretrain.sweep.study.study_file import StudySettings
+from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, RecipeEntry, StudySettings
 
 CURVE_POINTS = 40
-ALL_TEXTS = "all"
 Key = tuple[str, int]  # text and seed
 
 
@@ -57,9 +57,9 @@ class Finished:
         return math.nan if losses is None else losses[precision]
 
     def cpu_seconds(self) -> float:
-        """CPU seconds of a step; NaN if none was measured."""
-        cost = self.result["cost"]
-        return cost["cpu_seconds"] / cost["steps"] if cost["steps"] else math.nan
+        """CPU seconds of a step; NaN if the run was interrupted, because they are those of its last part."""
+        cost, steps = self.result["cost"], len(self.result["losses"])
+        return cost["cpu_seconds"] / steps if steps and cost["steps"] == steps else math.nan
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,19 @@ class Group:
         return [row for row in rows if row is not None]
 
     def differences(self, label: str, reference: str, value: Callable[[Finished], float]) -> list[float]:
-        """Finite differences of a value over all pairs."""
-        ours, theirs = self.members.get(label, {}), self.members.get(reference, {})
-        found = [value(ours[key]) - value(theirs[key]) for key in ours if key in theirs]
-        return [each for each in found if not math.isnan(each)]
+        """Finite differences of a value, one for each seed."""
+        own, peer = self.members.get(label, {}), self.members.get(reference, {})
+        found = {key: value(own[key]) - value(peer[key]) for key in own if key in peer}
+        return list(self._by_seed(found).values())
+
+    def _by_seed(self, values: Mapping[Key, float]) -> dict[int, float]:
+        """The mean over the group's texts for each seed that has a finite value for all of them."""
+        texts = {text for cells in self.members.values() for text, _ in cells}
+        found: dict[int, list[float]] = {}
+        for (_, seed), value in values.items():
+            if not math.isnan(value):
+                found.setdefault(seed, []).append(value)
+        return {seed: statistics.fmean(each) for seed, each in found.items() if len(each) == len(texts)}
 
     def noise_floor(self) -> float | None:
         """The largest root mean square of a replica's gaps at the end; None without replicas."""
@@ -170,10 +179,11 @@ class Group:
         found = [statistics.stdev(values) for values in by_text.values() if len(values) > 1]
         return statistics.fmean(found) if found else None
 
-    def final_losses(self, label: str) -> dict[Key, float]:
-        """Losses at the end, without cells that have diverged."""
-        losses = {key: each.loss_to(self.steps) for key, each in self.members.get(label, {}).items()}
-        return {key: loss for key, loss in losses.items() if not math.isnan(loss)}
+    def final_losses(self, label: str) -> dict[int, float]:
+        """Losses at the end by seed, without seeds of which a cell has diverged."""
+        return self._by_seed(
+            {key: each.loss_to(self.steps) for key, each in self.members.get(label, {}).items()}
+        )
 
     def comparisons(self) -> list[Comparison]:
         """All pairs of recipes at the end of training, with Holm's correction over the group."""
@@ -181,26 +191,42 @@ class Group:
         return compare_all({name: self.final_losses(name) for name in names})
 
     def learning_rates(self) -> list[dict[str, Any]]:
-        """For each recipe with several factors of the learning rate: what they change, and the best one."""
+        """For each recipe with several factors of the learning rate: what they change, and the best one.
+
+        `gap` is that of the recipe at its best rate to the baseline at its best rate, within pairs. Both
+        rates are chosen by these losses, over the seeds that have all factors.
+        """
+        swept = {recipe.name: self._losses_by_factor(recipe) for recipe in self.study.recipes}
+        swept = {name: losses for name, losses in swept.items() if len(losses) > 1}
+        usual = self.final_losses(self.study.baseline)
+        peer = _best(swept[self.study.baseline])[1] if self.study.baseline in swept else usual
         found = []
-        for recipe in self.study.recipes:
-            losses = {
-                f"{factor:g}": self.final_losses(_label(recipe.name, factor)) for factor in recipe.lr_factors
-            }
-            means = {factor: statistics.fmean(each.values()) for factor, each in losses.items() if each}
-            if len(means) < 2:
-                continue
+        for name, losses in swept.items():
+            factor, best = _best(losses)
             comparisons = compare_all(losses)
+            gaps = [best[seed] - peer[seed] for seed in best if seed in peer]
+            gap = _estimate(gaps) if name != self.study.baseline else None
             found.append(
                 {
-                    "recipe": recipe.name,
-                    "mean_losses": means,
-                    "best_factor": min(means, key=lambda factor: means[factor]),
+                    "recipe": name,
+                    "mean_losses": {each: statistics.fmean(of.values()) for each, of in losses.items()},
+                    "best_factor": factor,
+                    "gap": None if gap is None else gap.to_dict(),
                     "matters": any(each.is_separated for each in comparisons),
                     "is_known": bool(comparisons),
                 }
             )
         return found
+
+    def _losses_by_factor(self, recipe: RecipeEntry) -> dict[str, dict[int, float]]:
+        """Losses at the end by factor of the learning rate and seed, over the seeds that all factors have."""
+        found = {
+            f"{factor:g}": losses
+            for factor in recipe.lr_factors
+            if (losses := self.final_losses(_label(recipe.name, factor)))
+        }
+        common = set.intersection(*map(set, found.values())) if found else set()
+        return {factor: {seed: of[seed] for seed in sorted(common)} for factor, of in found.items() if common}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -239,24 +265,24 @@ class Group:
         return comparison.difference.mean if name == comparison.first else 0.0
 
     def _row(self, label: str, reference: str) -> Row | None:
-        ours, theirs = self.members.get(label, {}), self.members.get(reference, {})
-        keys = [key for key in ours if key in theirs]
+        own, peer = self.members.get(label, {}), self.members.get(reference, {})
+        keys = [key for key in own if key in peer]
         if not keys:
             return None
         gaps = {mark: _estimate(self.differences(label, reference, _loss_to(mark))) for mark in self.marks}
         end = gaps[self.steps]
-        peer = _mean(theirs[key].loss_to(self.steps) for key in keys)
-        noise = [ours[key].heldout("own") - ours[key].heldout("bf16") for key in keys]
-        ratios = [ours[key].cpu_seconds() / theirs[key].cpu_seconds() for key in keys]
+        loss = _mean(peer[key].loss_to(self.steps) for key in keys)
+        noise = self._by_seed({key: own[key].heldout("own") - own[key].heldout("bf16") for key in keys})
+        ratios = [own[key].cpu_seconds() / peer[key].cpu_seconds() for key in keys]
         return Row(
             label=label,
             reference=reference,
-            num_diverged=sum(ours[key].is_diverged for key in keys),
+            num_diverged=sum(own[key].is_diverged for key in keys),
             gaps={mark: gap for mark, gap in gaps.items() if gap is not None},
-            percent=None if end is None or peer is None else end.scaled(100 / peer),
+            percent=None if end is None or loss is None else end.scaled(100 / loss),
             heldout_bf16=self._estimate(label, reference, lambda each: each.heldout("bf16")),
             heldout_own=self._estimate(label, reference, lambda each: each.heldout("own")),
-            forward_noise=_estimate(noise),
+            forward_noise=_estimate(list(noise.values())),
             cpu=_mean(ratios),
             curve=self._curve(label, reference),
         )
@@ -306,6 +332,11 @@ def _check_equal_tokens(cells: Sequence[Finished]) -> None:
 
 def _loss_to(step: int) -> Callable[[Finished], float]:
     return lambda each: each.loss_to(step)
+
+
+def _best(losses: Mapping[str, Mapping[int, float]]) -> tuple[str, Mapping[int, float]]:
+    """The factor of the learning rate with the smallest mean loss, and its losses."""
+    return min(losses.items(), key=lambda item: statistics.fmean(item[1].values()))
 
 
 def _label(name: str, factor: float) -> str:

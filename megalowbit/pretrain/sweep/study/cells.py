@@ -29,6 +29,10 @@ CELLS, TEXTS, LOGS, LOCKS = "cells", "texts", "logs", "locks"
 SETTINGS, RESULT = "cell.json", "result.json"
 # No event files and no counts, which take time. A study may set them again.
 LEAN = {"megalowbit.telemetry.tensorboard": False, "megalowbit.telemetry.overflow": False}
+RESULT_KEYS: dict[str, Any] = {
+    "settings": dict, "losses": list, "tokens": int, "skipped_steps": int, "diverged_at": int | None,
+    "heldout": dict | None, "cost": dict, "made_with": dict,
+}  # fmt: skip
 REMOVED_PATHS = (("model", "config"), ("data", "corpus"), ("data", "cache_dir"))
 
 
@@ -92,17 +96,19 @@ class Cell:
     @cached_property
     def overrides(self) -> tuple[str, ...]:
         """Arguments of `--set`."""
-        values: dict[str, Any] = {**LEAN, **self.study.set, **self.size.set}
-        if isinstance(self.entry, Replica):
-            values |= self.study.recipe(self.entry.of).set
-        values |= self.entry.set
-        values |= {
+        repeated = self.study.recipe(self.entry.of).set if isinstance(self.entry, Replica) else {}
+        own = {
             "megalowbit.run.steps": self.steps,
             "megalowbit.run.seed": self.seed,
             "megalowbit.data.corpus": str(self.text_folder / TRAIN),
             "megalowbit.data.text_field": "text",
             "megalowbit.checkpoint.export_hf": True,  # the held-out loss is that of the exported weights
         }
+        values: dict[str, Any] = {}
+        for changes in (LEAN, self.study.set, self.size.set, repeated, self.entry.set, own):
+            for key, value in changes.items():
+                values.pop(key, None)  # a later key may contain an earlier one, so the order counts
+                values[key] = value
         given = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
         if self.lr_factor == 1:
             return given
@@ -184,9 +190,22 @@ class Cell:
         return True
 
     def result(self) -> dict[str, Any] | None:
-        """The result; None if the cell is not finished."""
+        """The result; None if the cell is not finished.
+
+        Raises:
+            UserError: it is damaged, or was written by another version.
+        """
         path = self.path / RESULT
-        return read_json_object(path) if path.exists() else None
+        if not path.exists():
+            return None
+        found = read_json_object(path)
+        wrong = [key for key, kind in RESULT_KEYS.items() if not isinstance(found.get(key, ...), kind)]
+        if wrong:
+            raise UserError(
+                f"{path} is no result of this version ({wrong[0]!r} is missing or damaged): remove "
+                f"{self.path} to run the cell again"
+            )
+        return found
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file into the cell's folder, atomically."""
@@ -221,6 +240,24 @@ def cells_of(study: StudySettings, folder: Path, program: Path) -> list[Cell]:
         for text in study.texts
         for entry, factor in entries
     ]
+
+
+def check_folder(cells: Sequence[Cell]) -> None:
+    """Check that the finished cells in the study's folder are those of the study.
+
+    Raises:
+        UserError: there are others, which a report would leave out and whose `study.json` it would replace.
+    """
+    folder, known = cells[0].folder, {cell.name for cell in cells}
+    others = sorted(
+        path.parent.name for path in (folder / CELLS).glob(f"*/{RESULT}") if path.parent.name not in known
+    )
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise UserError(
+            f"{folder} has finished cells that are not in this study ({others[0]}{more}): use another --out, "
+            "restore the study, or move these cells away"
+        )
 
 
 def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> Cell:

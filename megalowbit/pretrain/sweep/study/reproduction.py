@@ -13,6 +13,7 @@ from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.sweep.study.analysis import Finished
 from megalowbit.pretrain.sweep.study.cells import Cell
+from megalowbit.pretrain.sweep.study.study_file import MODEL_CONFIG
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 
 BASE, MODEL, STUDY = "base.json", "model.json", "study-file.json"
@@ -33,12 +34,14 @@ def unpack(results: Path, name: str, folder: Path) -> tuple[Path, Mapping[str, A
         raise UserError(f"{results} has no {missing[0]!r}: name a study.json that tools/study.py has written")
     if name not in data["cells"]:
         raise unknown_name("cell", name, data["cells"])
-    base = data["base"]
-    if data["model"] is not None:
-        base["megalowbit"]["model"]["config"] = MODEL
-    folder.mkdir(parents=True, exist_ok=True)
+    base, model = data["base"], data["cells"][name].get("model", data["model"])
     study = {**data["study"], "base": BASE}
-    for file_name, value in ((BASE, base), (MODEL, data["model"]), (STUDY, study)):
+    if model is not None:
+        base["megalowbit"]["model"]["config"] = MODEL
+        for entry in (study, *study["sizes"], *study["recipes"], *study.get("replicas", ())):
+            entry.get("set", {}).pop(MODEL_CONFIG, None)  # the path of a file that may be gone
+    folder.mkdir(parents=True, exist_ok=True)
+    for file_name, value in ((BASE, base), (MODEL, model), (STUDY, study)):
         with atomic_file(folder / file_name) as file:
             file.write(json.dumps(value, indent=1) + "\n")
     return folder / STUDY, data["cells"][name]

@@ -21,6 +21,7 @@ from megalowbit.json_text import read_json_object
 from megalowbit.values import SettingsModel, unit
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
+ALL_TEXTS = "all"  # in reports: the rows over all texts
 # what the axes of the grid decide
 OWN_KEYS = (
     "megalowbit.data.corpus",
@@ -29,6 +30,7 @@ OWN_KEYS = (
     "megalowbit.run.steps",
     "optimizer.params.lr",
 )
+MODEL_CONFIG = "megalowbit.model.config"  # reports hold the content of this file
 
 
 class NamedEntry(SettingsModel):
@@ -220,6 +222,8 @@ def _check_recipes(study: StudySettings) -> None:
     problems = Problems()
     if study.baseline not in names:
         problems.add(unknown_name("baseline", study.baseline, names))
+    elif 1.0 not in study.recipe(study.baseline).lr_factors:
+        problems.add(UserError(f"baseline {study.baseline!r} needs lr factor 1: add it"))
     for replica in study.replicas:
         if replica.of not in names:
             problems.add(unknown_name(f"recipe of replica {replica.name!r}:", replica.of, names))
@@ -231,6 +235,8 @@ def _check_recipes(study: StudySettings) -> None:
 def _check_texts(study: StudySettings) -> None:
     problems = Problems()
     for text in study.texts:
+        if text.name == ALL_TEXTS:
+            problems.add(UserError(f"a text is called {ALL_TEXTS!r}, as the rows over all texts: rename it"))
         for key, source in (("packages", "docstrings"), ("path", "file")):
             is_given, is_needed = bool(getattr(text, key)), text.source == source
             if is_given != is_needed:
@@ -251,6 +257,13 @@ def _check_keys(study: StudySettings) -> None:
         for key in values:
             if key in OWN_KEYS:
                 problems.add(UserError(f"{key} in `set` of {where} is decided by the grid: remove it"))
+            elif inner := [each for each in (*OWN_KEYS, MODEL_CONFIG) if each.startswith(f"{key}.")]:
+                problems.add(
+                    UserError(
+                        f"{key} in `set` of {where} would replace {inner[0]} too: name the keys inside it "
+                        "one by one"
+                    )
+                )
             elif not re.fullmatch(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", key):
                 problems.add(UserError(f"{shown(key)} in `set` of {where} is not a dotted key"))
     problems.raise_any()

@@ -73,11 +73,11 @@ def notes(group: Group) -> list[str]:
         )
     for rates in group.learning_rates():
         losses_text = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in rates["mean_losses"].items())
-        verdict = "the learning rate matters" if rates["matters"] else "no difference is significant"
-        verdict = verdict if rates["is_known"] else "too few pairs to tell"
-        found.append(
-            f"Learning rate of {rates['recipe']}: {losses_text}; best × {rates['best_factor']}; {verdict}."
-        )
+        effect = "the learning rate matters" if rates["matters"] else "no difference is significant"
+        effect = effect if rates["is_known"] else "too few pairs to tell"
+        gap = interval(None if rates["gap"] is None else Estimate(**rates["gap"]))
+        best = f"best × {rates['best_factor']}" + ("" if rates["gap"] is None else f", gap there {gap}")
+        found.append(f"Learning rate of {rates['recipe']}: {losses_text}; {best}; {effect}.")
     return found
 
 

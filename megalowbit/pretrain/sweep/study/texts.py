@@ -19,7 +19,7 @@ import importlib.util
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from megalowbit.data.local_files import LocalCorpus
@@ -65,15 +65,14 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
         UserError: the source cannot be read, or is too small.
     """
     made_from = {"text": text.model_dump(mode="json"), "heldout_bytes": heldout_bytes}
-    if (folder / FACTS).exists():
-        recorded = read_json_object(folder / FACTS)
-        before = recorded.pop(MADE_FROM, None)
+    facts = facts_in(folder)
+    if facts is not None:
+        before = read_json_object(folder / FACTS).get(MADE_FROM)
         if before != made_from:
             raise UserError(
                 f"{folder} was made from {before}, not from {made_from}: use another --out, or restore "
                 "the study"
             )
-        facts = TextFacts(**recorded)
         for name, digest in ((TRAIN, facts.train_sha256), (HELD_OUT, facts.heldout_sha256)):
             if not (folder / name).is_file() or sha256_of(folder / name) != digest:
                 raise UserError(f"{folder / name} is not what was written: remove {folder} to write it again")
@@ -100,6 +99,25 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
     with atomic_file(folder / FACTS) as file:
         file.write(json.dumps({**asdict(facts), MADE_FROM: made_from}, indent=2) + "\n")
     return facts
+
+
+def facts_in(folder: Path) -> TextFacts | None:
+    """What identifies the text in this folder; None if there is none.
+
+    Raises:
+        UserError: its file is damaged, or was written by another version.
+    """
+    path = folder / FACTS
+    if not path.exists():
+        return None
+    recorded = read_json_object(path)
+    names = [each.name for each in fields(TextFacts)]
+    if missing := [name for name in names if name not in recorded]:
+        raise UserError(
+            f"{path} has no {missing[0]!r}, so another version wrote it: use another --out, or remove "
+            f"{folder} to write the text again"
+        )
+    return TextFacts(**{name: recorded[name] for name in names})
 
 
 def _split(name: str, documents: Sequence[str], heldout_bytes: int) -> tuple[list[str], list[str]]:

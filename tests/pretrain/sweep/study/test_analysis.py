@@ -13,9 +13,10 @@ from megalowbit.pretrain.sweep.study.curves import picture, ticks
 from megalowbit.pretrain.sweep.study.page import page
 from megalowbit.pretrain.sweep.study.report import to_json
 from megalowbit.pretrain.sweep.study.study_file import study_of
-from megalowbit.pretrain.sweep.study.tables import interval, markdown
+from megalowbit.pretrain.sweep.study.tables import interval, markdown, notes
 
 STEPS = 20
+SWEPT = [{"name": "bf16", "lr_factors": [1, 2]}, {"name": "good", "lr_factors": [1, 2]}]
 STUDY = {
     "base": "base.json",
     "sizes": [{"name": "s"}],
@@ -36,7 +37,7 @@ def result_of(cell, **more):
     """A made-up result: noise by seed and step, the same in all recipes of a pair, and a known gap."""
     shift = cell.seed + (0.5 if cell.text == "two" else 0.0)
     noise = [math.sin(7 * step + 3 * shift) for step in range(STEPS)]
-    gap = GAPS.get(cell.label, 0.0) * (1 + 0.01 * cell.seed)
+    gap = GAPS.get(cell.label, 0.0) * (1 + 0.01 * cell.seed) * (1.4 if cell.text == "two" else 1)
     losses = [3 + shift + each + (gap if step >= 10 else 0.0) for step, each in enumerate(noise)]
     own = 0.002 if cell.label != "bf16" else 0.0
     return {
@@ -66,18 +67,18 @@ def group_of(cells, text="all"):
     return next(group for group in groups_of(cells[0].study, cells) if group.text == text)
 
 
-def test_gaps_are_taken_within_pairs_of_text_and_seed(cells):
+def test_gaps_are_taken_within_pairs_and_all_texts_give_one_value_a_seed(cells):
     assert [group.text for group in groups_of(cells[0].study, cells)] == ["one", "two", "all"]
     rows = {row.label: row for row in group_of(cells).rows}
     assert set(rows) == {"good", "good@lr2", "bad"}
     good = rows["good"]
-    expected = [0.01 * (1 + 0.01 * seed) for seed in (1, 2, 3, 1, 2, 3)]
+    expected = [0.01 * 1.2 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
     assert list(good.gaps) == [10, 20]  # 40 is after the end
     assert good.gaps[10].mean == pytest.approx(0, abs=1e-12)
     assert good.gaps[20].mean == pytest.approx(statistics.mean(expected))
-    half = 2.5705818 * statistics.stdev(expected) / math.sqrt(6)
+    half = 4.3026527 * statistics.stdev(expected) / math.sqrt(3)
     assert good.gaps[20].high == pytest.approx(statistics.mean(expected) + half)
-    assert good.gaps[20].num_pairs == 6
+    assert good.gaps[20].num_pairs == 3
     ends = [statistics.mean(cell.result()["losses"][15:]) for cell in cells if cell.label == "bf16"]
     assert good.percent.mean == pytest.approx(100 * statistics.mean(expected) / statistics.mean(ends))
     assert good.heldout_bf16.mean == pytest.approx(statistics.mean(expected) / 2)
@@ -106,6 +107,54 @@ def test_recipes_are_ranked_only_if_separated_and_replicas_give_the_noise_floor(
     assert text == (
         "Separated after Holm's correction over 3 comparisons: bf16 < good, bf16 < bad, good < bad."
     )
+
+
+def test_all_texts_need_a_seed_on_each_of_them(cells):
+    (cell,) = [each for each in cells if each.name == "s,two,20,good,2"]
+    (cell.path / "result.json").unlink()
+    (row,) = [row for row in group_of(cells).rows if row.label == "good"]
+    assert row.gaps[20].num_pairs == 2
+    assert row.gaps[20].mean == pytest.approx(0.01 * 1.2 * 1.02)  # of seeds 1 and 3
+
+
+def test_recipes_are_compared_at_their_best_learning_rates_within_pairs(cells):
+    study = study_of({**STUDY, "recipes": SWEPT, "replicas": []}, "study", cells[0].folder)
+    swept = cells_of(study, cells[0].folder, cells[0].program)
+    drops = {"bf16": 0.0, "bf16@lr2": -0.03, "good": 0.01, "good@lr2": -0.005}  # by a rate of 2
+    for cell in swept:
+        result = result_of(cell)
+        shift = drops[cell.label] * (1 + 0.01 * cell.seed) - GAPS.get(cell.label, 0) * (1 + 0.01 * cell.seed)
+        cell.write("result.json", {**result, "losses": [loss + shift for loss in result["losses"]]})
+    (unpaired,) = [each for each in swept if each.name == "s,one,20,good@lr2,3"]
+    (unpaired.path / "result.json").unlink()  # seed 3 is high, and would make the other rate look worse
+    group = group_of(swept, "one")
+    rates = {each["recipe"]: each for each in group.learning_rates()}
+    assert [rates[name]["best_factor"] for name in ("bf16", "good")] == ["2", "2"]
+    assert rates["bf16"]["gap"] is None
+    gap = rates["good"]["gap"]
+    assert gap["mean"] == pytest.approx(0.025 * 1.015)  # to bf16 at its best rate, seeds 1 and 2
+    assert gap["num_pairs"] == 2
+    assert any("Learning rate of good" in line and "gap there +0.0254" in line for line in notes(group))
+
+
+def test_the_cpu_time_of_an_interrupted_run_is_unknown(cells):
+    for cell in cells:
+        if cell.label == "good" and cell.seed != 1:
+            cost = {"cpu_seconds": 90.0, "steps": 3, "wall_seconds": 100.0}  # of the last three steps
+            cell.write("result.json", result_of(cell, cost=cost))
+    (row,) = [row for row in group_of(cells, "one").rows if row.label == "good"]
+    assert row.cpu == pytest.approx(1.5)  # of seed 1
+
+
+@pytest.mark.parametrize("key", ["settings", "losses", "diverged_at", "heldout", "cost"])
+def test_a_damaged_result_is_named(cells, key):
+    result = result_of(cells[2])
+    for damaged in ({**result, key: "?"}, {name: value for name, value in result.items() if name != key}):
+        cells[2].write("result.json", damaged)
+        with pytest.raises(
+            UserError, match=rf"result.json is no result .*'{key}' is missing or damaged.*remove"
+        ):
+            groups_of(cells[0].study, cells)
 
 
 def test_noise_that_differs_between_pairs_separates_nothing(cells):

@@ -12,6 +12,7 @@ from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
 from megalowbit.pretrain.sweep.study.evaluation import final_recipe
+from megalowbit.pretrain.sweep.study.reproduction import unpack
 from megalowbit.pretrain.sweep.study.study_file import read_study
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 
@@ -78,6 +79,32 @@ def test_a_cell_has_the_overrides_of_study_size_and_recipe(tmp_path):
     assert half.parts.deepspeed["optimizer"]["params"]["lr"] == 1.5e-3
 
 
+def test_a_later_override_wins_over_one_inside_it(tmp_path):
+    sizes = [{"name": "small", "set": {"megalowbit.recipe.keep_last": 1}}]
+    study = study_in(tmp_path, set={"megalowbit.recipe": {"base": "mxfp4"}}, sizes=sizes)
+    assert named(study, tmp_path, "small,t,6,bf16,1").config.recipe == "bf16"
+
+
+def test_the_model_of_a_size_is_in_the_results(tmp_path):
+    study_in(tmp_path)
+    model = json.loads((tmp_path / "model.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps({**model, "n_head": 4}))
+    data = {
+        "study": {"sizes": [{"name": "s", "set": {"megalowbit.model.config": "other.json"}}], "recipes": []},
+        "base": {"megalowbit": {"model": {"config": "model.json"}}},
+        "model": model,
+        "texts": {},
+        "cells": {"one": {"model": {**model, "n_head": 4}}, "two": {}},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(data))
+    for name, num_heads in (("one", 4), ("two", model["n_head"])):
+        path, _ = unpack(tmp_path / "results.json", name, tmp_path / name)
+        assert json.loads(path.read_text())["sizes"] == [{"name": "s", "set": {}}]
+        base = json.loads((tmp_path / name / "base.json").read_text())
+        config = tmp_path / name / base["megalowbit"]["model"]["config"]
+        assert json.loads(config.read_text())["n_head"] == num_heads
+
+
 def test_a_mistake_in_a_recipe_is_named_with_the_cell(tmp_path):
     study = study_in(tmp_path, recipes=[{"name": "bf16", "set": {"megalowbit.recipe": "nvfp5"}}], replicas=[])
     with pytest.raises(
@@ -122,7 +149,9 @@ def test_differences_are_dotted_keys():
 def test_every_recipe_of_a_shipped_study_resolves(path):
     study = read_study(path)
     cells = cells_of(study, Path("/nowhere"), ROOT / "launch" / "pretrain.py")
-    for cell in cells[: len(study.recipes) + len(study.replicas)]:
+    distinct = {(cell.size.name, cell.label): cell for cell in reversed(cells)}
+    assert len(distinct) >= len(study.sizes) * len(study.recipes)
+    for cell in distinct.values():
         assert cell.config.settings.run.steps == study.steps[0]
 
 

@@ -62,6 +62,19 @@ MISTAKES = [
         {"texts": [{"name": "t", "source": "stdlib", "packages": ["numpy"]}]},
         "text 't' of source 'stdlib' has no use for 'packages'",
     ),
+    ({"texts": [{"name": "all", "source": "stdlib"}]}, "a text is called 'all', as the rows over all texts"),
+    (
+        {"recipes": [{"name": "bf16", "lr_factors": [2]}], "replicas": []},
+        "baseline 'bf16' needs lr factor 1: add it",
+    ),
+    (
+        {"set": {"optimizer.params": {"lr": 1}}},
+        "optimizer.params in `set` of the study would replace optimizer.params.lr too: name the keys inside",
+    ),
+    (
+        {"sizes": [{"name": "s", "set": {"megalowbit.model": {}}}]},
+        "megalowbit.model in `set` of 's' would replace megalowbit.model.config too",
+    ),
     ({"texts": [{"name": "t", "source": "hub"}]}, "texts.0.source = 'hub' is not valid"),
 ]
 
