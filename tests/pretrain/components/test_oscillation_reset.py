@@ -7,6 +7,7 @@ import pytest
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
+from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.components.base import RunSettings
 from megalowbit.pretrain.components.oscillation_reset import OscillationReset, OscillationResetSettings
 from megalowbit.pretrain.run import pretrain
@@ -74,7 +75,8 @@ def test_a_start_that_is_neither_a_step_nor_a_fraction_is_rejected(start):
 
 def test_speculation_and_recipes_without_cells_are_refused(build_job):
     section = f"{KEY}={json.dumps(SETTINGS)}"
+    stochastic = recipe({"base": "nvfp4", "q_forward_weight": "nvfp4e2m1b"})
     with pytest.raises(UserError, match="rounds weights stochastically"):
-        build_job(LENGTH, section, 'megalowbit.recipe={"base": "nvfp4", "q_forward_weight": "nvfp4e2m1b"}')
+        OscillationReset.check_recipe(OscillationResetSettings(**SETTINGS), stochastic)
     with pytest.raises(UserError, match="speculation changes it during the run"):
         build_job(LENGTH, section, "megalowbit.recipe=speculative-int8", "megalowbit.speculation={}")
