@@ -10,7 +10,12 @@ from launchers import metrics, write_config
 pytestmark = pytest.mark.slow  # in make test: the same of two pipeline stages, and of engines
 KEYS = ("step", "loss", "lr", "loss_scale", "tokens", "skipped_steps")
 NEAREST = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
-BLOCK = {"precision": "fp32", "recipe": NEAREST, "checkpoint": {"every": 3}}
+BLOCK = {
+    "precision": "fp32",
+    "recipe": NEAREST,
+    "checkpoint": {"every": 3},
+    "oscillation_reset": {"start": 1, "period": 3, "window": 1, "threshold": 4.0},
+}
 # dropout of what both ranks hold draws what one process does; that of attention draws by head
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
 
@@ -39,6 +44,16 @@ def test_two_tensor_ranks_record_the_same_as_one_process(folder):
         is_first = first is one[0]
         assert found == pytest.approx(expected, rel=1e-5 if is_first else 1e-3)
         assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-5 if is_first else 1e-2)
+
+
+def test_two_tensor_ranks_reset_the_weights_that_one_process_does(folder):
+    one, two = (
+        [row for row in metrics(folder / name) if "oscillation/ratio" in row] for name in ("one", "two")
+    )
+    assert [row["step"] for row in one] == [row["step"] for row in two] == [3, 6]
+    for key, minimum in (("oscillation/ratio", 0.5), ("oscillation/reset_share", 0.001)):
+        assert one[0][key] > minimum
+        assert two[0][key] == pytest.approx(one[0][key], rel=0.02)
 
 
 def test_the_exported_model_equals_that_of_one_process(folder):

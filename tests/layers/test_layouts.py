@@ -4,7 +4,7 @@ import torch
 
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
-from megalowbit.layers.recipe import recipe
+from megalowbit.layers.recipe import OPERAND_FIELDS, recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
 
@@ -169,6 +169,21 @@ def test_half_precision_layers_round_the_same_products(dtype):
     assert close(
         w.grad, dequantized(name, plain[2].T.copy()) @ dequantized(name, plain[0].T.copy()).T, tolerance
     )
+
+
+@pytest.mark.parametrize("quantized", ["nvfp4e2m1bnosr", "nvfp4e2m1b", "int8b:sr"])
+def test_one_copy_gives_the_gradients_of_the_quantised_forward(quantized):
+    x, w, g = operands(20, 48, 32)
+    block = dict.fromkeys(OPERAND_FIELDS[:4], quantized)
+    chosen = recipe({"base": "nvfp4-dequantized-backward", **block})
+    lowbit_linear(x, w, None, context_with(chosen)).backward(g)
+    stream, g = RandomStream(0), g.double().numpy()
+    q_x, q_w = (
+        dequantized(quantized, tensor.detach().numpy(), stream.key("layer", role))
+        for tensor, role in ((x, "input"), (w, "weight"))
+    )
+    assert close(x.grad, g @ q_w)
+    assert close(w.grad, g.T @ q_x)
 
 
 def test_the_two_copies_of_an_output_gradient_draw_different_random_numbers():

@@ -10,6 +10,7 @@ from __future__ import annotations
 from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.pretrain.components.loss_guard import LossGuard
+from megalowbit.pretrain.components.oscillation_reset import OscillationReset
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
 from megalowbit.pretrain.components.profiler import Profiler
@@ -17,7 +18,7 @@ from megalowbit.pretrain.components.speculation import Speculation
 from megalowbit.pretrain.components.throughput import Throughput
 
 # off if their section is null or left out
-OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation, Profiler)
+OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation, OscillationReset, Profiler)
 # part of every run; without a section they use default settings
 ALWAYS_ON: tuple[type[Component], ...] = (LossGuard,)
 COMPONENTS: tuple[type[Component], ...] = (
