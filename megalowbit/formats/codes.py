@@ -32,6 +32,8 @@ from torch import Tensor
 from megalowbit.formats.element import ElementFormat
 from megalowbit.formats.tables import cached_table
 
+FRACTION_BITS = 24  # random bits of an element; 7 are left for the code
+
 
 @cached_table
 def _boundaries(element: ElementFormat, device: torch.device) -> Tensor:
@@ -53,19 +55,14 @@ def nearest_codes(scaled: Tensor, element: ElementFormat) -> Tensor:
 def stochastic_codes(scaled: Tensor, random: Tensor, element: ElementFormat) -> Tensor:
     """Codes rounded stochastically, with saturation; otherwise as `nearest_codes`.
 
-    `random` has a number for each element: a uint8 byte, or the fp32 number r of unbiased rounding.
+    `random` is int32 in the shape of `scaled`: the number r below 2²⁴ of each element.
     """
     magnitude = scaled.abs()
     position = torch.zeros_like(magnitude)
     for bound, weight in element.knots[::-1]:
         position += magnitude.clamp(max=bound) * weight
-    if random.dtype == torch.uint8:
-        codes = position.add_((random.to(torch.float32) + 0.5) * (1 / 256)).floor_()
-    else:
-        codes = position.floor()
-        codes += random < position - codes
-    codes = codes.nan_to_num_(nan=0.0).clamp_(max=len(element.grid) - 1)
-    return _with_sign(codes.to(torch.int32), scaled, element)
+    fixed = position.nan_to_num_(nan=0.0).mul_(2.0**FRACTION_BITS).to(torch.int32)  # below 2³¹ with `random`
+    return _with_sign((fixed + random) >> FRACTION_BITS, scaled, element)
 
 
 def _with_sign(codes: Tensor, scaled: Tensor, element: ElementFormat) -> Tensor:

@@ -34,7 +34,7 @@ from megalowbit.quantize.encoding import (
     no_exponents,
 )
 from megalowbit.quantize.hadamard import hadamard
-from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes, random_fractions
+from megalowbit.quantize.philox import NO_KEY, RandomKey, random_fractions
 
 FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
 E8M0_NAN, E8M0_BIAS = 255, 127  # codes of NaN and of 2^0
@@ -154,10 +154,9 @@ def _magnitudes(matrix: Tensor, encoding: Encoding, num_elements: int) -> Tensor
     return torch.where(amax.isfinite(), amax, torch.nan)
 
 
-def _random(matrix: Tensor, encoding: Encoding, random_key: RandomKey) -> Tensor:
+def _random(matrix: Tensor, random_key: RandomKey) -> Tensor:
     """The random numbers for `stochastic_codes`, in the shape of a padded matrix."""
-    draw = random_fractions if encoding.is_unbiased else random_bytes
-    return draw(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
+    return random_fractions(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
 
 
 def _values(codes: Tensor, stored_scales: Tensor, format: BlockFormat) -> Tensor:
@@ -192,7 +191,7 @@ def _scaled(matrix: Tensor, encode_scale: Tensor, format: BlockFormat) -> Tensor
 def _scales_and_codes(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> tuple[BlockScales, Tensor]:
     encoding = request.encoding
     if encoding.format.scale == "signed_fp32":
-        random = _random(matrix, encoding, request.random_key) if encoding.is_stochastic else None
+        random = _random(matrix, request.random_key) if encoding.is_stochastic else None
         return mixed_scales_and_codes(matrix, amax, request.x.shape[1], random)
     if encoding.four_over_six:
         return _four_over_six(matrix, amax, encoding, request.tensor_amax)
@@ -211,7 +210,7 @@ def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: 
     format = encoding.format
     scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
     if encoding.is_stochastic:
-        codes = stochastic_codes(scaled, _random(matrix, encoding, random_key), format.element)
+        codes = stochastic_codes(scaled, _random(matrix, random_key), format.element)
     else:
         codes = nearest_codes(scaled, format.element)
     is_spoiled = _expand(scales.decoded.isnan(), format, matrix)
