@@ -3,20 +3,20 @@
 Rounding is to nearest even or stochastic. A code is the position in the grid, with the sign bit of the input
 above it (also for zeros, as in hardware). NaN gives code 0; a NaN is represented in the block scale instead.
 
-Stochastic rounding adds a random byte to the real-valued code and takes the floor,
+Stochastic rounding adds a random fraction to the real-valued code and takes the floor,
 
     t = the code of |x|, linear between grid points      (E2M1: min(2|x|, |x| + 2, |x|/2 + 4) in fp32)
-    code = min(floor(t + (byte + ½)/256), top)
+    code = floor(t + r/2²⁴),  0 ≤ r < 2²⁴
 
-so x is rounded up with probability (x - lo)/(hi - lo), with the 8 bits that Blackwell's conversion uses (PTX
-`cvt.rs.satfinite.e2m1x4` takes 32 random bits for four elements). Numbers on the grid never change. However,
-a number less than 1/512 of a gap above its lower neighbour is never rounded up. In a tensor with a long tail,
-that sets most numbers to zero. Unbiased rounding compares with a random odd multiple r of 2⁻²⁴ instead,
+so x is rounded up with probability (x - lo)/(hi - lo), less at most 2⁻²⁴, plus the rounding of t to fp32: at
+most 2⁻¹⁸ of a gap (E4M3, E5M2), 2⁻²² (E2M1) or nothing (integers). The sum is one of 32-bit integers. Numbers
+on the grid never change.
 
-    code = floor(t) + (r < t - floor(t))
-
-Its probability is accurate to 2⁻²⁴, plus the rounding of t to fp32: at most 2⁻¹⁸ of a gap (E4M3, E5M2), 2⁻²²
-(E2M1) or nothing (integers).
+With eight bits, as in Blackwell's conversion (PTX `cvt.rs.satfinite.e2m1x4` takes 32 random bits for four
+elements), a number less than 1/512 of a gap above its lower neighbour is never rounded up. In a tensor with a
+long tail, that sets most numbers to zero. The 24 bits here are the element's byte of a Philox call and those
+of two neighbours (`quantize/philox.py`), so they cost no further random numbers. Neighbours are correlated by
+1/256.
 
 In a byte, the first code is in the lowest bits: two four-bit codes are stored as (first | second << 4), the
 order of all FP4 libraries and of the hardware. Four codes of six bits fill three bytes.
@@ -31,6 +31,8 @@ from torch import Tensor
 
 from megalowbit.formats.element import ElementFormat
 from megalowbit.formats.tables import cached_table
+
+FRACTION_BITS = 24  # random bits of an element; 7 are left for the code
 
 
 @cached_table
@@ -53,19 +55,14 @@ def nearest_codes(scaled: Tensor, element: ElementFormat) -> Tensor:
 def stochastic_codes(scaled: Tensor, random: Tensor, element: ElementFormat) -> Tensor:
     """Codes rounded stochastically, with saturation; otherwise as `nearest_codes`.
 
-    `random` has a number for each element: a uint8 byte, or the fp32 number r of unbiased rounding.
+    `random` is int32 in the shape of `scaled`: the number r below 2²⁴ of each element.
     """
     magnitude = scaled.abs()
     position = torch.zeros_like(magnitude)
     for bound, weight in element.knots[::-1]:
         position += magnitude.clamp(max=bound) * weight
-    if random.dtype == torch.uint8:
-        codes = position.add_((random.to(torch.float32) + 0.5) * (1 / 256)).floor_()
-    else:
-        codes = position.floor()
-        codes += random < position - codes
-    codes = codes.nan_to_num_(nan=0.0).clamp_(max=len(element.grid) - 1)
-    return _with_sign(codes.to(torch.int32), scaled, element)
+    fixed = position.nan_to_num_(nan=0.0).mul_(2.0**FRACTION_BITS).to(torch.int32)  # below 2³¹ with `random`
+    return _with_sign((fixed + random) >> FRACTION_BITS, scaled, element)
 
 
 def _with_sign(codes: Tensor, scaled: Tensor, element: ElementFormat) -> Tensor:

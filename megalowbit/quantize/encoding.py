@@ -69,7 +69,6 @@ class Encoding:
     Attributes:
         format: format of the result.
         is_stochastic: whether elements are rounded stochastically.
-        is_unbiased: use 23 random bits per element instead of 8, see `formats.codes`.
         scale_rounding: how block scales are rounded to their format, see `formats.block_scale`.
         scale_from: the scale maps the largest ("amax") or the mean magnitude to the largest element.
         q_scalar: factor of that magnitude: above 1 leaves headroom, below 1 saturates on purpose.
@@ -84,7 +83,6 @@ class Encoding:
 
     format: BlockFormat
     is_stochastic: bool = False
-    is_unbiased: bool = False
     scale_rounding: ScaleRounding = "nearest"
     scale_from: Literal["amax", "mean"] = "amax"
     q_scalar: float = 1.0
@@ -99,8 +97,6 @@ class Encoding:
                 f"{self.format.scale} block scales cannot be rounded {self.scale_rounding!r}: "
                 f"choose {' or '.join(fitting)}"
             )
-        if self.is_unbiased and not self.is_stochastic:
-            raise UserError("unbiased is a kind of stochastic rounding: set is_stochastic")
         if not SMALLEST_NORMAL <= ctypes.c_float(self.q_scalar).value < float("inf"):
             raise UserError(
                 f"q_scalar must be a normal fp32 number above 0 (1.2e-38 to 3.4e38), not {self.q_scalar!r}"
@@ -117,7 +113,7 @@ class Encoding:
             )
         if self.is_eden and (self.format.scale != "e4m3" or self.format.block != (1, 16)):
             raise UserError("eden needs NVFP4 blocks of 1 × 16: leave out tile16, or use nvfp4")
-        if self.is_eden and (self.is_unbiased or not self.is_stochastic):
+        if self.is_eden and (self.scale_rounding != "nearest" or not self.is_stochastic):
             raise UserError("eden rounds scales stochastically and elements to nearest: leave unbiased out")
         if self.four_over_six and self.is_stochastic:
             raise UserError(

@@ -164,7 +164,7 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
         return replace(encoding, is_stochastic=True)
     if key == "unbiased":
         rounding: ScaleRounding = "nearest" if has_fp32_scales else "up"
-        return replace(encoding, is_stochastic=True, is_unbiased=True, scale_rounding=rounding)
+        return replace(encoding, is_stochastic=True, scale_rounding=rounding)
     if key == "eden":
         return replace(encoding, is_eden=True)
     if key == "4over6":

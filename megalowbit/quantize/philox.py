@@ -1,9 +1,9 @@
 """Philox4x32-10: random bits as a function of a key and a counter, the same on every device.
 
-Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call gives 128 bits:
-a byte for each of 16 elements, or a word for each of 4. Groups of 16 elements are numbered row by row through
-the padded matrix. With words, a group takes four calls, and the calls are numbered instead. This is the
-readable implementation in int64 tensors; kernels produce the same bits.
+Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One call gives 128 bits,
+a byte for each element of a group of 16. Groups are numbered row by row through the padded matrix. Rounding
+compares with 24 bits: those of the element's byte and of the two bytes before it (`random_fractions`). This
+is the readable implementation in int64 tensors; kernels produce the same bits.
 """
 
 from __future__ import annotations
@@ -77,6 +77,11 @@ def random_bytes(num_groups: int, random_key: RandomKey, device: torch.device) -
 
 
 def random_fractions(num_groups: int, random_key: RandomKey, device: torch.device) -> Tensor:
-    """Random odd multiples of 2⁻²⁴ below 1, for groups 0 … num_groups - 1: fp32 (num_groups, 16)."""
-    words = random_words(4 * num_groups, random_key, device).view(num_groups, 16)
-    return ((words >> 9) * 2 + 1).to(torch.float32) * 2.0**-24
+    """24 random bits for each element of groups 0 … num_groups - 1: int32 (num_groups, 16).
+
+    Byte i is the highest of element i, the middle one of element i + 1 and the lowest of element i + 2, from
+    the end of a group to its beginning. Each number is uniform; those of neighbours are nearly independent,
+    see `formats.codes`.
+    """
+    highest = random_bytes(num_groups, random_key, device).to(torch.int32)
+    return highest << 16 | highest.roll(1, dims=1) << 8 | highest.roll(2, dims=1)

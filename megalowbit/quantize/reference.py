@@ -21,7 +21,14 @@ from megalowbit.formats.block_scale import (
     tensor_encode_scale,
     two_level_scales,
 )
-from megalowbit.formats.codes import code_values, nearest_codes, pack_codes, stochastic_codes, unpack_codes
+from megalowbit.formats.codes import (
+    FRACTION_BITS,
+    code_values,
+    nearest_codes,
+    pack_codes,
+    stochastic_codes,
+    unpack_codes,
+)
 from megalowbit.formats.element import E4M3
 from megalowbit.formats.mixed_blocks import largest_elements, mixed_scales_and_codes, mixed_values
 from megalowbit.quantize.encoding import (
@@ -36,7 +43,7 @@ from megalowbit.quantize.encoding import (
     no_exponents,
 )
 from megalowbit.quantize.hadamard import hadamard
-from megalowbit.quantize.philox import NO_KEY, RandomKey, random_bytes, random_fractions, random_words
+from megalowbit.quantize.philox import NO_KEY, RandomKey, random_fractions, random_words
 
 FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
 EDEN_SCALE_MAX = 256.0  # leaves room for the correction, which is below 1.3
@@ -157,10 +164,9 @@ def _magnitudes(matrix: Tensor, encoding: Encoding, num_elements: int) -> Tensor
     return torch.where(amax.isfinite(), amax, torch.nan)
 
 
-def _random(matrix: Tensor, encoding: Encoding, random_key: RandomKey) -> Tensor:
+def _random(matrix: Tensor, random_key: RandomKey) -> Tensor:
     """The random numbers for `stochastic_codes`, in the shape of a padded matrix."""
-    draw = random_fractions if encoding.is_unbiased else random_bytes
-    return draw(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
+    return random_fractions(matrix.numel() // GROUP, random_key, matrix.device).view(matrix.shape)
 
 
 def _values(codes: Tensor, stored_scales: Tensor, format: BlockFormat) -> Tensor:
@@ -195,7 +201,7 @@ def _scaled(matrix: Tensor, encode_scale: Tensor, format: BlockFormat) -> Tensor
 def _scales_and_codes(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> tuple[BlockScales, Tensor]:
     encoding = request.encoding
     if encoding.format.scale == "signed_fp32":
-        random = _random(matrix, encoding, request.random_key) if encoding.is_stochastic else None
+        random = _random(matrix, request.random_key) if encoding.is_stochastic else None
         return mixed_scales_and_codes(matrix, amax, request.x.shape[1], random)
     if encoding.four_over_six:
         return _four_over_six(matrix, amax, encoding, request.tensor_amax)
@@ -216,7 +222,7 @@ def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: 
     format = encoding.format
     scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
     if encoding.is_stochastic:
-        codes = stochastic_codes(scaled, _random(matrix, encoding, random_key), format.element)
+        codes = stochastic_codes(scaled, _random(matrix, random_key), format.element)
     else:
         codes = nearest_codes(scaled, format.element)
     is_spoiled = _expand(scales.decoded.isnan(), format, matrix)
@@ -286,7 +292,7 @@ def _eden(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> tuple[BlockSc
     square, projection = sums.squeeze(-1)
     wanted = scales.decoded * torch.where(projection > 0, torch.div(square, projection), 1.0)
     words = random_words(wanted.numel(), request.random_key, wanted.device)[:, 0]  # one draw for each block
-    random = ((words >> 9) * 2 + 1).to(torch.float32) * 2.0**-24
+    random = (words >> (32 - FRACTION_BITS)).to(torch.int32)
     drawn = stochastic_codes(wanted, random.view(wanted.shape), E4M3)
     drawn = torch.where(scales.decoded.isnan(), scales.codes.view(torch.uint8), drawn)
     stored = drawn.view(scales.codes.dtype)

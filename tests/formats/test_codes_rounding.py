@@ -20,19 +20,19 @@ def nearest_by_distance(x: float, element=E2M1) -> int:
     return code + element.sign_code * (math.copysign(1, x) < 0)
 
 
-def stochastic_by_definition(x: float, byte: int, element) -> int:
+def stochastic_by_definition(x: float, random: int, element) -> int:
     """By exact fractions; x and the fractions must be short enough for fp32."""
     magnitude = min(abs(x), element.max)
     low = max(code for code, value in enumerate(element.grid) if value <= magnitude)
     if low + 1 < len(element.grid):
         fraction = (magnitude - element.grid[low]) / (element.grid[low + 1] - element.grid[low])
-        low += fraction + (byte + 0.5) / 256 >= 1
+        low += fraction + random / 2**24 >= 1
     return low + element.sign_code * (math.copysign(1, x) < 0)
 
 
-def stochastic(x, byte, element=E2M1):
+def stochastic(x, random, element=E2M1):
     numbers = torch.as_tensor(x, dtype=torch.float32)
-    return stochastic_codes(numbers, torch.full(numbers.shape, byte, dtype=torch.uint8), element)
+    return stochastic_codes(numbers, torch.full(numbers.shape, random, dtype=torch.int32), element)
 
 
 @EVERY_ELEMENT
@@ -56,46 +56,47 @@ def test_nearest_rounding_equals_the_nearest_grid_value(element, data):
 
 
 @EVERY_ELEMENT
-def test_stochastic_rounding_equals_its_definition_for_every_byte(element):
-    fractions = [0, 1 / 512, 3 / 512, 0.125, 0.5, 0.8125, 255 / 256, 511 / 512]
+def test_stochastic_rounding_equals_its_definition(element):
+    fractions = [0, 2.0**-16, 3 / 512, 0.125, 0.5, 0.8125, 255 / 256, 1 - 2.0**-16]
     steps = list(itertools.pairwise(element.grid))
     steps = steps if len(steps) < 16 else [*steps[:9], *steps[-7:]]
     x = [low + fraction * (high - low) for low, high in steps for fraction in fractions] + [2 * element.max]
     x += [-v for v in x]
     assert torch.tensor(x).double().tolist() == x
-    for byte in range(0, 256, 5):
-        expected = [stochastic_by_definition(v, byte, element) for v in x]
-        assert stochastic(x, byte, element).tolist() == expected
+    for fraction in fractions:  # for each the first random number that raises it, and the last that does not
+        for random in {int((1 - fraction) * 2**24) - below for below in (0, 1)} - {2**24}:
+            expected = [stochastic_by_definition(v, random, element) for v in x]
+            assert stochastic(x, random, element).tolist() == expected
 
 
 @EVERY_ELEMENT
 def test_stochastic_rounding_never_moves_a_grid_value(element):
     codes = torch.tensor([c for c, v in enumerate(element.code_values()) if not math.isnan(v)])
     x = code_values(codes, element)
-    for byte in (0, 128, 255):
-        assert torch.equal(stochastic(x, byte, element).int(), codes.int())
+    for random in (0, 2**23, 2**24 - 1):
+        assert torch.equal(stochastic(x, random, element).int(), codes.int())
 
 
-@given(st.floats(-7, 7, width=32), st.integers(0, 255))
+@given(st.floats(-7, 7, width=32), st.integers(0, 2**24 - 1))
 @settings(max_examples=200, deadline=None)
-def test_stochastic_rounding_of_e2m1_follows_its_formula_in_fp32(x, byte):
+def test_stochastic_rounding_of_e2m1_follows_its_formula_in_fp32(x, random):
     y = torch.tensor(x).abs().clamp(max=6)
     t = torch.minimum(torch.minimum(y + y, y + 2), y * 0.5 + 4)
-    code = min(math.floor((t + (byte + 0.5) / 256).item()), 7)
-    assert stochastic([x], byte).item() == code + 8 * (math.copysign(1, x) < 0)
+    code = math.floor(t.item() + random / 2**24)  # exact in fp64
+    assert stochastic([x], random).item() == code + 8 * (math.copysign(1, x) < 0)
 
 
 @pytest.mark.parametrize("x", [0.1, 0.49, 0.75, 1.3, 1.9, 2.2, 3.7, 4.1, 5.9, -0.3, -2.7, -5.5])
-def test_over_all_bytes_stochastic_rounding_has_the_right_probability_and_mean(x):
-    every_byte = torch.arange(256, dtype=torch.uint8)
-    rounded = code_values(stochastic_codes(torch.full((256,), x), every_byte, E2M1), E2M1)
+def test_over_all_random_numbers_stochastic_rounding_has_the_right_probability_and_mean(x):
+    every = torch.arange(0, 2**24, 2**12, dtype=torch.int32)  # of the upper 12 bits
+    rounded = code_values(stochastic_codes(torch.full(every.shape, x), every, E2M1), E2M1)
     low = max(v for v in GRID if v <= abs(x))
     high = min(v for v in GRID if v >= abs(x))
     assert set(rounded.abs().tolist()) == {low, high}
     assert (rounded.abs() == high).double().mean().item() == pytest.approx(
-        (abs(x) - low) / (high - low), abs=1 / 512
+        (abs(x) - low) / (high - low), abs=2.0**-12
     )
-    assert rounded.double().mean().item() == pytest.approx(x, abs=(high - low) / 512)
+    assert rounded.double().mean().item() == pytest.approx(x, abs=(high - low) * 2.0**-12)
 
 
 def test_infinity_saturates_zero_keeps_its_sign_and_nan_becomes_code_0():
@@ -108,7 +109,7 @@ def test_infinity_saturates_zero_keeps_its_sign_and_nan_becomes_code_0():
 def test_rounding_keeps_shape_and_input(element_count):
     x = torch.randn(element_count, 3, 2)
     before = x.clone()
-    random = torch.zeros(x.shape, dtype=torch.uint8)
+    random = torch.zeros(x.shape, dtype=torch.int32)
     for codes in (nearest_codes(x, E2M1), stochastic_codes(x, random, E2M1)):
         assert codes.shape == x.shape
         assert codes.dtype == torch.uint8

@@ -6,6 +6,7 @@ floats, which hold it exactly.
 
 import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 import philox_reference
@@ -29,8 +30,8 @@ def nearest_code(magnitude: float, grid) -> int:
     return low + (magnitude > middle or (magnitude == middle and low % 2 == 1))
 
 
-def stochastic_code(magnitude, random: int | float, grid) -> int:
-    """The real-valued code, plus (byte + ½)/256, floored; or up where a fraction is below its own."""
+def stochastic_code(magnitude, random: int, grid) -> int:
+    """The real-valued code plus random / 2²⁴, floored."""
     magnitude = min(float(magnitude), grid[-1])
     if grid == E2M1:
         y = F(magnitude)
@@ -39,11 +40,7 @@ def stochastic_code(magnitude, random: int | float, grid) -> int:
         low = max(code for code, value in enumerate(grid) if value <= magnitude)
         gap = grid[low + 1] - grid[low] if low + 1 < len(grid) else 1.0
         position = F(low + (magnitude - grid[low]) / gap)
-    if isinstance(random, float):
-        code = math.floor(position) + (random < float(position) % 1)
-    else:
-        code = math.floor(F(position + F((random + 0.5) / 256)))
-    return min(code, len(grid) - 1)
+    return math.floor(Fraction(float(position)) + Fraction(random, 2**24))
 
 
 def e4m3_code(value: float, is_up: bool) -> int:
@@ -80,7 +77,7 @@ class Blocks:
     q_scalar: float = 1.0
     four_over_six: bool = False
     is_power_of_two: bool = False
-    random: np.ndarray | None = None  # a byte, or a fraction, for each padded element
+    random: np.ndarray | None = None  # 24 bits for each padded element
     tensor_amax: float | None = None
     codes: np.ndarray = field(init=False)
     values: np.ndarray = field(init=False)
@@ -223,10 +220,10 @@ def transformed(x: np.ndarray, signs: int) -> np.ndarray:
     return np.stack(result)
 
 
-def drawn(encoding, rows: int, cols: int, key) -> np.ndarray:
+def drawn(rows: int, cols: int, key) -> np.ndarray:
     """What the elements of a padded matrix are rounded with."""
-    draw = philox_reference.random_fractions if encoding.is_unbiased else philox_reference.random_bytes
-    return np.array([list(draw(group, *key)) for group in range(rows * cols // 16)]).reshape(rows, cols)
+    draw = philox_reference.random_fractions
+    return np.array([draw(group, *key) for group in range(rows * cols // 16)]).reshape(rows, cols)
 
 
 def encoded(x: np.ndarray, encoding, key, signs=None, tensor_amax=None) -> Blocks:
@@ -235,7 +232,7 @@ def encoded(x: np.ndarray, encoding, key, signs=None, tensor_amax=None) -> Block
     with np.errstate(all="ignore"):
         numbers = x if signs is None else transformed(x, signs)
     if encoding.is_stochastic:
-        random = drawn(encoding, *format.padded(*x.shape), key)
+        random = drawn(*format.padded(*x.shape), key)
     return Blocks(
         numbers,
         block=format.block,

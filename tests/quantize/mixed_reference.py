@@ -11,14 +11,14 @@ F = np.float32
 LARGEST = {"int8": 127, "e5m2": 57344}
 
 
-def int8_code(value: float, random: float | None = None) -> int:
+def int8_code(value: float, random: int | None = None) -> int:
     """Code of a number already scaled: magnitude in seven bits, sign above."""
     magnitude = abs(float(value))
     magnitude = np.rint(magnitude) if random is None else stepped(magnitude, random)  # half to even
     return int(min(magnitude, 127)) | (128 if np.signbit(value) else 0)
 
 
-def e5m2_code(value: float, random: float | None = None) -> int:
+def e5m2_code(value: float, random: int | None = None) -> int:
     """The same in E5M2, whose codes are the upper bytes of fp16 numbers."""
     magnitude = min(abs(float(value)), 57344.0)
     gap = 2.0 ** (max(math.frexp(magnitude)[1] - 1, -14) - 2)
@@ -29,11 +29,9 @@ def e5m2_code(value: float, random: float | None = None) -> int:
     return bits >> 8 | (128 if np.signbit(value) else 0)
 
 
-def stepped(magnitude: float, random: float) -> int:
-    """Rounded by a byte, or by a fraction."""
-    if isinstance(random, float):
-        return math.floor(magnitude) + (random < magnitude % 1)
-    return math.floor(magnitude + (random + 0.5) / 256)
+def stepped(magnitude: float, random: int) -> int:
+    """Rounded up or down by 24 random bits."""
+    return math.floor(magnitude + random / 2**24)
 
 
 def number(code: int, is_e5m2: bool) -> float:
@@ -43,12 +41,12 @@ def number(code: int, is_e5m2: bool) -> float:
     return float(code & 127) * (-1 if code & 128 else 1)
 
 
-def is_near_a_step(value: float, random: float, is_e5m2: bool) -> bool:
+def is_near_a_step(value: float, random: int, is_e5m2: bool) -> bool:
     """Whether a code is so near to where its random number sends it up that fp32 may fall beyond that."""
     magnitude = abs(float(value))
     if is_e5m2:
         magnitude /= 2.0 ** (max(math.frexp(magnitude)[1] - 1, -14) - 2)
-    total = magnitude - random if isinstance(random, float) else magnitude + (random + 0.5) / 256
+    total = magnitude + random / 2**24
     return abs(total - round(total)) < 1e-4
 
 
@@ -58,7 +56,7 @@ def encoded(x: np.ndarray, size: int, random: np.ndarray | None = None):
     Args:
         x: (rows, cols).
         size: elements of a block.
-        random: bytes or fractions (rows, padded columns), or None: nearest even.
+        random: 24 bits each (rows, padded columns), or None: nearest even.
     """
     with np.errstate(all="ignore"):
         x = x.astype(F)

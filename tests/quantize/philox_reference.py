@@ -34,8 +34,7 @@ def random_bytes(group: int, key: int, step: int) -> bytes:
     return b"".join(word.to_bytes(4, "little") for word in words)
 
 
-def random_fractions(group: int, key: int, step: int) -> list[float]:
-    """The 16 odd multiples of 2⁻²⁴ of one group of 16 elements: 23 bits of a word each, from four calls."""
-    drawn = b"".join(random_bytes(4 * group + call, key, step) for call in range(4))
-    words = [int.from_bytes(drawn[i : i + 4], "little") for i in range(0, 64, 4)]
-    return [(2 * (word // 2**9) + 1) / 2**24 for word in words]
+def random_fractions(group: int, key: int, step: int) -> list[int]:
+    """The 16 numbers below 2²⁴ of one group: windows of three bytes in the ring of the group's bytes."""
+    ring = random_bytes(group, key, step) * 2
+    return [int.from_bytes(ring[place - 2 : place + 1], "little") for place in range(16, 32)]

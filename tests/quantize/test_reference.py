@@ -51,7 +51,7 @@ def by_the_book(x, encoding, **options):
         q_scalar=encoding.q_scalar,
         four_over_six=encoding.four_over_six,
         is_power_of_two=encoding.is_power_of_two,
-        random=fp4_reference.drawn(encoding, *shape, KEY) if encoding.is_stochastic else None,
+        random=fp4_reference.drawn(*shape, KEY) if encoding.is_stochastic else None,
         **options,
     )
 

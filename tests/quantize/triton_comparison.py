@@ -26,7 +26,6 @@ ENCODINGS = {
     "stochastic": [
         Encoding(format=NVFP4, is_stochastic=True),
         Encoding(format=MXFP4, is_stochastic=True, scale_rounding="up"),
-        Encoding(format=NVFP4, is_stochastic=True, is_unbiased=True, scale_rounding="up"),
     ],
     "tiled": [Encoding(format=NVFP4_TILED)],
     "tiled_stochastic": [Encoding(format=NVFP4_TILED, is_stochastic=True, scale_rounding="up")],

@@ -14,7 +14,7 @@ typedef struct { /* mirrored field by field in kernel_arguments.py; every field 
     const void *x;
     int64_t dtype, rows, cols, row_stride, col_stride;
     int64_t block_rows, block_cols, scale_kind, element; /* block_cols: 16 to 128 */
-    int64_t is_up, is_stochastic, is_unbiased, four_over_six, is_power_of_two, has_signs, signs;
+    int64_t is_up, is_stochastic, four_over_six, is_power_of_two, has_signs, signs;
     uint64_t key, step;
     double q_scalar;
     const float *tensor_amax;
@@ -33,10 +33,10 @@ typedef struct { /* one row of blocks in a segment; one entry per group */
     uint32_t stored[GROUPS], overflows[GROUPS];
 } Scales;
 
-typedef struct { /* a random byte or 32-bit word for each element of a segment */
+typedef struct { /* a random byte for each element of a segment */
     uint64_t first;
     int is_filled;
-    uint8_t bytes[SEGMENT * 4];
+    uint8_t bytes[SEGMENT];
 } Random;
 
 /* ---- loading: fp32 segments from any dtype and strides ---- */
@@ -247,15 +247,14 @@ static void philox(const Args *args, uint8_t *bytes, uint64_t first) {
     }
 }
 
-/* Random numbers of groups from number `first` on: 16 bytes each, or 16 words. */
+/* Random bytes of groups from number `first` on, 16 each. */
 static const uint8_t *random_bytes(const Args *args, Random *random, uint64_t first, int64_t groups) {
-    const uint64_t calls = args->is_unbiased ? 4 : 1; /* per group */
     int is_inside = random->is_filled && first >= random->first;
     if (!is_inside || first + (uint64_t)groups > random->first + GROUPS) {
-        for (uint64_t i = 0; i < calls; i++) philox(args, random->bytes + i * SEGMENT, first * calls + i * GROUPS);
+        philox(args, random->bytes, first);
         random->first = first, random->is_filled = 1;
     }
-    return random->bytes + (first - random->first) * GROUP * calls;
+    return random->bytes + (first - random->first) * GROUP;
 }
 
 /* The code is the smallest of 2y, y + 2 and y/2 + 4, each rounded to an integer (ties to even) by one
@@ -270,14 +269,13 @@ SPECIALISED Lanes nearest_codes(const float *v, const Scales *scales, int64_t gr
 }
 
 SPECIALISED Lanes stochastic_codes(const float *v, const Scales *scales, int64_t group,
-                                     const uint8_t *random, int is_unbiased) {
+                                     const uint8_t *random) {
     const Lanes bits = (Lanes)((Floats)lanes_at(v + group * GROUP) * scales->encode[group]);
     const Floats y = (Floats)smaller(bits & 0x7FFFFFFF, (Lanes){0} + 0x40C00000);
     const Lanes steep = smaller((Lanes)(y + y), (Lanes)(y + 2.0f));
     const Floats position = (Floats)smaller(steep, (Lanes)(y * 0.5f + 4.0f));
-    const Lanes code = is_unbiased ? unbiased_steps(position, random + group * GROUP * 4)
-                                   : stochastic_steps(position, random + group * GROUP);
-    return (smaller(code, (Lanes){0} + 7) | (bits >> 28 & 8)) & scales->keep[group];
+    const Lanes code = stochastic_steps(position, random + group * GROUP);
+    return (code | (bits >> 28 & 8)) & scales->keep[group];
 }
 
 /* One group: sum of squared differences between codes × scale and v · S, added in a fixed tree order. */

@@ -42,7 +42,7 @@ SPECIALISED Lanes nearest_elements(int element, Lanes quotients) {
 /* Real-valued code: the position within the number's binade, plus the number of codes below the binade.
  * The latter is added in parts, in the order of the definition in formats/codes.py, because the sums are
  * rounded. */
-SPECIALISED Lanes stochastic_elements(int element, Lanes quotients, const uint8_t *random, int is_unbiased) {
+SPECIALISED Lanes stochastic_elements(int element, Lanes quotients, const uint8_t *random) {
     const Element of = ELEMENTS[element];
     const Lanes zero = {0}, y = smaller(quotients & 0x7FFFFFFF, zero + bits_of(of.largest));
     Floats position = (Floats)y;
@@ -55,8 +55,7 @@ SPECIALISED Lanes stochastic_elements(int element, Lanes quotients, const uint8_
             position += part, below -= part;
         }
     }
-    const Lanes code = is_unbiased ? unbiased_steps(position, random) : stochastic_steps(position, random);
-    return with_sign(of, smaller(code, zero + of.top), quotients);
+    return with_sign(of, stochastic_steps(position, random), quotients);
 }
 
 /* ---- numbers of codes; NaN for codes that the format does not use ---- */

@@ -46,14 +46,12 @@ static void set_group(Blocks *blocks, int64_t g, int element, float scale, float
 /* ---- codes ---- */
 
 SPECIALISED void encode_groups(const Args *args, int element, const float *v, const Blocks *blocks,
-                               int64_t begin,
-                               int64_t end, const Row *row, const uint8_t *random, int is_unbiased) {
+                               int64_t begin, int64_t end, const Row *row, const uint8_t *random) {
     const uint32_t bits = ELEMENTS[element].bits;
     const int64_t dtype = args->operand_dtype, size = size_of(dtype);
     for (int64_t g = begin; g < end; g++) {
         const Lanes quotients = (Lanes)((Floats)lanes_at(v + g * GROUP) / blocks->divisor[g]);
-        Lanes codes = random ? stochastic_elements(element, quotients, random + g * GROUP * (is_unbiased ? 4 : 1),
-                                                   is_unbiased)
+        Lanes codes = random ? stochastic_elements(element, quotients, random + g * GROUP)
                              : nearest_elements(element, quotients);
         codes &= blocks->keep[g];
         store_codes(bits, codes, row->packed + g * bits * 2);
@@ -67,12 +65,10 @@ SPECIALISED void encode_groups(const Args *args, int element, const float *v, co
 /* Encodes groups of one element format. */
 static void encode_run(const Args *args, const float *v, const Blocks *blocks, int64_t begin, int64_t end,
                        const Row *row) {
-    const int kind = row->random ? 1 + (int)args->is_unbiased : 0;
-    switch (blocks->element[begin] * 3 + kind) {
+    switch (blocks->element[begin] * 2 + (row->random != NULL)) {
 #define CASE(element) \
-    case element * 3: encode_groups(args, element, v, blocks, begin, end, row, NULL, 0); break; \
-    case element * 3 + 1: encode_groups(args, element, v, blocks, begin, end, row, row->random, 0); break; \
-    case element * 3 + 2: encode_groups(args, element, v, blocks, begin, end, row, row->random, 1); break;
+    case element * 2: encode_groups(args, element, v, blocks, begin, end, row, NULL); break; \
+    case element * 2 + 1: encode_groups(args, element, v, blocks, begin, end, row, row->random); break;
         CASE(INT4)
         CASE(INT8)
         CASE(FP4_E2M1)

@@ -47,12 +47,12 @@ static void count_blocks(const Args *args, Counters *counters, const Scales *sca
 /* ---- whole matrices ---- */
 
 /* Encodes the groups of a row; writes packed codes, operand and values (for counting), each unless NULL. */
-SPECIALISED void encode_groups(const float *v, const Scales *scales, const uint8_t *random, int is_unbiased,
-                               int64_t begin, int64_t end, uint8_t *packed, char *operand, int64_t dtype,
+SPECIALISED void encode_groups(const float *v, const Scales *scales, const uint8_t *random, int64_t begin,
+                               int64_t end, uint8_t *packed, char *operand, int64_t dtype,
                                float operand_scale, float *values) {
     for (int64_t g = begin; g < end; g++) {
         const Lanes codes =
-            random ? stochastic_codes(v, scales, g, random, is_unbiased) : nearest_codes(v, scales, g);
+            random ? stochastic_codes(v, scales, g, random) : nearest_codes(v, scales, g);
         pack(codes, packed + g * 8);
         const Floats decoded = e2m1_values(codes) * scales->decoded[g];
         if (operand) store_exact(decoded * operand_scale, dtype, operand + g * GROUP * (dtype == FP32 ? 4 : 2));
@@ -66,16 +66,15 @@ static void encode_row(const Args *args, const float *v, const Scales *scales, c
                        float *values) {
     const int64_t dtype = args->operand_dtype, size = dtype == FP32 ? 4 : 2;
     const int64_t whole = operand ? cols / GROUP : groups;
-    if (args->is_unbiased) encode_groups(v, scales, random, 1, 0, whole, packed, operand, dtype, operand_scale, values);
-    else if (values || (operand && dtype == FP32))
-        encode_groups(v, scales, random, 0, 0, whole, packed, operand, dtype, operand_scale, values);
-    else if (random && operand) encode_groups(v, scales, random, 0, 0, whole, packed, operand, BF16, operand_scale, NULL);
-    else if (random) encode_groups(v, scales, random, 0, 0, whole, packed, NULL, BF16, 1.0f, NULL);
-    else if (operand) encode_groups(v, scales, NULL, 0, 0, whole, packed, operand, BF16, operand_scale, NULL);
-    else encode_groups(v, scales, NULL, 0, 0, whole, packed, NULL, BF16, 1.0f, NULL);
+    if (values || (operand && dtype == FP32))
+        encode_groups(v, scales, random, 0, whole, packed, operand, dtype, operand_scale, values);
+    else if (random && operand) encode_groups(v, scales, random, 0, whole, packed, operand, BF16, operand_scale, NULL);
+    else if (random) encode_groups(v, scales, random, 0, whole, packed, NULL, BF16, 1.0f, NULL);
+    else if (operand) encode_groups(v, scales, NULL, 0, whole, packed, operand, BF16, operand_scale, NULL);
+    else encode_groups(v, scales, NULL, 0, whole, packed, NULL, BF16, 1.0f, NULL);
     for (int64_t g = whole; g < groups; g++) {
         char last[SEGMENT * 4];
-        encode_groups(v, scales, random, (int)args->is_unbiased, g, g + 1, packed, last, dtype, operand_scale, values);
+        encode_groups(v, scales, random, g, g + 1, packed, last, dtype, operand_scale, values);
         const int64_t place = g * GROUP * size;
         if (g == whole) memcpy(operand + place, last + place, (size_t)(cols % GROUP * size));
     }

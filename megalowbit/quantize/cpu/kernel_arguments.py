@@ -34,7 +34,7 @@ ONE_SCALE = 2  # one scale per tensor
 _FIELDS = (
     (ctypes.c_void_p, "x"),
     (ctypes.c_int64, "dtype rows cols row_stride col_stride block_rows block_cols scale_kind element is_up"),
-    (ctypes.c_int64, "is_stochastic is_unbiased four_over_six is_power_of_two has_signs signs"),
+    (ctypes.c_int64, "is_stochastic four_over_six is_power_of_two has_signs signs"),
     (ctypes.c_uint64, "key step"),
     (ctypes.c_double, "q_scalar"),
     (ctypes.c_void_p, "tensor_amax codes scales tensor_scale operand"),
@@ -90,7 +90,6 @@ def encode_with(function: Callable[..., int], request: EncodeRequest) -> Encoded
         scales=address(encoded.scales),
         is_up=encoding.scale_rounding == "up",
         is_stochastic=encoding.is_stochastic,
-        is_unbiased=encoding.is_unbiased,
         four_over_six=encoding.four_over_six,
         is_power_of_two=encoding.is_power_of_two,
         has_signs=request.signs is not None,

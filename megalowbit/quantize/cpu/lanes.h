@@ -9,10 +9,12 @@
 #include <stdint.h>
 #include <string.h>
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
-#include <immintrin.h>
 #define HAS_AVX512 1
 #else
 #define HAS_AVX512 0
+#endif
+#if defined(__AVX2__)
+#include <immintrin.h>
 #endif
 #if defined(__SSE__)
 #include <xmmintrin.h>
@@ -263,17 +265,34 @@ static inline void transpose_halves(const char *from, int64_t pitch, uint16_t *o
 
 /* ---- stochastic rounding of real-valued codes, see formats/codes.py ---- */
 
-/* With one random byte per lane. */
-SPECIALISED Lanes stochastic_steps(Floats position, const uint8_t *random) {
-    const Floats byte = floats_of(lanes_of_bytes(random));
-    return truncated(position + (byte + 0.5f) * 0x1p-8f);
+/* Lane i: bytes i - 2, i - 1 and i of sixteen as a number, byte i highest. Byte 15 precedes byte 0. */
+static inline Lanes overlapping_bytes(const uint8_t *bytes) {
+    const Lanes places = { /* 0xFF: a zero */
+        0xFF000F0E, 0xFF01000F, 0xFF020100, 0xFF030201, 0xFF040302, 0xFF050403, 0xFF060504,
+        0xFF070605, 0xFF080706, 0xFF090807, 0xFF0A0908, 0xFF0B0A09, 0xFF0C0B0A, 0xFF0D0C0B,
+        0xFF0E0D0C, 0xFF0F0E0D};
+#if HAS_AVX512
+    const __m128i all = _mm_loadu_si128((const __m128i *)bytes);
+    return (Lanes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(all), (__m512i)places);
+#elif defined(__AVX2__)
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)bytes));
+    __m256i halves[2];
+    memcpy(halves, &places, sizeof halves);
+    for (int i = 0; i < 2; i++) halves[i] = _mm256_shuffle_epi8(twice, halves[i]);
+    return lanes_at(halves);
+#else
+    uint32_t lanes[GROUP];
+    for (int j = 0; j < GROUP; j++) {
+        const uint32_t place = places[j];
+        lanes[j] = (uint32_t)bytes[place >> 16 & 15] << 16 | (uint32_t)bytes[place >> 8 & 15] << 8 | bytes[place & 15];
+    }
+    return lanes_at(lanes);
+#endif
 }
 
-/* With one random word per lane: its upper 23 bits, as mantissa of 1.0, give an odd multiple of 2^-24. */
-SPECIALISED Lanes unbiased_steps(Floats position, const uint8_t *random) {
-    const Floats fraction = (Floats)(lanes_at(random) >> 9 | 0x3F800000) - (1.0f - 0x1p-24f);
-    const Lanes whole = truncated(position);
-    return whole - (Lanes)(fraction < position - floats_of(whole));
+/* Codes of positions below 128: their fixed-point numbers and random fractions of 24 bits are added. */
+SPECIALISED Lanes stochastic_steps(Floats position, const uint8_t *random) {
+    return (truncated(position * 0x1p24f) + overlapping_bytes(random)) >> 24;
 }
 
 #endif

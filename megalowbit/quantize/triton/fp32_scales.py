@@ -18,10 +18,10 @@ from megalowbit.quantize.triton.decode import _load_words, _word_tile
 from megalowbit.quantize.triton.fp4 import (
     GROUP,
     _block_maxima,
-    _drawn,
     _expand,
     _load,
     _raise,
+    _random_fractions,
     _stepped,
     _store_codes,
     _store_counts,
@@ -50,17 +50,17 @@ DENOMINATOR = tl.constexpr(32)
 
 @triton.jit
 def _codes(
-    quotient, noise, IS_STOCHASTIC: tl.constexpr, IS_UNBIASED: tl.constexpr, BITS: tl.constexpr, MANTISSA:
-    tl.constexpr, LARGEST: tl.constexpr,
+    quotient, fraction, IS_STOCHASTIC: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, LARGEST:
+    tl.constexpr,
 ):  # fmt: skip
     """Codes without sign (int32) of numbers already divided by their scale, see `formats.codes`.
 
-    `noise` is less than 1 by more than a rounding, so none is beyond the code of the largest number.
+    `fraction` is a random number below 2²⁴, used for stochastic rounding.
     """
     magnitude = tl.minimum(tl.abs(quotient), LARGEST)
     if MANTISSA == 0:
         if IS_STOCHASTIC:
-            code = _stepped(magnitude, noise, IS_UNBIASED)
+            code = _stepped(magnitude * 2.0**24, fraction)
         else:
             code = _bits(magnitude + INTEGERS) - INTEGERS_BITS
     else:
@@ -76,7 +76,7 @@ def _codes(
                 part = tl.minimum(rest, 2.0 ** (MANTISSA + 1 + i))
                 position += part
                 rest -= part
-            code = _stepped(position, noise, IS_UNBIASED)
+            code = _stepped(position * 2.0**24, fraction)
         else:
             # a number whose fp32 spacing equals the format's spacing around `magnitude`
             wide = exponent + (dropped << 23)
@@ -133,8 +133,7 @@ def _scale_of(amax, LARGEST: tl.constexpr):
 
 @triton.jit
 def _mixed(
-    values, maxima, noise, block_col, cols, IS_STOCHASTIC: tl.constexpr, IS_UNBIASED: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    values, maxima, fraction, block_col, cols, IS_STOCHASTIC: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):  # fmt: skip
     """Signed scales of blocks, elements over their scale, and codes, see `mixed_blocks`."""
     R: tl.constexpr = values.shape[0]
@@ -142,18 +141,18 @@ def _mixed(
     int8_scale, e5m2_scale = _scale_of(maxima, INT8_MAX), _scale_of(maxima, E5M2_MAX)
     int8_scale = tl.where(int8_scale == 0, 1.0, int8_scale)
     quotient = _divide(values, _expand(int8_scale, R, G)[:, :, None])
-    code = _codes(quotient, noise, False, False, 8, 0, INT8_MAX)
+    code = _codes(quotient, fraction, False, 8, 0, INT8_MAX)
     sums = tl.sum(code, axis=2).reshape(R, G // (BLOCK_COLS // GROUP), BLOCK_COLS // GROUP)
     others = tl.minimum(cols - block_col * BLOCK_COLS, BLOCK_COLS)[None, :] - 1  # without the largest
     is_small = (tl.sum(sums, axis=2) - 127) * DENOMINATOR < NUMERATOR * others
     is_e5m2 = is_small & (e5m2_scale >= SMALLEST_NORMAL)  # False for NaN
     scale = tl.where(is_e5m2, -e5m2_scale, int8_scale)
     if IS_STOCHASTIC:
-        code = _codes(quotient, noise, True, IS_UNBIASED, 8, 0, INT8_MAX)
+        code = _codes(quotient, fraction, True, 8, 0, INT8_MAX)
     if tl.max(tl.max(is_e5m2.to(tl.int32), axis=1), axis=0) > 0:
         factor = _expand(scale, R, G)[:, :, None]
         quotient = _divide(values, tl.abs(factor))  # unchanged for INT8
-        e5m2_code = _codes(quotient, noise, IS_STOCHASTIC, IS_UNBIASED, 8, 2, E5M2_MAX)
+        e5m2_code = _codes(quotient, fraction, IS_STOCHASTIC, 8, 2, E5M2_MAX)
         code = tl.where(_bits(factor) < 0, e5m2_code, code)
     return scale, quotient, _with_sign(code, quotient, 8)
 
@@ -175,9 +174,9 @@ def encode_kernel(
     x, amax, largest, codes, scales, operand, counts, errors, rows, cols, row_stride, col_stride, q_scalar,
     signs, key_low, key_high, step, lag, DTYPE: tl.constexpr, BITS: tl.constexpr, MANTISSA:
     tl.constexpr, LARGEST: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS:
-    tl.constexpr, SCALE: tl.constexpr, MAXIMUM: tl.constexpr, IS_STOCHASTIC: tl.constexpr, IS_UNBIASED:
-    tl.constexpr, HAS_SIGNS: tl.constexpr, OPERAND: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS:
-    tl.constexpr, TILE_GROUPS: tl.constexpr,
+    tl.constexpr, SCALE: tl.constexpr, MAXIMUM: tl.constexpr, IS_STOCHASTIC: tl.constexpr, HAS_SIGNS:
+    tl.constexpr, OPERAND: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_GROUPS:
+    tl.constexpr,
 ):  # fmt: skip
     """Everything of `reference.encode` but the tensor's maximum, from one read of x.
 
@@ -196,10 +195,10 @@ def encode_kernel(
     block_row, block_col = _tile_of_blocks(cols, BLOCK_ROWS, BLOCK_COLS, TILE_ROWS, TILE_GROUPS)
     block_cols = groups // (BLOCK_COLS // GROUP)
     is_block = (block_row[:, None] < tl.cdiv(rows, BLOCK_ROWS)) & (block_col[None, :] < block_cols)
-    noise = 0.0
+    fraction = 0
     if IS_STOCHASTIC:
         now = tl.load(step) - lag
-        noise = _drawn(row, group, groups, key_low, key_high, now, IS_UNBIASED)
+        fraction = _random_fractions(row, group, groups, key_low, key_high, now)
     if SCALE == "one":
         scale = _scale_of(tl.load(amax), LARGEST)
         if MAXIMUM == "given":
@@ -211,14 +210,12 @@ def encode_kernel(
         scale = _scale_of(maxima, LARGEST)
         factor = _expand(scale, TILE_ROWS, TILE_GROUPS)[:, :, None]
     if SCALE == "signed_fp32":
-        scale, quotient, code = _mixed(
-            values, maxima, noise, block_col, cols, IS_STOCHASTIC, IS_UNBIASED, BLOCK_COLS
-        )
+        scale, quotient, code = _mixed(values, maxima, fraction, block_col, cols, IS_STOCHASTIC, BLOCK_COLS)
         factor = _expand(scale, TILE_ROWS, TILE_GROUPS)[:, :, None]
     else:
         # with a scale of 0, all quotients must be 0
         quotient = _divide(values, tl.where(factor == 0, INFINITY, factor))
-        code = _codes(quotient, noise, IS_STOCHASTIC, IS_UNBIASED, BITS, MANTISSA, LARGEST)
+        code = _codes(quotient, fraction, IS_STOCHASTIC, BITS, MANTISSA, LARGEST)
         code = _with_sign(code, quotient, BITS)
     _store_codes(code, factor == factor, codes, row, group, rows, groups, BITS)
     if SCALE != "one":

@@ -175,12 +175,6 @@ def amax_kernel(
 def _philox(row, group, groups, key_low, key_high, step):
     """Four random words (uint32) for each 16-group, see `philox`."""
     index = row[:, None].to(tl.int64) * groups + group[None, :]
-    return _words(index, key_low, key_high, step)
-
-
-@triton.jit
-def _words(index, key_low, key_high, step):
-    """Four random words (uint32) of each call of Philox, by its number."""
     c0, c1 = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     c2 = tl.full(c0.shape, 0, tl.uint32) + step.to(tl.uint32)
     c3 = tl.full(c0.shape, 0, tl.uint32) + (step >> 32).to(tl.uint32)
@@ -188,58 +182,39 @@ def _words(index, key_low, key_high, step):
 
 
 @triton.jit
-def _noise(row, group, groups, key_low, key_high, step):
-    """(byte + ½)/256 for each element of (rows, groups, 16), exactly."""
-    R: tl.constexpr = row.shape[0]
-    G: tl.constexpr = group.shape[0]
+def _in_turn(a, b, c, d):
+    """(rows, groups, 4 · n): one number of each in turn, from (rows, groups) or (rows, groups, n)."""
+    joined = tl.join(tl.join(a, c), tl.join(b, d))
+    R: tl.constexpr = joined.shape[0]
+    G: tl.constexpr = joined.shape[1]
+    return joined.reshape(R, G, joined.numel // (R * G))
+
+
+@triton.jit
+def _random_fractions(row, group, groups, key_low, key_high, step):
+    """24 random bits (int32) for each element of (rows, groups, 16), see `philox.random_fractions`."""
     w0, w1, w2, w3 = _philox(row, group, groups, key_low, key_high, step)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, 4, 1)
-    # a byte in the high bits of the mantissa of 1.0 gives 1 + byte/256
-    shifted = (words >> (tl.arange(0, 4) * 8).to(tl.uint32)[None, None, None, :]) & 0xFF
-    bits = ((shifted << 15) | 0x3F800000).to(tl.int32, bitcast=True)
-    return _float(bits.reshape(R, G, GROUP)) - (1 - 1 / 512)
+    word, before = _in_turn(w0, w1, w2, w3), _in_turn(w3, w0, w1, w2)
+    first = (word << 24) | (before >> 8)  # one instruction, a funnel shift
+    second = (word << 16) | (before >> 16)
+    third = (word << 8) | (before >> 24)
+    return (_in_turn(first, second, third, word) >> 8).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _fine_noise(row, group, groups, key_low, key_high, step):
-    """A random odd multiple of 2⁻²⁴ below 1 for each element of (rows, groups, 16)."""
-    R: tl.constexpr = row.shape[0]
-    G: tl.constexpr = group.shape[0]
-    index = row[:, None].to(tl.int64) * groups + group[None, :]
-    index = index[:, :, None] * 4 + tl.arange(0, 4)[None, None, :]
-    w0, w1, w2, w3 = _words(index, key_low, key_high, step)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(R, G, GROUP)
-    bits = ((words >> 9) | 0x3F800000).to(tl.int32, bitcast=True)
-    return _float(bits) - (1 - 2.0**-24)
+def _stepped(position, fraction):
+    """Codes (int32) from real-valued ones times 2²⁴, see `formats.codes`."""
+    return (position.to(tl.int32) + fraction) >> 24
 
 
 @triton.jit
-def _drawn(row, group, groups, key_low, key_high, step, IS_UNBIASED: tl.constexpr):
-    """What `_stepped` adds or compares."""
-    if IS_UNBIASED:
-        noise = _fine_noise(row, group, groups, key_low, key_high, step)
-    else:
-        noise = _noise(row, group, groups, key_low, key_high, step)
-    return noise
-
-
-@triton.jit
-def _stepped(position, noise, IS_UNBIASED: tl.constexpr):
-    """Codes (int32) from real-valued ones, see `formats.codes`."""
-    if IS_UNBIASED:
-        code = position.to(tl.int32)
-        code += (noise < position - code.to(tl.float32)).to(tl.int32)
-    else:
-        code = (position + noise).to(tl.int32)
-    return code
-
-
-@triton.jit
-def _stochastic(scaled, noise, IS_UNBIASED: tl.constexpr):
+def _stochastic(scaled, fraction):
     """Codes of stochastic rounding (int32)."""
     magnitude = tl.minimum(tl.abs(scaled), ELEMENT_MAX)
-    position = tl.minimum(tl.minimum(magnitude + magnitude, magnitude + 2.0), magnitude * 0.5 + 4.0)
-    return _stepped(position, noise, IS_UNBIASED) | ((_bits(scaled) >> 28) & 8)
+    # The products are exact, so contraction rounds as an addition does.
+    by_one, by_two = tl.fma(magnitude, 2.0**24, 2.0**25), tl.fma(magnitude, 2.0**23, 2.0**26)
+    position = tl.minimum(tl.minimum(magnitude * 2.0**25, by_one), by_two)
+    return _stepped(position, fraction) | ((_bits(scaled) >> 28) & 8)
 
 
 @triton.jit
@@ -347,9 +322,8 @@ def encode_kernel(
     x, amax, codes, scales, tensor_scale, exponents, operand, counts, errors, rows, cols, row_stride,
     col_stride, q_scalar, signs, key_low, key_high, step, lag, DTYPE: tl.constexpr, BLOCK_ROWS:
     tl.constexpr, BLOCK_COLS: tl.constexpr, SCALE: tl.constexpr, IS_UP: tl.constexpr, IS_STOCHASTIC:
-    tl.constexpr, IS_UNBIASED: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, IS_POWER_OF_TWO: tl.constexpr,
-    HAS_SIGNS: tl.constexpr, OPERAND: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS: tl.constexpr,
-    TILE_GROUPS: tl.constexpr,
+    tl.constexpr, FOUR_OVER_SIX: tl.constexpr, IS_POWER_OF_TWO: tl.constexpr, HAS_SIGNS: tl.constexpr,
+    OPERAND: tl.constexpr, HAS_COUNTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Everything of `reference.encode` but the tensor's maximum, from one read of x.
 
@@ -376,8 +350,7 @@ def encode_kernel(
     scaled = values * _expand(encode, TILE_ROWS, TILE_GROUPS)[:, :, None]
     if IS_STOCHASTIC:
         now = tl.load(step) - lag
-        noise = _drawn(row, group, groups, key_low, key_high, now, IS_UNBIASED)
-        code = _stochastic(scaled, noise, IS_UNBIASED)
+        code = _stochastic(scaled, _random_fractions(row, group, groups, key_low, key_high, now))
     elif not FOUR_OVER_SIX:
         code = _nearest(scaled)
     factor = _expand(decoded, TILE_ROWS, TILE_GROUPS)[:, :, None]

@@ -99,7 +99,6 @@ def rounding(request: EncodeRequest, encoded: Encoded, partial: Partial) -> dict
         "counts": partial[0],
         "errors": partial[1],
         "IS_STOCHASTIC": encoding.is_stochastic,
-        "IS_UNBIASED": encoding.is_unbiased,
         "OPERAND": "none" if operand is None else DTYPES[operand.dtype],
         "HAS_COUNTS": request.with_counts,
     }

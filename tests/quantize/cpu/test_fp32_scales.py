@@ -14,7 +14,7 @@ from megalowbit.quantize import reference
 from megalowbit.quantize.backends import can_encode
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
 from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
-from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.philox import RandomKey, random_fractions
 
 pytestmark = pytest.mark.skipif(not HAS_COMPILER, reason="no C compiler")
 KEY = RandomKey(0xFEDCBA9876543210, 2**40 + 3)
@@ -29,7 +29,7 @@ FORMATS = {
     "mixed, 1 × 32": BlockFormat(element=INT8_E5M2, block=(1, 32), scale="signed_fp32"),
 }
 EVERY_FORMAT = pytest.mark.parametrize("name", FORMATS)
-ROUNDINGS = ({}, {"is_stochastic": True}, {"is_stochastic": True, "is_unbiased": True})
+ROUNDINGS = ({}, {"is_stochastic": True})
 
 
 def in_every_rounding(names):
@@ -40,8 +40,8 @@ def in_every_rounding(names):
             pytest.param(
                 name,
                 rounding,
-                id=f"{name}, {('nearest', 'stochastic', 'unbiased')[which]}",
-                marks=() if place % 3 == which else pytest.mark.slow,
+                id=f"{name}, {('nearest', 'stochastic')[which]}",
+                marks=() if place % 2 == which else pytest.mark.slow,
             )
             for place, name in enumerate(names)
             for which, rounding in enumerate(ROUNDINGS)
@@ -105,7 +105,7 @@ def test_codes_scales_and_operand_are_those_of_a_calculation_by_hand(name, round
     x[0, 0], x[1, 1] = 9.0, -0.0
     encoding, random = Encoding(format=format, **rounding, q_scalar=0.9), None
     if encoding.is_stochastic:
-        random = fp4_reference.drawn(encoding, *format.padded(17, 40), KEY)
+        random = fp4_reference.drawn(*format.padded(17, 40), KEY)
         if format.block is None:
             random = random[:17]
     grid = GRIDS[format.element.name]
@@ -189,11 +189,16 @@ def test_numbers_beside_a_whole_code_are_rounded_stochastically_as_in_the_refere
     """Positions are sums rounded to fp32 several times: a last bit decides whether a code goes up."""
     grid = torch.tensor(GRIDS[element.name], dtype=torch.float64)
     gap = torch.cat([grid[1:] - grid[:-1], grid[-1:] - grid[-2:-1]])
-    steps = torch.arange(256, dtype=torch.float64).mul(2).add(1) / 512  # where (byte + ½)/256 makes a whole
-    near = (grid.view(-1, 1) + gap.view(-1, 1) * steps).clamp(max=element.max).float()
-    x = torch.cat([(near.view(torch.int32) + i).view(torch.float32) for i in range(-8, 9)] * 2)
+    fraction = random_fractions(17 * len(grid) * 16, KEY, torch.device("cpu")).view(17, len(grid), 256)
+    # each element beside the number that its own random number raises to a whole code
+    near = grid.view(-1, 1) + gap.view(-1, 1) * (1 - fraction / 2.0**24)
+    steps = torch.arange(-8, 9, dtype=torch.int32).view(17, 1, 1)
+    x = (near.clamp(max=element.max).float().view(torch.int32) + steps).view(torch.float32).view(-1, 256)
     encoding = Encoding(format=FORMATS[f"{element.name}, tensor"], is_stochastic=True)
-    check(x, encoding, tensor_amax=torch.tensor(element.max))
+    codes = check(x, encoding, tensor_amax=torch.tensor(element.max)).codes
+    if element.bits == 8:  # the steps are on both sides
+        codes = codes.view(17, len(grid), 256)[:, 1:-1].int()
+        assert (codes[-1] > codes[0]).float().mean() > 0.9
 
 
 @pytest.mark.parametrize("element", [INT8, E4M3, E5M2], ids=lambda each: each.name)
@@ -209,8 +214,7 @@ def test_stochastic_rounding_is_right_on_average(element):
     )
     values = got.operand.double().view(4096, 8, 16)
     deviation = values.std(0) / math.sqrt(4096)
-    gap = values.amax(0) - values.amin(0)
-    assert ((values.mean(0) - x).abs() <= 5 * deviation + gap / 512 + 1e-9).all()
+    assert ((values.mean(0) - x).abs() <= 5 * deviation + 1e-9 * element.max).all()
 
 
 def test_only_what_exceeds_the_largest_element_and_its_slack_is_counted_as_clipped():
