@@ -126,8 +126,8 @@ class OscillationReset(Component):
     def startup_line(self) -> str:
         settings = self._settings
         return (
-            f"oscillation windows of {settings.window} steps every {settings.period} from step {self._first} "
-            f"on; weights with a ratio of {settings.threshold:g} or more are reset"
+            f"weights   measured for {settings.window} steps every {settings.period} from step {self._first} "
+            f"on; reset if they oscillate at a ratio of {settings.threshold:g} or more"
         )
 
     def before_step(self, step: int) -> str | None:
