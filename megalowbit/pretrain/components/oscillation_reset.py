@@ -48,7 +48,7 @@ class OscillationResetSettings(SettingsModel):
         default=50,
         ge=1,
         description="steps whose paths are measured, at most `period`. At ZeRO stages 1 to 3, each of them "
-        "gathers the masters",
+        "gathers the masters. A window takes 16 bytes for each low-bit weight of a rank",
         json_schema_extra=unit("steps"),
     )
     threshold: float = Field(
