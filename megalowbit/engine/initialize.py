@@ -263,15 +263,12 @@ def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Recipe | None) -> No
     """Warn, on one rank, about scheduled actions that the user's loop has to take."""
     if process_group.rank() != 0:
         return
-    if parts.megalowbit.get("late_switch") is not None:
-        logger.warning(
-            "megalowbit.late_switch is applied by launch/pretrain.py only: "
-            "call mlb.switch_precision(model) in your training loop"
-        )
-    if parts.megalowbit.get("speculation") is not None:
-        logger.warning(
-            "megalowbit.speculation is applied by launch/pretrain.py only: "
-            "create an mlb.PrecisionController(model, settings) in your training loop"
-        )
+    for key, remedy in (
+        ("late_switch", "call mlb.switch_precision(model) in your training loop"),
+        ("speculation", "create an mlb.PrecisionController(model, settings) in your training loop"),
+        ("oscillation_reset", "leave it out"),
+    ):
+        if parts.megalowbit.get(key) is not None:
+            logger.warning("megalowbit.%s is applied by launch/pretrain.py only: %s", key, remedy)
     if recipe is not None and recipe.parameter_split is not None:
         logger.warning("recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due")

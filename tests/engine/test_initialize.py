@@ -198,6 +198,7 @@ def test_a_quantising_recipe_converts_the_model_and_it_trains():
 SCHEDULED = {
     "late_switch": {"late_switch": {"at": 0.9}},
     "speculation": {"speculation": {"every": 20}},
+    "oscillation_reset": {"oscillation_reset": {}},
     "parameter_split": {"recipe": {"base": "nvfp4", "parameter_split": {"rank": 2}}},
 }
 WARNINGS = {
@@ -205,6 +206,7 @@ WARNINGS = {
     "call mlb.switch_precision(model) in your training loop",
     "speculation": "megalowbit.speculation is applied by launch/pretrain.py only: "
     "create an mlb.PrecisionController(model, settings) in your training loop",
+    "oscillation_reset": "megalowbit.oscillation_reset is applied by launch/pretrain.py only: leave it out",
     "parameter_split": "recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due",
 }
 

@@ -7,6 +7,7 @@ from megalowbit.errors import UserError
 from megalowbit.formats.codes import code_values, unpack_codes
 from megalowbit.formats.element import E2M1, E4M3
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.recipe import recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
@@ -127,6 +128,24 @@ def test_gradients_of_both_products_have_the_exact_mean():
                 assert bias < 1.2 * noise / steps**0.5
             else:  # always the same error
                 assert bias > 0.9 * noise
+
+
+def test_a_cached_weight_is_not_used_under_the_signs_of_another_micro_batch():
+    gradients = []
+    block = {"base": "nvfp4", "layout": "per_gemm", "q_backward_outputgrad": EDEN}
+    chosen = recipe({**block, "hadamard": ["grad_input", "grad_weight"]})  # the weight is rounded to nearest
+    for slot in (WeightSlot(), None):
+        layer = BitLinear(32, 48, bias=False, recipe=chosen)
+        layer.weight.data, layer.weight_slot = gaussian(48, 32), slot
+        layer.random_stream = stream = RandomStream(5)
+        for _ in range(3):
+            x = gaussian(16, 32).requires_grad_()
+            layer(x).backward(gaussian(16, 48))
+            gradients.append(x.grad)
+            stream.advance()
+        assert slot is None or len(slot) == 1  # of the forward, which is not transformed
+    assert all(torch.equal(one, other) for one, other in zip(gradients[:3], gradients[3:], strict=True))
+    assert not torch.equal(gradients[0], gradients[1])
 
 
 @pytest.mark.parametrize(

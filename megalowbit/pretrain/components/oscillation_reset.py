@@ -48,7 +48,7 @@ class OscillationResetSettings(SettingsModel):
         default=50,
         ge=1,
         description="steps whose paths are measured, at most `period`. At ZeRO stages 1 to 3, each of them "
-        "gathers the masters",
+        "gathers the masters. A window takes 16 bytes for each low-bit weight of a rank",
         json_schema_extra=unit("steps"),
     )
     threshold: float = Field(
@@ -126,8 +126,8 @@ class OscillationReset(Component):
     def startup_line(self) -> str:
         settings = self._settings
         return (
-            f"oscillation windows of {settings.window} steps every {settings.period} from step {self._first} "
-            f"on; weights with a ratio of {settings.threshold:g} or more are reset"
+            f"weights   measured for {settings.window} steps every {settings.period} from step {self._first} "
+            f"on; reset if they oscillate at a ratio of {settings.threshold:g} or more"
         )
 
     def before_step(self, step: int) -> str | None:
