@@ -74,6 +74,16 @@ class BlockFormat:
         return () if self.has_tensor_scale else None
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether this is MXFP4."""
+        return self == MXFP4
+
+    @property
+    def is_native(self) -> bool:
+        """Whether FP4 tensor cores read this format."""
+        return self in (NVFP4, MXFP4)
+
+    @property
     def scale_block(self) -> tuple[int, int] | None:
         """(rows, cols) of the elements with the same decoded scale: a part of a block in HiF4."""
         return (1, 4) if self.scale == "hif4" else self.block

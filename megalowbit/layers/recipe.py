@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from megalowbit.errors import Problems, UserError, shown, unknown_name
-from megalowbit.formats.block_format import MXFP4, NVFP4
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer
@@ -45,7 +44,6 @@ OPERAND_FIELDS = (
     "q_backward_outputgrad",
 )
 OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional; default: the quantizer of grad_input
-_NATIVE_FORMATS = (NVFP4, MXFP4)  # of FP4 tensor cores
 SPLIT_FIELDS = {
     "split_input": OperandSplit,
     "split_weight": OperandSplit,
@@ -376,7 +374,7 @@ def _check_fp8(recipe: Recipe) -> None:
     for field in OPERAND_FIELDS:
         name = getattr(recipe, field)
         encoding = _encoding(name)
-        is_mxfp4 = encoding is not None and encoding.format == MXFP4
+        is_mxfp4 = encoding is not None and encoding.format.is_mxfp4
         if not quantizer(name).is_identity and not is_mxfp4:
             raise UserError(
                 f'recipe {recipe.name!r}: gemm "fp8" represents only MXFP4 operands exactly, but {field} is '
@@ -396,7 +394,7 @@ def _check_fp4(recipe: Recipe) -> None:
         if all(quantizer(name).is_identity for name in names):
             continue
         formats = [None if encoding is None else encoding.format for encoding in map(_encoding, names)]
-        if formats[0] not in _NATIVE_FORMATS or formats[0] != formats[1]:
+        if formats[0] is None or not formats[0].is_native or formats[0] != formats[1]:
             raise UserError(
                 f'recipe {recipe.name!r}: gemm "fp4" multiplies two NVFP4 (1 × 16) or two MXFP4 operands, '
                 f'but {product} has {names[0]!r} and {names[1]!r}: choose such a pair, or gemm "bf16"'
