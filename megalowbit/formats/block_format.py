@@ -6,10 +6,13 @@
 | `e8m0`        | float8_e8m0fnu | none                                 | value · scale                |
 | `fp32`        | float32        | none; if `block` is `None`, only one | value · scale                |
 | `signed_fp32` | float32        | none                                 | value · |scale|              |
+| `ue5m3`       | uint8          | none                                 | value · scale                |
+| `hif4`        | int32          | none                                 | value · scale of four        |
 
 With signed scales, the codes of a block are E5M2 if the sign bit of its scale is set, and INT8 if not
-(`INT8_E5M2`, blocks of one row). If `block` is `None`, the whole tensor is one block. How codes and scales
-are chosen (rounding) is not part of the format: any decoder reads the output of any encoder.
+(`INT8_E5M2`, blocks of one row). `wide_scales` describes `ue5m3` and `hif4`. E4M3 scales may have a tensor
+scale for each row instead of one for the tensor. If `block` is `None`, the whole tensor is one block. How
+codes and scales are chosen (rounding) is not part of the format: any decoder reads the output of any encoder.
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ from typing import Literal
 
 import torch
 
-from megalowbit.formats.element import E2M1, INT8_E5M2, ElementFormat
+from megalowbit.formats.element import E2M1, INT8_E5M2, S1P2, ElementFormat
 
-ScaleKind = Literal["e4m3", "e8m0", "fp32", "signed_fp32"]
+ScaleKind = Literal["e4m3", "e8m0", "fp32", "signed_fp32", "ue5m3", "hif4"]
 SCALE_DTYPES: dict[ScaleKind, torch.dtype] = {
     "e4m3": torch.float8_e4m3fn,
     "e8m0": torch.float8_e8m0fnu,
     "fp32": torch.float32,
     "signed_fp32": torch.float32,
+    "ue5m3": torch.uint8,
+    "hif4": torch.int32,
 }
 GROUP = 16  # elements that share a Philox call and a Hadamard transform; rows are padded to a multiple of it
 
@@ -39,26 +44,55 @@ class BlockFormat:
         element: the format of one element.
         block: (rows, cols) of the elements that share a scale; `None` is the whole tensor.
         scale: kind of the block scales, see above.
+        has_row_scales: whether each row has its own second-level scale, instead of one for the tensor; E4M3
+            only. Then no number depends on another row.
     """
 
     element: ElementFormat
     block: tuple[int, int] | None
     scale: ScaleKind
+    has_row_scales: bool = False
 
     def __post_init__(self) -> None:
         is_mixed = self.scale == "signed_fp32"
         assert is_mixed == (self.element == INT8_E5M2), (self.scale, self.element)
-        assert not is_mixed or (self.block is not None and self.block[0] == 1), self.block
+        assert (self.scale == "hif4") == (self.element == S1P2), (self.scale, self.element)
+        is_of_one_row = self.block is not None and self.block[0] == 1
+        assert is_of_one_row or not (is_mixed or self.has_row_scales), self.block
+        assert self.scale == "e4m3" or not self.has_row_scales, self.scale
+        assert self.scale != "hif4" or self.block == (1, 64), self.block
 
     @property
     def has_tensor_scale(self) -> bool:
         """Whether there is a scale of the whole tensor, with or without block scales."""
-        return self.scale == "e4m3" or self.block is None
+        return (self.scale == "e4m3" and not self.has_row_scales) or self.block is None
+
+    def tensor_scale_shape(self, rows: int) -> tuple[int, ...] | None:
+        """The shape of the scales above the block scales; `None` if there are none."""
+        if self.has_row_scales:
+            return rows, 1
+        return () if self.has_tensor_scale else None
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether this is MXFP4."""
+        return self == MXFP4
+
+    @property
+    def is_native(self) -> bool:
+        """Whether FP4 tensor cores read this format."""
+        return self in (NVFP4, MXFP4)
+
+    @property
+    def scale_block(self) -> tuple[int, int] | None:
+        """(rows, cols) of the elements with the same decoded scale: a part of a block in HiF4."""
+        return (1, 4) if self.scale == "hif4" else self.block
 
     def __str__(self) -> str:
         if self.block is None:
             return f"{self.element.name} under one {self.scale} scale"
-        return f"{self.element.name} under {self.scale} scales for {self.block[0]} × {self.block[1]}"
+        second = ", by row" if self.has_row_scales else ""
+        return f"{self.element.name} under {self.scale} scales for {self.block[0]} × {self.block[1]}{second}"
 
     def padded(self, rows: int, cols: int) -> tuple[int, int]:
         """The size of the matrix padded to whole blocks, and to whole groups of 16 along a row."""
@@ -89,4 +123,6 @@ class BlockFormat:
 NVFP4 = BlockFormat(element=E2M1, block=(1, 16), scale="e4m3")
 NVFP4_TILED = BlockFormat(element=E2M1, block=(16, 16), scale="e4m3")
 MXFP4 = BlockFormat(element=E2M1, block=(1, 32), scale="e8m0")
+UE5M3_FP4 = BlockFormat(element=E2M1, block=(1, 16), scale="ue5m3")
+HIF4 = BlockFormat(element=S1P2, block=(1, 64), scale="hif4")
 MIXED_INT8 = BlockFormat(element=INT8_E5M2, block=(1, 128), scale="signed_fp32")

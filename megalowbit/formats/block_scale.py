@@ -15,7 +15,7 @@ it:
 E4M3 scales are rounded to nearest even, or "up". With "up" no element saturates. S is then at most 2¹¹⁸, for
 which S/s is finite even with the smallest s, so no block underflows. A block with an infinity or a NaN gets
 the scale NaN, decodes to NaN and does not enter A. A block too small for the format of its scale gets the
-scale 0.
+scale 0. `wide_scales` describes UE5M3 and HiF4.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 from megalowbit.formats.block_format import BlockFormat
 from megalowbit.formats.element import ElementFormat
 from megalowbit.formats.tables import cached_table
+from megalowbit.formats.wide_scales import decode_hif4, decode_ue5m3, hif4_scales, ue5m3_scales
 
 E4M3_MAX = 448.0
 MAX_ENCODE_SCALE = 2.0**126
@@ -42,14 +43,18 @@ ScaleRounding = Literal["nearest", "up", "down"]
 class BlockScales(NamedTuple):
     """The scales of one tensor; all but `tensor_scale` have the shape of the block maxima.
 
+    In HiF4, `decoded` and `encode` have a number for each four elements, and the others one for each block.
+
     Attributes:
-        codes: scales as stored: float8_e4m3fn, float8_e8m0fnu or fp32; NaN for a block with an infinity or
+        codes: scales as stored, see `SCALE_DTYPES`; NaN for a block with an infinity or
             NaN.
         decoded: the same numbers in fp32.
         encode: fp32, the factor of elements (the divisor for fp32 scales); 0 or NaN if the block underflows
             or is not finite.
-        tensor_scale: fp32, 0-dim: 1/S of two-level scales, or the only scale of the tensor; otherwise `None`.
-        overflows: bool, whether an E4M3 scale was above 448 (with `SLACK`) before it was clamped.
+        tensor_scale: fp32, 0-dim: 1/S of two-level scales, (rows, 1) if each row has its own; or the only
+            scale of the tensor; otherwise `None`.
+        overflows: bool, whether a scale was above the largest of its format before it was clamped: 448 for
+            E4M3 (with `SLACK`).
     """
 
     codes: Tensor
@@ -70,7 +75,7 @@ def block_scales(
     """Scales of the blocks whose largest magnitudes are `amax`.
 
     Args:
-        amax: fp32, at least one block; not finite if the block is not.
+        amax: fp32, at least one block; not finite if the block is not. HiF4: of each four elements.
         format: format of the tensor.
         rounding: rounding of the scale: "nearest" or "up" for E4M3, "down" or "up" for E8M0, "nearest" for
             fp32.
@@ -87,18 +92,21 @@ def block_scales(
         return _one_scale(amax, format.element)
     if format.scale == "e8m0":
         return _power_of_two_scales(amax, format.element, rounding)
+    if format.scale in ("ue5m3", "hif4"):
+        is_up = rounding == "up"
+        is_hif4 = format.scale == "hif4"
+        wide = hif4_scales(amax, is_up) if is_hif4 else ue5m3_scales(amax, format.element, is_up)
+        return BlockScales(wide.codes, wide.decoded, wide.encode, None, wide.overflows)
     if format.scale == "fp32":
         scale = torch.div(amax, torch.full_like(amax, format.element.max))
         return BlockScales(scale, scale, scale, None, torch.zeros_like(scale, dtype=torch.bool))
-    encode_scale = tensor_encode_scale(
-        amax, format.element, tensor_amax, scale_max, rounding, is_power_of_two
-    )
+    encode_scale = tensor_encode_scale(amax, format, tensor_amax, scale_max, rounding, is_power_of_two)
     return two_level_scales(amax, encode_scale, format.element.max, rounding)
 
 
 def tensor_encode_scale(
     amax: Tensor,
-    element: ElementFormat,
+    format: BlockFormat,
     tensor_amax: Tensor | None,
     scale_max: float = E4M3_MAX,
     rounding: ScaleRounding = "nearest",
@@ -106,12 +114,15 @@ def tensor_encode_scale(
 ) -> Tensor:
     """S, which maps the tensor's largest magnitude to `scale_max` · M: fp32, 0-dim; see `block_scales`.
 
-    NaN if a given `tensor_amax` is not finite.
+    NaN if a given `tensor_amax` is not finite. With row scales it is that of each row, (rows, 1), and a given
+    maximum is ignored.
     """
-    if tensor_amax is None:
+    if format.has_row_scales:
+        tensor_amax = torch.nan_to_num(amax, nan=0.0).amax(1, keepdim=True)
+    elif tensor_amax is None:
         tensor_amax = torch.nan_to_num(amax, nan=0.0).amax()
     # both operands of a division are tensors, because torch turns division by a Python number into a product
-    encode_scale = torch.div(torch.full_like(tensor_amax, scale_max * element.max), tensor_amax)
+    encode_scale = torch.div(torch.full_like(tensor_amax, scale_max * format.element.max), tensor_amax)
     most = MAX_ENCODE_SCALE_UP if rounding == "up" else MAX_ENCODE_SCALE
     if is_power_of_two:  # S is a normal number or infinite, so the mantissa's bits can be cleared
         encode_scale = (encode_scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
@@ -127,7 +138,7 @@ def two_level_scales(
 
     Args:
         amax: fp32 block maxima, NaN for a block with an infinity or NaN.
-        encode_scale: S, fp32, 0-dim.
+        encode_scale: S, fp32, 0-dim, or (rows, 1).
         element_max: the element that a block's maximum is mapped to: M, or 4 in four-over-six.
         rounding: "nearest" or "up".
     """
@@ -175,5 +186,9 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 
 def decode_scales(codes: Tensor) -> Tensor:
-    """Stored block scales as fp32."""
-    return decode_e8m0(codes) if codes.dtype == torch.float8_e8m0fnu else codes.to(torch.float32)
+    """Stored block scales as fp32, one for each `BlockFormat.scale_block`."""
+    decode = _DECODERS.get(codes.dtype)
+    return codes.to(torch.float32) if decode is None else decode(codes)
+
+
+_DECODERS = {torch.float8_e8m0fnu: decode_e8m0, torch.uint8: decode_ue5m3, torch.int32: decode_hif4}

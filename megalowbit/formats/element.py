@@ -5,7 +5,8 @@ value, the rounding thresholds and the map from value to position follow from th
 sign-magnitude format is one line here. Integers are sign-magnitude too, without -128.
 
 E2M1, E3M2, E4M3 and E5M2 are the elements of the OCP Microscaling specification 1.0 (E4M3 without its NaN,
-E5M2 without its infinity and NaNs). Ternary is that of BitNet b1.58 (arXiv:2402.17764).
+E5M2 without its infinity and NaNs). Ternary is that of BitNet b1.58 (arXiv:2402.17764), S1P2 (quarters up to
+1.75) that of HiF4 (arXiv:2602.11287).
 
 `INT8_E5M2` means INT8 or E5M2 for a whole block, selected by the sign of the block's scale. Its `grid` is
 that of INT8; code that handles `signed_fp32` scales must check the sign.
@@ -82,6 +83,7 @@ E5M2 = ElementFormat(name="e5m2", bits=8, grid=_float_grid(5, 2, 124))
 INT8 = ElementFormat(name="int8", bits=8, grid=tuple(float(i) for i in range(128)))
 INT4 = ElementFormat(name="int4", bits=4, grid=tuple(float(i) for i in range(8)))
 INT8_E5M2 = ElementFormat(name="int8_e5m2", bits=8, grid=INT8.grid)
+S1P2 = ElementFormat(name="s1p2", bits=4, grid=tuple(i / 4 for i in range(8)))
 TERNARY = ElementFormat(name="ternary", bits=2, grid=(0.0, 1.0))
 
-ELEMENTS = {each.name: each for each in (E2M1, E3M2, E4M3, E5M2, INT8, INT8_E5M2, INT4, TERNARY)}
+ELEMENTS = {each.name: each for each in (E2M1, E3M2, E4M3, E5M2, INT8, INT8_E5M2, INT4, S1P2, TERNARY)}

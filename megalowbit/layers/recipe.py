@@ -48,7 +48,6 @@ OPERAND_FIELDS = (
     "q_backward_outputgrad",
 )
 OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional; default: the quantizer of grad_input
-_NATIVE_FORMATS: tuple[tuple[str, tuple[int, int] | None], ...] = (("e4m3", (1, 16)), ("e8m0", (1, 32)))
 SPLIT_FIELDS = {
     "split_input": OperandSplit,
     "split_weight": OperandSplit,
@@ -391,7 +390,7 @@ def _check_fp8(recipe: Recipe) -> None:
     for field in OPERAND_FIELDS:
         name = getattr(recipe, field)
         encoding = _encoding(name)
-        is_mxfp4 = encoding is not None and encoding.format.scale == "e8m0"
+        is_mxfp4 = encoding is not None and encoding.format.is_mxfp4
         if not quantizer(name).is_identity and not is_mxfp4:
             raise UserError(
                 f'recipe {recipe.name!r}: gemm "fp8" represents only MXFP4 operands exactly, but {field} is '
@@ -411,10 +410,7 @@ def _check_fp4(recipe: Recipe) -> None:
         if all(quantizer(name).is_identity for name in names):
             continue
         formats = [None if encoding is None else encoding.format for encoding in map(_encoding, names)]
-        fits = all(
-            format is not None and (format.scale, format.block) in _NATIVE_FORMATS for format in formats
-        )
-        if not fits or formats[0] != formats[1]:
+        if formats[0] is None or not formats[0].is_native or formats[0] != formats[1]:
             raise UserError(
                 f'recipe {recipe.name!r}: gemm "fp4" multiplies two NVFP4 (1 × 16) or two MXFP4 operands, '
                 f'but {product} has {names[0]!r} and {names[1]!r}: choose such a pair, or gemm "bf16"'

@@ -97,9 +97,9 @@ def maximum(request: EncodeRequest) -> Tensor | None:
 
 
 def can_encode(kernels: Kernels, request: EncodeRequest) -> bool:
-    """Whether kernels support this request; only `reference` has EDEN and scales from the mean magnitude."""
+    """Whether kernels support this request."""
     encoding = request.encoding
-    is_common = request.x.dtype in KERNEL_DTYPES and encoding.scale_from == "amax" and not encoding.is_eden
+    is_common = request.x.dtype in KERNEL_DTYPES and encoding.has_kernels
     return is_common and kernels.covers(encoding.format, request.operand_dtype or torch.bfloat16)
 
 

@@ -10,8 +10,8 @@ Counts, with s an element's decoded scale and M the largest element:
 - underflow: x ≠ 0, but its code or its block's scale is 0.
 - nonfinite: x is an infinity or a NaN. Finite elements of its block become NaN too, but are not counted.
 - blocks: number of blocks. saturated_scales: E4M3 scales above 448 before clamping (same slack), which
-  requires a given `tensor_amax`. zero_blocks: blocks whose scale is 0; for E8M0 and signed scales, which have
-  no 0, blocks whose elements are all 0.
+  requires a given `tensor_amax`, and scales beyond the range of UE5M3 or HiF4. zero_blocks: blocks whose
+  scale is 0; for E8M0, HiF4 and signed scales, which have no 0, blocks whose elements are all 0.
 - squared_error Σ(x - q)² and squared_norm Σx² exclude blocks with an infinity or a NaN, so they are finite.
 
 Padding is not counted.
@@ -59,6 +59,8 @@ _FITTING = {
     "e8m0": ("down", "up"),
     "fp32": ("nearest",),
     "signed_fp32": ("nearest",),
+    "ue5m3": ("nearest", "up"),
+    "hif4": ("nearest", "up"),
 }
 
 
@@ -73,7 +75,9 @@ class Encoding:
         scale_from: the scale maps the largest ("amax") or the mean magnitude to the largest element.
         q_scalar: factor of that magnitude: above 1 leaves headroom, below 1 saturates on purpose.
         four_over_six: map the maximum of a block to 4 instead of 6 if that has the smaller error
-            (arXiv:2512.02010).
+            (arXiv:2512.02010). Stochastic rounding compares expected squared errors.
+        four_over_six_max: E4M3 scale of the block with the largest maximum, mapped to 6. With 256 it can be
+            mapped to 4 as well; with 448 its scale is limited to 448.
         is_eden: round elements to nearest, multiply the scale by the factor that makes the block's projection
             on x equal to x, and round the scale stochastically (MS-EDEN, arXiv:2601.22813). Unbiased over
             random Hadamard transforms, so it requires one that changes from draw to draw.
@@ -87,6 +91,7 @@ class Encoding:
     scale_from: Literal["amax", "mean"] = "amax"
     q_scalar: float = 1.0
     four_over_six: bool = False
+    four_over_six_max: float = 256.0
     is_eden: bool = False
     is_power_of_two: bool = False
 
@@ -105,8 +110,10 @@ class Encoding:
             raise UserError(
                 "blocks of INT8 or E5M2 take their scale from their own maximum: leave q_scalar out"
             )
-        if self.four_over_six and (self.format.scale != "e4m3" or self.format.block != (1, 16)):
-            raise UserError("four-over-six needs NVFP4 blocks of 1 × 16: leave out tile16, or use nvfp4")
+        if self.four_over_six and self.format.scale != "e4m3":
+            raise UserError("four-over-six needs NVFP4, whose elements end with 4 and 6: use nvfp4…")
+        if self.format.has_row_scales and not self.is_power_of_two:
+            raise UserError("token_scale needs powers of two, which operands include: leave out fp32_scale")
         if self.is_power_of_two and self.format.scale != "e4m3":
             raise UserError(
                 "is_power_of_two needs NVFP4, the only format with block scales and a tensor scale"
@@ -115,10 +122,12 @@ class Encoding:
             raise UserError("eden needs NVFP4 blocks of 1 × 16: leave out tile16, or use nvfp4")
         if self.is_eden and (self.scale_rounding != "nearest" or not self.is_stochastic):
             raise UserError("eden rounds scales stochastically and elements to nearest: leave unbiased out")
-        if self.four_over_six and self.is_stochastic:
-            raise UserError(
-                "four-over-six compares rounding errors: use it with nearest-even rounding (…nosr)"
-            )
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels for the format compute this encoding; otherwise only `reference` does."""
+        is_common = self.format.block == (1, 16) and not self.is_stochastic and self.four_over_six_max == 256
+        return self.scale_from == "amax" and not self.is_eden and (is_common or not self.four_over_six)
 
 
 class EncodeRequest(NamedTuple):
@@ -166,8 +175,8 @@ class Fp8Operand(NamedTuple):
 class DecodeRequest(NamedTuple):
     """A packed matrix to decode, (rows, cols) without padding, or (cols, rows) with `transpose`.
 
-    Codes and scales are those of `Encoded`; `dtype` is that of the result. `tensor_scale` (fp32, 0-dim,
-    a power of two) multiplies it; only E4M3 scales have one.
+    Codes and scales are those of `Encoded`; `dtype` is that of the result. `tensor_scale` (fp32, a
+    power of two, `BlockFormat.tensor_scale_shape`) multiplies it; only E4M3 scales have one.
     """
 
     codes: Tensor
@@ -191,7 +200,7 @@ class Encoded(NamedTuple):
     Attributes:
         codes: uint8, `BlockFormat.codes_shape`.
         scales: `BlockFormat.scales_shape`, as stored.
-        tensor_scale: fp32, 0-dim, or `None` if the format has none.
+        tensor_scale: fp32, `BlockFormat.tensor_scale_shape`, or `None` if the format has none.
         operand: codes × block scale (× tensor scale with `is_power_of_two`), (rows, cols) in the requested
             dtype, or `None`.
         counts: int64, one for each of `COUNT_NAMES`, or `None`.
@@ -218,8 +227,9 @@ def new_encoded(request: EncodeRequest) -> Encoded:
     codes = torch.empty(format.codes_shape(rows, cols), dtype=torch.uint8, device=device)
     scales = torch.empty(format.scales_shape(rows, cols), dtype=SCALE_DTYPES[format.scale], device=device)
     tensor_scale = operand = None
-    if format.has_tensor_scale:
-        tensor_scale = torch.empty((), dtype=torch.float32, device=device)
+    above = format.tensor_scale_shape(rows)
+    if above is not None:
+        tensor_scale = torch.empty(above, dtype=torch.float32, device=device)
     if request.operand_dtype is not None and request.fp8_dtype is None:
         operand = torch.empty((rows, cols), dtype=request.operand_dtype, device=device)
     return Encoded(codes, scales, tensor_scale, operand)

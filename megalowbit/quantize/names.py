@@ -5,7 +5,9 @@
 | `fp4e2m1`                                       | E2M1, one fp32 scale                       | nearest    |
 | `fp4e2m1b`, `nvfp4e2m1b`, `mxfp4e2m1b`          | E2M1, blocks of 1 × 16, 1 × 16, 1 × 32     | stochastic |
 | these three with `nosr`                         | the same                                   | nearest    |
+| `mxfp8e4m3b`, `mxfp8e5m2b`                      | E4M3 or E5M2, blocks of 1 × 32, E8M0       | nearest    |
 | `fp6e3m2`, `fp8e4m3`, `fp8e5m2`, `int8`, `int4` | one fp32 scale; with `b` blocks of 1 × 16  | nearest    |
+| `ue5m3fp4e2m1b`, `hif4`, both also with `nosr`  | E2M1, 1 × 16, UE5M3; S1P2, 1 × 64, HiF4    | stochastic |
 | `int8e5m2b`                                     | blocks of 1 × 128, INT8 or E5M2, fp32      | nearest    |
 | `1p58bit`                                       | -1, 0, 1 times the mean magnitude (BitNet) | nearest    |
 | `fp32`                                          | not quantised                              |            |
@@ -18,31 +20,44 @@ The bases and `nosr` are those of Metis, with its default rounding. The `OPTIONS
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 from megalowbit.errors import UserError, shown, unknown_name
-from megalowbit.formats.block_format import MIXED_INT8, MXFP4, NVFP4, BlockFormat
+from megalowbit.formats.block_format import HIF4, MIXED_INT8, MXFP4, NVFP4, UE5M3_FP4, BlockFormat, ScaleKind
 from megalowbit.formats.block_scale import ScaleRounding
 from megalowbit.formats.element import E2M1, E3M2, E4M3, E5M2, INT4, INT8, TERNARY, ElementFormat
 from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.quantizer import BlockQuantizer, IdentityQuantizer, Quantizer
 from megalowbit.quantize.seed_compat import SEED_COMPAT
 
+# Options that set the block: its size, and the kinds of scale that support it.
+BLOCKS: dict[str, tuple[tuple[int, int], tuple[ScaleKind, ...]]] = {
+    "tile16": ((16, 16), ("e4m3", "ue5m3", "fp32")),
+    "tile128": ((128, 128), ("fp32",)),
+    "block32": ((1, 32), ("fp32", "signed_fp32")),
+    "block128": ((1, 128), ("fp32", "signed_fp32")),
+}
 OPTIONS = (
-    "sr",
-    "unbiased",
-    "eden",
-    "tile16",
-    "block32",
-    "floor",
-    "4over6",
-    "fp32_scale",
-    "q_scalar",
+    *(
+        "sr",
+        "unbiased",
+        "eden",
+        *BLOCKS,
+        "floor",
+        "4over6",
+        "4over6_448",
+        "fp32_scale",
+        "token_scale",
+        "q_scalar",
+    ),
     "seed_compat",
 )
 NEAREST = "nosr"  # suffix of bases that round to nearest
 UNQUANTISED = ("bf16", "fp16", "fp64", "bfloat16", "float16", "float32", "float64", "none")
-CONTRADICTIONS = (("unbiased", "floor"), ("tile16", "block32"), ("unbiased", "eden"), ("4over6", "eden"))
+CONTRADICTIONS = (("unbiased", "floor"), *itertools.combinations(BLOCKS, 2))
+CONTRADICTIONS += (("4over6", "4over6_448"), ("token_scale", "fp32_scale"), ("token_scale", "tile16"))
+CONTRADICTIONS += (("unbiased", "eden"), ("4over6", "eden"), ("4over6_448", "eden"))
 
 
 @functools.lru_cache(maxsize=1)
@@ -55,6 +70,12 @@ def _bases() -> dict[str, Encoding | None]:
         "nvfp4e2m1bnosr": nvfp4,
         "mxfp4e2m1b": replace(mxfp4, is_stochastic=True),
         "mxfp4e2m1bnosr": mxfp4,
+        "mxfp8e4m3b": replace(mxfp4, format=replace(MXFP4, element=E4M3)),
+        "mxfp8e5m2b": replace(mxfp4, format=replace(MXFP4, element=E5M2)),
+        "ue5m3fp4e2m1b": Encoding(format=UE5M3_FP4, is_stochastic=True),
+        "ue5m3fp4e2m1bnosr": Encoding(format=UE5M3_FP4),
+        "hif4": Encoding(format=HIF4, is_stochastic=True),
+        "hif4nosr": Encoding(format=HIF4),
         "fp4e2m1": _fp32_scaled(E2M1, None),
         "fp4e2m1b": replace(fp4_block, is_stochastic=True),
         "fp4e2m1bnosr": fp4_block,
@@ -167,20 +188,23 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
         return replace(encoding, is_stochastic=True, scale_rounding=rounding)
     if key == "eden":
         return replace(encoding, is_eden=True)
-    if key == "4over6":
-        return replace(encoding, four_over_six=True)
+    if key in ("4over6", "4over6_448"):
+        return replace(encoding, four_over_six=True, four_over_six_max=256.0 if key == "4over6" else 448.0)
+    if key == "token_scale":
+        if format.scale != "e4m3":
+            raise UserError("token_scale is for NVFP4's tensor scale only, leave it out")
+        return replace(encoding, format=replace(format, has_row_scales=True))
     if key == "fp32_scale":
         if not encoding.is_power_of_two:
             raise UserError("fp32_scale is for NVFP4's tensor scale only, leave it out")
         return replace(encoding, is_power_of_two=False)
     if key == "floor":
         if format.scale != "e8m0":
-            raise UserError("floor is supported for MXFP4 scales only, use mxfp4e2m1b…")
+            raise UserError("floor is supported for E8M0 scales only, use mxfp4… or mxfp8…")
         return replace(encoding, scale_rounding="down")
-    fits = has_fp32_scales if key == "block32" else format.scale in ("fp32", "e4m3")
-    if format.block is None or not fits:
+    block, kinds = BLOCKS[key]
+    if format.block is None or format.scale not in kinds:
         raise UserError(f"{key} does not fit the blocks of this format, leave it out")
-    block = (16, 16) if key == "tile16" else (1, 32)
     return replace(encoding, format=replace(format, block=block))
 
 

@@ -26,7 +26,7 @@ from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_format import SCALE_DTYPES, BlockFormat, ScaleKind
 from megalowbit.formats.block_scale import MAX_POWER_OF_TWO
-from megalowbit.formats.element import E2M1, ELEMENTS, INT8_E5M2
+from megalowbit.formats.element import E2M1, E4M3, E5M2, ELEMENTS, INT8_E5M2, S1P2
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
 
 METADATA_KEY = "megalowbit"
@@ -37,8 +37,10 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bf
 # them.
 PAIRS: dict[ScaleKind, tuple[str, ...]] = {
     "e4m3": (E2M1.name,),
-    "e8m0": (E2M1.name,),
-    "fp32": tuple(name for name in ELEMENTS if name != INT8_E5M2.name),
+    "ue5m3": (E2M1.name,),
+    "hif4": (S1P2.name,),
+    "e8m0": (E2M1.name, E4M3.name, E5M2.name),
+    "fp32": tuple(name for name in ELEMENTS if name not in (INT8_E5M2.name, S1P2.name)),
     "signed_fp32": (INT8_E5M2.name,),
 }
 LARGEST_SIZE = 2**63 - 1  # of a dimension, and of all elements together
@@ -71,6 +73,7 @@ def save_quantized(tensors: Mapping[str, QuantizedTensor], path: str | os.PathLi
             "element": tensor.format.element.name,
             "block": tensor.format.block,
             "scale": tensor.format.scale,
+            **({"row_scales": True} if tensor.format.has_row_scales else {}),
         }
     text = json.dumps({"version": VERSION, "tensors": described})
     content = save(stored, {METADATA_KEY: text, CHECKSUM_KEY: _checksum(text, stored)})
@@ -213,8 +216,9 @@ def _tensor(path: Path, name: str, entry: Any, stored: dict[str, Tensor]) -> Qua
     expected["codes"] = torch.uint8, format.codes_shape(rows, cols)
     if format.block is not None:
         expected["scales"] = SCALE_DTYPES[format.scale], format.scales_shape(rows, cols)
-    if format.has_tensor_scale:
-        expected["tensor_scale"] = torch.float32, ()
+    above = format.tensor_scale_shape(rows)
+    if above is not None:
+        expected["tensor_scale"] = torch.float32, above
     parts = {}
     for suffix, (part_dtype, part_shape) in expected.items():
         part = stored.pop(f"{name}.{suffix}", None)
@@ -242,27 +246,30 @@ def _has_exact_scale(format: BlockFormat, tensor_scale: Tensor | None) -> bool:
     """Whether operands are exact with the tensor scale, which files of other libraries do not say."""
     if format.scale != "e4m3" or tensor_scale is None:
         return False
-    scale = tensor_scale.item()
-    return scale >= 1 / MAX_POWER_OF_TWO and math.frexp(scale)[0] == 0.5
+    is_power = torch.frexp(tensor_scale).mantissa == 0.5
+    return bool((is_power & (tensor_scale >= 1 / MAX_POWER_OF_TWO)).all())
 
 
 def _format(path: Path, name: str, entry: Any) -> tuple[BlockFormat, torch.Size, torch.dtype]:
     """Parse an entry of the metadata; accepts only what `save_quantized` writes."""
     try:
         element, scale, block = ELEMENTS[entry["element"]], entry["scale"], entry["block"]
-        dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
+        dtype, shape, has_row_scales = DTYPES[entry["dtype"]], entry["shape"], "row_scales" in entry
         is_sound = element.name in PAIRS[scale] and _are_sizes(shape) and math.prod(shape) <= LARGEST_SIZE
     except (KeyError, TypeError) as error:
         raise _unreadable(path, name, entry) from error
+    is_sound = is_sound and (not has_row_scales or (scale == "e4m3" and entry["row_scales"] is True))
     if block is None:
         is_sound = is_sound and scale == "fp32"
     else:
         is_sound = is_sound and _are_sizes(block) and len(block) == 2 and all(map(_is_power_of_two, block))
-        is_sound = is_sound and (scale != "signed_fp32" or block[0] == 1)
+        is_sound = is_sound and (not (scale == "signed_fp32" or has_row_scales) or block[0] == 1)
+        is_sound = is_sound and (scale != "hif4" or block == [1, 64])
         block = tuple(block) if is_sound else None
     if not is_sound:
         raise _unreadable(path, name, entry)
-    return BlockFormat(element=element, block=block, scale=scale), torch.Size(shape), dtype
+    format = BlockFormat(element=element, block=block, scale=scale, has_row_scales=has_row_scales)
+    return format, torch.Size(shape), dtype
 
 
 def _are_sizes(value: Any) -> bool:

@@ -62,7 +62,8 @@ class QuantizedTensor:
     Attributes:
         codes: uint8, `format.codes_shape(rows, cols)`, the first code in the lowest bits.
         scales: `format.scales_shape(rows, cols)`, as stored; NaN marks a block with non-finite elements.
-        tensor_scale: fp32, 0-dim, the decoding factor, or `None` if the format has none.
+        tensor_scale: fp32, the decoding factor, 0-dim, or (rows, 1) if each row has its own; `None` if the
+            format has none.
         shape: shape of the original tensor.
         dtype: dtype of the original tensor.
         format: format of codes and scales.

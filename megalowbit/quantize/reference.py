@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalowbit.formats.block_format import GROUP, MXFP4, BlockFormat
 from megalowbit.formats.block_scale import (
+    E4M3_MAX,
     SLACK,
     BlockScales,
     block_scales,
@@ -45,7 +46,6 @@ from megalowbit.quantize.encoding import (
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.philox import NO_KEY, RandomKey, random_fractions, random_words
 
-FOUR_OVER_SIX_SCALE_MAX = 256.0  # leaves room for 256 · 6/4 = 384 < 448
 EDEN_SCALE_MAX = 256.0  # leaves room for the correction, which is below 1.3
 E8M0_NAN, E8M0_BIAS = 255, 127  # codes of NaN and of 2^0
 
@@ -145,8 +145,8 @@ def _fp8_table(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _blocks(matrix: Tensor, format: BlockFormat) -> Tensor:
-    """View as (block rows, rows of a block, block columns, columns of a block)."""
-    rows, cols = format.block or matrix.shape
+    """View as (block rows, rows of a block, block columns, columns of a block), of `scale_block`s."""
+    rows, cols = format.scale_block or matrix.shape
     return matrix.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
 
 
@@ -187,15 +187,16 @@ def _expand(per_block: Tensor, format: BlockFormat, like: Tensor) -> Tensor:
     """Repeat block values for each element: (block rows, block columns) → (rows, cols) of `like` at most."""
     if format.block is None:
         return per_block.expand(like.shape)
-    rows, cols = format.block
+    assert format.scale_block is not None
+    rows, cols = format.scale_block
     return per_block.repeat_interleave(rows, 0).repeat_interleave(cols, 1)[: like.shape[0], : like.shape[1]]
 
 
 def _scaled(matrix: Tensor, encode_scale: Tensor, format: BlockFormat) -> Tensor:
     """The matrix divided by its scales, to be rounded to codes; zeros if the scale is 0."""
-    if format.scale in ("e4m3", "e8m0"):
-        return matrix * encode_scale
-    return torch.where(encode_scale == 0, matrix * 0, matrix / encode_scale)
+    if format.scale in ("fp32", "signed_fp32"):
+        return torch.where(encode_scale == 0, matrix * 0, matrix / encode_scale)
+    return matrix * encode_scale
 
 
 def _scales_and_codes(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> tuple[BlockScales, Tensor]:
@@ -204,7 +205,7 @@ def _scales_and_codes(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> t
         random = _random(matrix, request.random_key) if encoding.is_stochastic else None
         return mixed_scales_and_codes(matrix, amax, request.x.shape[1], random)
     if encoding.four_over_six:
-        return _four_over_six(matrix, amax, encoding, request.tensor_amax)
+        return _four_over_six(matrix, amax, request)
     if encoding.is_eden:
         return _eden(matrix, amax, request)
     scales = block_scales(
@@ -231,30 +232,31 @@ def _codes(matrix: Tensor, scales: BlockScales, encoding: Encoding, random_key: 
     return torch.where(is_spoiled, 0, codes)
 
 
-def _four_over_six(
-    matrix: Tensor, amax: Tensor, encoding: Encoding, tensor_amax: Tensor | None
-) -> tuple[BlockScales, Tensor]:
-    """For each block, map the maximum to 6 or to 4, whichever has the smaller squared error."""
+def _four_over_six(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> tuple[BlockScales, Tensor]:
+    """For each block, map the maximum to 6 or to 4, whichever has the smaller (expected) squared error."""
+    encoding = request.encoding
     format = encoding.format
     encode_scale = tensor_encode_scale(
         amax,
-        format.element,
-        tensor_amax,
-        FOUR_OVER_SIX_SCALE_MAX,
+        format,
+        request.tensor_amax,
+        encoding.four_over_six_max,
         encoding.scale_rounding,
         encoding.is_power_of_two,
     )
     candidates = []
     for element_max in (6.0, 4.0):
         scales = two_level_scales(amax, encode_scale, element_max, encoding.scale_rounding)
-        codes = _codes(matrix, scales, encoding, NO_KEY)
-        values = code_values(codes, format.element) * _expand(scales.decoded, format, matrix)
-        squares = (values - matrix * encode_scale).square().unflatten(1, (-1, GROUP))
-        for half in (8, 4, 2, 1):  # a fixed order of additions, the same on every device
-            squares = squares[..., :half] + squares[..., half:]
-        candidates.append((scales, codes, squares.squeeze(-1)))
+        codes = _codes(matrix, scales, encoding, request.random_key)
+        squares = _blocks(_squares(matrix, codes, scales, encode_scale, encoding), format)
+        squares = squares.transpose(1, 2).flatten(2)  # (block rows, block columns, elements)
+        while squares.shape[2] > 1:  # a fixed order of additions, the same on every device
+            low, high = squares.chunk(2, 2)
+            squares = low + high
+        candidates.append((scales, codes, squares.squeeze(2)))
     (six, six_codes, six_error), (four, four_codes, four_error) = candidates
     is_four = four_error < six_error
+    has_room = encoding.four_over_six_max * 6 / 4 <= E4M3_MAX  # otherwise limiting a scale is the rule
     # as bytes, because torch.where does not support float8 on every device
     scale_codes = torch.where(is_four, four.codes.view(torch.uint8), six.codes.view(torch.uint8))
     mixed = BlockScales(
@@ -262,7 +264,7 @@ def _four_over_six(
         decoded=torch.where(is_four, four.decoded, six.decoded),
         encode=torch.where(is_four, four.encode, six.encode),
         tensor_scale=six.tensor_scale,
-        overflows=torch.where(is_four, four.overflows, six.overflows),
+        overflows=torch.where(is_four & has_room, four.overflows, six.overflows),
     )
     return mixed, torch.where(_expand(is_four, format, matrix), four_codes, six_codes)
 
@@ -299,6 +301,26 @@ def _eden(matrix: Tensor, amax: Tensor, request: EncodeRequest) -> tuple[BlockSc
     return scales._replace(codes=stored, decoded=stored.to(torch.float32)), codes
 
 
+def _squares(
+    matrix: Tensor, codes: Tensor, scales: BlockScales, encode_scale: Tensor, encoding: Encoding
+) -> Tensor:
+    """Squared error of each element times S², or its expected value over the random numbers."""
+    format, target = encoding.format, matrix * encode_scale
+    decoded = _expand(scales.decoded, format, matrix)
+    if not encoding.is_stochastic:
+        return (code_values(codes, format.element) * decoded - target).square()
+    # x is rounded to its neighbours a ≤ x ≤ b with mean x, so the expected square is (x - a)(b - x)
+    scaled = _scaled(matrix, _expand(scales.encode, format, matrix), format)
+    low, high = (
+        code_values(
+            stochastic_codes(scaled, torch.full_like(scaled, random, dtype=torch.int32), format.element),
+            format.element,
+        )
+        for random in (0, 2**FRACTION_BITS - 1)
+    )
+    return (low * decoded - target).abs() * (high * decoded - target).abs()
+
+
 def _count_errors(
     x: Tensor, scaled: Tensor, decoded: Tensor, scales: BlockScales, amax: Tensor, largest: Tensor | float
 ) -> tuple[Tensor, Tensor]:
@@ -309,18 +331,18 @@ def _count_errors(
         scaled: fp32, same shape: x times its block's encode scale.
         decoded: fp32, same shape: codes × block scale; NaN in blocks with an infinity or a NaN.
         scales: the block scales.
-        amax: fp32, the blocks' largest magnitudes, same shape as the scales.
+        amax: fp32, the blocks' largest magnitudes, same shape as the decoded scales.
         largest: M, the largest element of the format; for mixed blocks (rows, cols), one for each element.
 
     Returns:
         int64 (8,) in the order of `COUNT_NAMES` and float64 (2,) in the order of `ERROR_NAMES`.
     """
     magnitude = scaled.abs()
-    has_no_zero = isinstance(largest, Tensor) or scales.codes.dtype == torch.float8_e8m0fnu
+    has_no_zero = isinstance(largest, Tensor) or scales.codes.dtype in (torch.float8_e8m0fnu, torch.int32)
     values = decoded if scales.tensor_scale is None else decoded * scales.tensor_scale
     if has_no_zero:
-        is_zero_scale = amax == 0
-    elif scales.codes.dtype == torch.float8_e4m3fn:
+        is_zero_scale = amax.view(*scales.codes.shape, -1).amax(-1) == 0  # HiF4: 16 maxima a block
+    elif scales.codes.dtype in (torch.float8_e4m3fn, torch.uint8):
         is_zero_scale = scales.decoded == 0
     else:
         is_zero_scale = scales.encode == 0  # with one scale per tensor, `decoded` is 1
@@ -331,7 +353,7 @@ def _count_errors(
             (magnitude > largest / 2 * SLACK).sum(),
             ((x != 0) & (decoded == 0) & ~values.isnan()).sum(),
             (~x.isfinite()).sum(),
-            torch.full((), scales.decoded.numel(), dtype=torch.int64, device=x.device),
+            torch.full((), scales.codes.numel(), dtype=torch.int64, device=x.device),
             scales.overflows.sum(),
             is_zero_scale.sum(),
         ]

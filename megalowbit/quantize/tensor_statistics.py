@@ -133,12 +133,13 @@ def needs_maximum(quantizer: Quantizer) -> bool:
     """
     if quantizer.is_identity:
         return False
-    if not isinstance(quantizer, BlockQuantizer) or quantizer.encoding.scale_from == "mean":
+    encoding = quantizer.encoding if isinstance(quantizer, BlockQuantizer) else None
+    if encoding is None or encoding.scale_from == "mean" or encoding.format.has_row_scales:
         raise UserError(
             f"quantizer {quantizer.name!r} needs the full tensor: "
             "use another one for operands sharded by tensor parallelism, such as nvfp4e2m1b"
         )
-    return quantizer.encoding.format.has_tensor_scale
+    return encoding.format.has_tensor_scale
 
 
 @torch.no_grad()

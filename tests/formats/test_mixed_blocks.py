@@ -336,8 +336,8 @@ def test_the_bits_do_not_depend_on_the_default_dtype():
     ("name", "message"),
     [
         ("int8e5m2b:tile16", "tile16 does not fit the blocks of this format, leave it out"),
-        ("int8e5m2b:floor", "floor is supported for MXFP4 scales only"),
-        ("int8e5m2b:4over6", "four-over-six needs NVFP4 blocks"),
+        ("int8e5m2b:floor", "floor is supported for E8M0 scales only"),
+        ("int8e5m2b:4over6", "four-over-six needs NVFP4"),
         ("int8e5m2b:q_scalar=1.25", "scale from their own maximum: leave q_scalar out"),
         ("int8e5m2b:seed_compat", "seed_compat exists for"),
         ("int8e5m2", "did you mean 'int8e5m2b'"),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from megalowbit.errors import UserError
@@ -23,10 +25,22 @@ def test_a_q_scalar_that_is_not_a_positive_number_is_rejected(q_scalar):
         Encoding(format=NVFP4, q_scalar=q_scalar)
 
 
-def test_four_over_six_requires_nvfp4_blocks_and_nearest_rounding():
-    assert Encoding(format=NVFP4, four_over_six=True).four_over_six
-    for format, rounding in ((NVFP4_TILED, "nearest"), (MXFP4, "up"), (FP32_BLOCKS, "nearest")):
-        with pytest.raises(UserError, match="1 × 16"):
+def test_four_over_six_requires_nvfp4_and_only_its_plain_form_has_kernels():
+    assert Encoding(format=NVFP4, four_over_six=True).has_kernels
+    assert Encoding(format=NVFP4, is_stochastic=True).has_kernels
+    for others in (
+        {"format": NVFP4, "is_stochastic": True},
+        {"format": NVFP4, "four_over_six_max": 448.0},
+        {"format": NVFP4_TILED},
+    ):
+        assert not Encoding(four_over_six=True, **others).has_kernels
+    for format, rounding in ((MXFP4, "up"), (FP32_BLOCKS, "nearest")):
+        with pytest.raises(UserError, match="four-over-six needs NVFP4"):
             Encoding(format=format, scale_rounding=rounding, four_over_six=True)
-    with pytest.raises(UserError, match="nosr"):
-        Encoding(format=NVFP4, four_over_six=True, is_stochastic=True)
+
+
+def test_row_scales_must_be_powers_of_two():
+    by_row = replace(NVFP4, has_row_scales=True)
+    assert Encoding(format=by_row, is_power_of_two=True).format.has_row_scales
+    with pytest.raises(UserError, match="token_scale needs powers of two"):
+        Encoding(format=by_row)

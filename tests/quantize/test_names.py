@@ -7,7 +7,7 @@ from megalowbit.quantize.seed_compat import SEED_COMPAT
 
 
 def test_every_listed_name_gives_a_quantizer_of_that_name():
-    assert len(quantizer_names()) == 20
+    assert len(quantizer_names()) == 26
     for name in (*quantizer_names(), *(f"{base}:seed_compat" for base in SEED_COMPAT)):
         assert quantizer(name).name == name
         assert quantizer(name) is quantizer(name)
@@ -30,6 +30,12 @@ def test_the_suffix_nosr_means_nearest_even():
         ("mxfp4e2m1b", "scale_rounding", "up"),
         ("mxfp4e2m1b:floor", "scale_rounding", "down"),
         ("nvfp4e2m1bnosr:4over6", "four_over_six", True),
+        ("nvfp4e2m1b:4over6:tile16", "four_over_six_max", 256.0),
+        ("nvfp4e2m1bnosr:4over6_448", "four_over_six_max", 448.0),
+        ("mxfp8e4m3b", "scale_rounding", "up"),
+        ("mxfp8e5m2b:floor", "scale_rounding", "down"),
+        ("hif4:unbiased", "scale_rounding", "up"),
+        ("ue5m3fp4e2m1b", "is_stochastic", True),
         ("nvfp4e2m1bnosr", "is_power_of_two", True),
         ("nvfp4e2m1b:tile16:fp32_scale", "is_power_of_two", False),
         ("int8:q_scalar=1.25", "q_scalar", 1.25),
@@ -55,6 +61,11 @@ def test_options_change_the_encoding(name, field, value):
         ("fp8e5m2", None),
         ("int8e5m2b", (1, 128)),
         ("int8e5m2b:block32", (1, 32)),
+        ("fp8e4m3b:block128", (1, 128)),
+        ("fp8e4m3b:tile128", (128, 128)),
+        ("mxfp8e5m2b", (1, 32)),
+        ("hif4", (1, 64)),
+        ("ue5m3fp4e2m1bnosr:tile16", (16, 16)),
     ],
 )
 def test_blocks_are_those_of_name_and_options(name, block):
@@ -85,11 +96,16 @@ def test_blocks_are_those_of_name_and_options(name, block):
         ("nvfp4e2m1b:sr:sr", "sr is given twice"),
         ("mxfp4e2m1b:unbiased:floor", "unbiased and floor contradict each other"),
         ("int8b:tile16:block32", "tile16 and block32 contradict"),
-        ("nvfp4e2m1b:4over6", "nosr"),
+        ("mxfp4e2m1b:4over6", "four-over-six needs NVFP4"),
+        ("nvfp4e2m1b:4over6:4over6_448", "4over6 and 4over6_448 contradict"),
+        ("nvfp4e2m1b:token_scale:tile16", "token_scale and tile16 contradict"),
+        ("nvfp4e2m1b:fp32_scale:token_scale", "token_scale and fp32_scale contradict"),
+        ("mxfp4e2m1b:token_scale", "NVFP4's tensor scale only"),
+        ("hif4:tile16", "tile16 does not fit"),
+        ("hif4nosr:unbiased", "use hif4:unbiased"),
+        ("mxfp8e4m3b:tile128", "tile128 does not fit"),
         ("mxfp4e2m1b:fp32_scale", "NVFP4's tensor scale only"),
-        ("nvfp4e2m1bnosr:4over6:tile16", "1 × 16"),
-        ("nvfp4e2m1bnosr:tile16:4over6", "1 × 16"),
-        ("nvfp4e2m1b:floor", "use mxfp4e2m1b"),
+        ("nvfp4e2m1b:floor", "use mxfp4… or mxfp8…"),
         ("mxfp4e2m1b:tile16", "tile16 does not fit"),
         ("nvfp4e2m1b:block32", "block32 does not fit"),
         ("int8:tile16", "tile16 does not fit"),
@@ -133,7 +149,7 @@ def test_representations_are_one_short_line():
     described = "(64, 32), bfloat16, int8_e5m2 under signed_fp32 scales for 1 × 128, 8.25 bits an element"
     assert repr(quantizer("int8e5m2b").quantize(x)) == f"QuantizedTensor({described})"
     assert repr(quantizer("fp32").quantize(x)) == "UnquantizedTensor((64, 32), bfloat16)"
-    assert len(repr(quantizer("fp8e4m3b").encoding)) < 270
+    assert len(repr(quantizer("fp8e4m3b").encoding)) < 300
 
 
 def test_seed_compat_computes_something_else_than_the_format_of_that_name():

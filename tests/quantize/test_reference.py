@@ -19,6 +19,7 @@ NAMES = (
     *("mxfp4e2m1b", "mxfp4e2m1bnosr", "mxfp4e2m1bnosr:floor", "mxfp4e2m1b:q_scalar=1.5"),
     *("fp4e2m1", "fp4e2m1b", "fp4e2m1bnosr:block32", "fp4e2m1bnosr:tile16", "fp6e3m2", "fp6e3m2b:sr"),
     *("mxfp4e2m1b:unbiased", "fp6e3m2b:unbiased", "int8:unbiased", "fp8e4m3:unbiased", "fp4e2m1b:unbiased"),
+    *("mxfp8e4m3b", "mxfp8e5m2b:unbiased", "mxfp8e4m3b:floor"),
     *("fp8e4m3", "fp8e4m3b:sr", "fp8e5m2:sr", "fp8e5m2b", "int8", "int8b:sr", "int4:sr", "int4b"),
 )
 EVERY_NAME = pytest.mark.parametrize("name", NAMES)

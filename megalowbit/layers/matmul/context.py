@@ -332,7 +332,7 @@ def _is_maximum_of(quantizer: Quantizer, largest: Tensor) -> bool:
         return True
     # With two levels of scales, a block with an infinity is ignored, so only a finite amax is the one that
     # the quantizer would find. Reading it on the host is free on a CPU only.
-    return encoding.format.scale == "e4m3" and largest.device.type == "cpu" and bool(largest.isfinite())
+    return encoding.format.has_tensor_scale and largest.device.type == "cpu" and bool(largest.isfinite())
 
 
 def _reported(made: Made, quantization: Quantization, observe: Observe | None) -> MatmulOperand:

@@ -29,11 +29,12 @@ import math
 from typing import Literal, NamedTuple
 
 from megalowbit.errors import UserError
-from megalowbit.formats.element import ELEMENTS
+from megalowbit.formats.element import E2M1, ELEMENTS
 from megalowbit.formats.mixed_blocks import THRESHOLD
+from megalowbit.quantize.encoding import Encoding
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer
-from megalowbit.speculation.noise.block import Blocks, clean_error, largest_error, widening
+from megalowbit.speculation.noise.block import EVEN_SCALES, Blocks, clean_error, largest_error, widening
 from megalowbit.speculation.noise.grid import Grid, even_error, gaussian_error
 from megalowbit.speculation.noise.rounding import zero_probability
 from megalowbit.speculation.statistics import OUTLIER_SIGMAS, OperandStatistics
@@ -226,12 +227,10 @@ def _format(name: str) -> Grid | Blocks | None:
     if owner.is_identity:
         return None
     encoding = owner.encoding if isinstance(owner, BlockQuantizer) else None
-    is_special = encoding is not None and (encoding.four_over_six or encoding.is_eden)
-    if encoding is None or encoding.scale_from != "amax" or encoding.q_scalar != 1 or is_special:
+    if encoding is None or not _has_model(encoding):
         raise UserError(
             f"quantizer {name!r} has no noise model: use one of fp4e2m1, fp6e3m2, fp8e4m3, fp8e5m2, "
-            "int8, int8, int4, their forms with b, nvfp4…, mxfp4… or int8e5m2b, without q_scalar, 4over6 "
-            "and eden"
+            "int8, int4, their forms with b, nvfp4…, mxfp4… or int8e5m2b, without q_scalar, 4over6 and eden"
         )
     format = encoding.format
     grid = Grid(format.element.name, encoding.is_stochastic)
@@ -240,3 +239,11 @@ def _format(name: str) -> Grid | Blocks | None:
     return Blocks(
         grid, math.prod(format.block), format.scale, encoding.scale_rounding, encoding.is_power_of_two
     )
+
+
+def _has_model(encoding: Encoding) -> bool:
+    format = encoding.format
+    is_modelled = format.scale in EVEN_SCALES or (format.scale in ("e4m3", "e8m0") and format.element == E2M1)
+    is_plain = encoding.scale_from == "amax" and encoding.q_scalar == 1 and not encoding.four_over_six
+    is_plain = is_plain and not format.has_row_scales and not encoding.is_eden
+    return is_modelled and is_plain
