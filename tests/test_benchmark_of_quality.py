@@ -82,9 +82,9 @@ def test_a_recipe_that_diverges_is_marked_and_does_not_end_the_sweep(tmp_path):
 
 def test_quality_runs_every_named_recipe_by_default(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from quality import PEER, RECIPES
+    from quality import PEER, RECIPES, WITHOUT_KERNELS
 
-    assert sorted([PEER, *RECIPES]) == sorted(mlb.recipes())
+    assert sorted([PEER, *RECIPES, *WITHOUT_KERNELS]) == sorted(mlb.recipes())
 
 
 MISTAKES = [
