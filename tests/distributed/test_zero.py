@@ -140,7 +140,8 @@ def test_recomputed_blocks_and_a_loss_in_chunks_train_as_at_stage_0(seen, stage,
         assert found["losses"][:2] == expected["losses"][:2]  # before the first update
         assert found["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-5)
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-3)
-        assert found["norms"] == pytest.approx(expected["norms"], rel=5e-3)
+        # after updates, some weights and gradients round to other FP4 numbers
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-2)
     expected = seen[0]["0"][name]["weights"]
     for parameter, values in seen[0][stage][name]["weights"].items():
         # three steps of AdamW at lr 0.01; a gradient near zero may turn its sign

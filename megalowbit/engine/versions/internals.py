@@ -56,6 +56,7 @@ IMPORTS = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "stage 3 in our interface",
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "stages 1 and 2 in our interface",
     "deepspeed.runtime.zero.stage_1_and_2.INITIAL_MICRO_STEP_ID": "zero_grad starts a step's sums again",
+    "deepspeed.utils.safe_get_full_fp32_param": "oscillating weights are measured and reset",
     "deepspeed.utils.safe_set_full_grad": "gradients set by hand at stages 1 and 2",
     "deepspeed.utils.safe_set_local_grad": "gradients set by hand at stage 3",
     "deepspeed.utils.safe_set_full_fp32_param": "masters are the exact initial weights",
