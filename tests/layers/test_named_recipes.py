@@ -47,7 +47,7 @@ def test_entries_have_known_keys_only_and_cite_papers_by_number():
             assert re.fullmatch(r"\d{4}\.\d{5}", entry["source"]["arxiv"])
             assert entry["departures"]
         else:
-            assert not {"departures", "with"} & set(entry)
+            assert "departures" not in entry
 
 
 @pytest.mark.parametrize("name", CITED)
