@@ -286,6 +286,10 @@ class Job:
         """Send the batch script a signal, as SLURM does for `--signal=B:` before the time limit."""
         self.cluster.run("scancel", "--batch", f"--signal={name}", self.id)
 
+    def signal_steps(self, name: str) -> None:
+        """Send the programs that srun started a signal, as SLURM does for `--signal=` without `B:`."""
+        self.cluster.run("scancel", f"--signal={name}", self.id)
+
 
 def _open_shell() -> None:
     """A cluster to look around in: a shell on its controller, and its end with that of the shell."""

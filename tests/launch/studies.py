@@ -1,0 +1,33 @@
+"""A study whose runs take seconds."""
+
+import json
+import random
+from pathlib import Path
+
+from launchers import training_text, write_config
+
+
+def write_study(folder: Path, steps: int) -> Path:
+    """Write a study of two recipes and two seeds with its configuration and its text, and return its path."""
+    write_config(folder)
+    (folder / "parts").mkdir()
+    words = training_text().split()
+    random.Random(0).shuffle(words)  # a document that repeats the phrases of another is not held out
+    for start in range(0, len(words), 100):
+        (folder / "parts" / f"{start:05d}.txt").write_text(" ".join(words[start : start + 100]) + "\n")
+    study = {
+        "base": "tiny.json",
+        "set": {"megalowbit.checkpoint.every": 2, "megalowbit.data.cache_dir": str(folder / "cache")},
+        "sizes": [{"name": "tiny"}],
+        "texts": [{"name": "parts", "source": "file", "path": "parts"}],
+        "seeds": [1, 2],
+        "steps": [steps],
+        "recipes": [{"name": name, "set": {"megalowbit.recipe": name}} for name in ("bf16", "nvfp4")],
+        "baseline": "bf16",
+        "window": 2,
+        "marks": [4],
+        "heldout_bytes": 3000,
+    }
+    path = folder / "study.json"
+    path.write_text(json.dumps(study))
+    return path
