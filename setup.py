@@ -53,6 +53,6 @@ setup(
             "matplotlib>=3.9",  # same version as in "plots": tests draw pictures
         ],
         "plots": ["matplotlib>=3.9"],
-        "bench": ["torchao==0.18.0", "matplotlib>=3.9"],
+        "bench": ["torchao==0.18.0"],
     },
 )

@@ -1,4 +1,4 @@
-"""What recipes and speculation promise in loss, measured by their tools: three runs, one in bf16."""
+"""What recipes and speculation promise in loss: three runs, one in bf16."""
 
 import json
 import os
@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 from quality_runs import SEEDS, mean_loss
 
+from megalowbit.pretrain.sweep.runs import LEAN, Run, execute, folder_name
+
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "gpt2_tiny_quality.json"
-SWEEP = ("--no-picture", *(f"--seed={seed}" for seed in SEEDS))
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folder of all runs, so that both tools use one run in bf16."""
+    """Folder of all runs: both tests use one run in bf16."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -33,26 +34,35 @@ def write_config(folder, **settings):
     return path
 
 
-def run_tool(name, *arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, name, *map(str, arguments)], cwd=ROOT, env=environment, check=True)
-
-
 def losses(folder, name):
     return statistics.mean(mean_loss(folder / f"{name}-seed-{seed}") for seed in SEEDS)
 
 
 def test_nvfp4_is_within_half_a_percent_of_bf16(folder, tmp_path):
     config = write_config(tmp_path)
-    run_tool("benchmarks/quality.py", "--config", config, "--out", folder, *SWEEP, "--recipe=nvfp4")
+    runs = [
+        Run(
+            label=name,
+            seed=seed,
+            folder=folder / folder_name(name, seed),
+            config=config,
+            overrides=(*LEAN, f"megalowbit.run.seed={seed}", f"megalowbit.recipe={name}"),
+            program=ROOT / "launch" / "pretrain.py",
+        )
+        for name in ("bf16", "nvfp4")
+        for seed in SEEDS
+    ]
+    execute([run for run in runs if not run.is_complete()], jobs=2)
     assert losses(folder, "nvfp4") < 1.005 * losses(folder, "bf16")
 
 
 def test_speculation_at_its_defaults_costs_at_most_three_thousandths_of_the_loss(folder, tmp_path):
     """With at least 70 % of products in 8 bits or fewer, over the run."""
     config = write_config(tmp_path, recipe="speculative-int8", speculation={})
-    tool = "tools/calibrate_speculation.py"
-    run_tool(tool, "--ds-config", config, "--out", folder, *SWEEP, "--threshold=15")
+    seeds = [f"--seed={seed}" for seed in SEEDS]
+    tool = [sys.executable, "tools/calibrate_speculation.py", "--ds-config", config, "--out", folder]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*tool, "--threshold=15", "--no-picture", *seeds], cwd=ROOT, env=environment, check=True)
     assert losses(folder, "15-dB") < 1.003 * losses(folder, "bf16")
     for seed in SEEDS:
         summary = json.loads((folder / f"15-dB-seed-{seed}" / "summary.json").read_text())

@@ -224,18 +224,6 @@ class Gap:
         deviation = statistics.stdev(gaps) if len(gaps) > 1 else math.nan
         return cls(statistics.mean(gaps), deviation, deviation / math.sqrt(len(gaps)))
 
-    @property
-    def mark(self) -> str:
-        """`≈` after a gap below twice its error, `?` if the error is unknown."""
-        if math.isnan(self.error):
-            return "  ?"
-        return "" if abs(self.mean) >= 2 * self.error else "  ≈"
-
-    def __str__(self) -> str:
-        if math.isnan(self.error):
-            return f"{self.mean:+.4f}"
-        return f"{self.mean:+.4f} ± {self.deviation:.4f} ({self.error:.4f})"
-
 
 def folder_name(label: str, seed: int) -> str:
     """The name of a run's folder: `"own, hadamard"`, 3 → `own-hadamard-seed-3`."""

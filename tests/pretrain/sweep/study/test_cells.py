@@ -8,7 +8,7 @@ from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.matmul.quantizations import Quantizations
-from megalowbit.layers.recipe import recipe
+from megalowbit.layers.recipe import recipe, recipes
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
 from megalowbit.pretrain.sweep.study.evaluation import final_recipe
@@ -175,6 +175,22 @@ GAP = {
     "only-output-gradients": GRADIENTS,
     "nvfp4-unbiased-gradients": ALL,
 }
+
+
+def test_every_study_in_configs_is_valid():
+    for path in (ROOT / "configs" / "studies").glob("*.json"):
+        study = read_study(path)
+        seen = {}
+        for cell in cells_of(study, Path("/nowhere"), ROOT / "launch" / "pretrain.py"):
+            if cell.seed == study.seeds[0]:
+                seen[cell.label] = recipe(cell.config.recipe)
+        assert len(seen) == len(study.recipes) + len(study.replicas), path
+        assert seen[study.baseline].name == "bf16", path
+
+
+def test_the_study_of_recipes_has_all_of_them_but_the_speculative_one():
+    study = read_study(ROOT / "configs" / "studies" / "recipes.json")
+    assert {each.name for each in study.recipes} == set(recipes()) - {"speculative-int8"}
 
 
 @pytest.fixture(scope="module")
