@@ -86,6 +86,8 @@ class Recipe:
         keep_first: blocks at the beginning of the model that stay in high precision: a number (`2`), or a
             fraction of all blocks below 1 (`0.15`).
         keep_last: the same at the end of the model.
+        keep_if_present: as `keep`, but a pattern may match nothing: recipes for several model families name
+            the layers of each.
 
     Raises:
         UserError: a quantizer is unknown, `keep` is not a list of strings, or fields cannot be combined.
@@ -108,6 +110,7 @@ class Recipe:
     parameter_split: ParameterSplit | None = None
     keep_first: int | float = 0
     keep_last: int | float = 0
+    keep_if_present: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -118,7 +121,8 @@ class Recipe:
             with problems.collect():
                 _check_quantizer(self.name, field, value)
         problems.raise_any()
-        object.__setattr__(self, "keep", _checked_patterns(self.name, self.keep))
+        for field in ("keep", "keep_if_present"):
+            object.__setattr__(self, field, _checked_patterns(self.name, field, getattr(self, field)))
         object.__setattr__(self, "hadamard", _checked_products(self.name, self.hadamard))
         for field, kind in SPLIT_FIELDS.items():
             object.__setattr__(self, field, settings_from(kind, getattr(self, field), field))
@@ -197,7 +201,8 @@ class Recipe:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `from_dict` returns an equal recipe."""
         hadamard = self.hadamard if isinstance(self.hadamard, bool) else list(self.hadamard)
-        return {**asdict(self), "keep": list(self.keep), "hadamard": hadamard}
+        lists = {"keep": list(self.keep), "keep_if_present": list(self.keep_if_present)}
+        return {**asdict(self), **lists, "hadamard": hadamard}
 
     def __str__(self) -> str:
         forward = f"input {self.q_forward_input}, weight {self.q_forward_weight}"
@@ -216,7 +221,8 @@ class Recipe:
         extra += f"; GEMMs in {self.gemm}" if self.gemm != "bf16" else ""
         extra += f"; first blocks kept: {self.keep_first}" if self.keep_first else ""
         extra += f"; last blocks kept: {self.keep_last}" if self.keep_last else ""
-        extra += f"; kept: {', '.join(self.keep)}" if self.keep else ""
+        kept = ", ".join((*self.keep, *self.keep_if_present))
+        extra += f"; kept: {kept}" if kept else ""
         return f"{self.name} (forward: {forward}; backward: {backward}{extra})"
 
 
@@ -417,14 +423,14 @@ def _check_fp4(recipe: Recipe) -> None:
             )
 
 
-def _checked_patterns(name: str, keep: object) -> tuple[str, ...]:
-    """The patterns of a recipe's `keep`, checked."""
-    if isinstance(keep, str) or not isinstance(keep, Iterable):
-        raise UserError(f"recipe {name!r}: keep must be a list of module name patterns, not {keep!r}")
-    patterns = tuple(keep)
+def _checked_patterns(name: str, field: str, value: object) -> tuple[str, ...]:
+    """The patterns of a recipe's `keep` or `keep_if_present`, checked."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise UserError(f"recipe {name!r}: {field} must be a list of module name patterns, not {value!r}")
+    patterns = tuple(value)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise UserError(f"recipe {name!r}: keep holds {pattern!r}: expected a module name pattern")
+            raise UserError(f"recipe {name!r}: {field} holds {pattern!r}: expected a module name pattern")
     return patterns
 
 

@@ -58,6 +58,7 @@ OF_RECIPES = {
     "keep_last": ["true", '"1"'],
     "hadamard": ["1", '"true"'],
     "keep": ['"nvfp4"', "true", "[3]"],
+    "keep_if_present": ["true", "[3]"],
     "layout": ["true", '"rows"'],
     "q_forward_input": ["true", '"nvpf4"'],
     "split_input": ["true", '{"rank": true}', '{"niter": true}', '{"rnk": 1}'],

@@ -63,6 +63,7 @@ def test_a_split_drops_keys_of_its_base_that_its_method_does_not_read():
         ({"base": "nvfp4", "q_forward_weight": None}, "q_forward_weight must be a quantizer name, not None"),
         ({"base": "nvfp4", "keep": "lm_head"}, "keep must be a list"),
         ({"base": "nvfp4", "keep": [3]}, "keep holds 3"),
+        ({"base": "nvfp4", "keep_if_present": [""]}, "keep_if_present holds ''"),
         ({"base": "nvfp4", "name": ""}, "name must be a non-empty string"),
         ({"q_forward_input": "fp32"}, "lacks q_forward_weight"),
         (

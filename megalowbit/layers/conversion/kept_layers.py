@@ -92,11 +92,16 @@ def reasons_to_keep(
     heads = output_heads(model)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     plain = (nn.Linear, conv1d_class(), *LOW_BIT)
-    reasons = {}
+    reasons = {
+        name: f"named by the recipe's {field}"
+        for field in ("keep_if_present", "keep")
+        for name in (*layers, *standalone)
+        if any(_matches(name, pattern) for pattern in getattr(recipe, field))
+    }
     for name, layer in layers.items():
-        if any(_matches(name, pattern) for pattern in recipe.keep):
-            reasons[name] = "named by the recipe's keep"
-        elif id(layer) in heads:
+        if name in reasons:
+            continue
+        if id(layer) in heads:
             reasons[name] = "output head"
         elif isinstance(layer, BitLinear):
             reasons[name] = "already a BitLinear"
@@ -105,9 +110,7 @@ def reasons_to_keep(
         elif owners[id(layer.weight)] > 1:
             reasons[name] = "its weight is tied to another module's"
     for name, weight in standalone.items():
-        if any(_matches(name, pattern) for pattern in recipe.keep):
-            reasons[name] = "named by the recipe's keep"
-        elif weight.reason is not None:
+        if name not in reasons and weight.reason is not None:
             reasons[name] = weight.reason
     for pattern in recipe.keep:
         if not any(_matches(name, pattern) for name in (*layers, *standalone)):

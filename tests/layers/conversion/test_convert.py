@@ -151,6 +151,19 @@ def test_a_keep_pattern_that_matches_nothing_names_the_nearest_layer():
         convert(gpt2(), {"base": "nvfp4", "keep": ["transformer.h.7.mlp.c_fc"]})
 
 
+@pytest.mark.parametrize(
+    ("model", "kept"),
+    [(gpt2(), {"transformer.h.0.attn.c_attn"}), (gpt2().transformer, {"h.0.attn.c_attn"}), (llama(), set())],
+)
+def test_keep_if_present_may_match_nothing(model, kept):
+    """Position embeddings are read by one layer of GPT-2, and by none of a model with rotary positions."""
+    report = convert(model, "nvfp4-keep-positions")
+    named = {each.name for each in report.kept if each.reason == "named by the recipe's keep_if_present"}
+    assert named == kept
+    assert not kept & {each.name for each in report.swapped}
+    assert len(report.swapped) >= 7
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
