@@ -134,7 +134,7 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
     from megalowbit.pretrain.sweep.runs import make_folder
     from megalowbit.pretrain.sweep.study.cells import cells_of, check_folder
     from megalowbit.pretrain.sweep.study.execution import Outcome, raise_failures
-    from megalowbit.pretrain.sweep.study.report import write_report
+    from megalowbit.pretrain.sweep.study.report.written import write_report
 
     every = cells_of(study, out, PROGRAM)
     chosen = _chosen(every, options)

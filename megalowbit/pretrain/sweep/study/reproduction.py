@@ -11,8 +11,8 @@ from typing import Any
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import read_json_object
-from megalowbit.pretrain.sweep.study.analysis import Finished
 from megalowbit.pretrain.sweep.study.cells import Cell
+from megalowbit.pretrain.sweep.study.report.analysis import Finished
 from megalowbit.pretrain.sweep.study.study_file import MODEL_CONFIG
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from megalowbit.errors import UserError
-from megalowbit.pretrain.sweep.study.analysis import groups_of
 from megalowbit.pretrain.sweep.study.cells import cells_of
-from megalowbit.pretrain.sweep.study.curves import picture, ticks
-from megalowbit.pretrain.sweep.study.page import page
-from megalowbit.pretrain.sweep.study.report import to_json
+from megalowbit.pretrain.sweep.study.report.analysis import groups_of
+from megalowbit.pretrain.sweep.study.report.curves import picture, ticks
+from megalowbit.pretrain.sweep.study.report.page import page
+from megalowbit.pretrain.sweep.study.report.tables import interval, markdown, notes
+from megalowbit.pretrain.sweep.study.report.written import to_json
 from megalowbit.pretrain.sweep.study.study_file import study_of
-from megalowbit.pretrain.sweep.study.tables import interval, markdown, notes
 
 STEPS = 20
 SWEPT = [{"name": "bf16", "lr_factors": [1, 2]}, {"name": "good", "lr_factors": [1, 2]}]
@@ -57,7 +57,7 @@ def result_of(cell, **more):
 def cells(tmp_path):
     (tmp_path / "base.json").write_text('{"megalowbit": {}}')
     study = study_of(STUDY, "study", tmp_path)
-    cells = cells_of(study, tmp_path, Path(__file__).parents[4] / "launch" / "pretrain.py")
+    cells = cells_of(study, tmp_path, Path(__file__).parents[5] / "launch" / "pretrain.py")
     for cell in cells:
         cell.write("result.json", result_of(cell))
     return cells

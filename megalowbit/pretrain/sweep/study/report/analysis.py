@@ -18,7 +18,7 @@ from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import Cell
-from megalowbit.pretrain.sweep.study.statistics import Comparison, Estimate, compare_all
+from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all
 from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, RecipeEntry, StudySettings
 
 CURVE_POINTS = 40

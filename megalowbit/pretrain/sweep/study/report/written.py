@@ -15,12 +15,12 @@ from megalowbit.config.deepspeed_json import load_json
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
-from megalowbit.pretrain.sweep.study.analysis import Finished, Group, groups_of
 from megalowbit.pretrain.sweep.study.cell_run import made_with
 from megalowbit.pretrain.sweep.study.cells import TEXTS, Cell, check_folder
-from megalowbit.pretrain.sweep.study.page import page
+from megalowbit.pretrain.sweep.study.report.analysis import Finished, Group, groups_of
+from megalowbit.pretrain.sweep.study.report.page import page
+from megalowbit.pretrain.sweep.study.report.tables import markdown
 from megalowbit.pretrain.sweep.study.study_file import StudySettings
-from megalowbit.pretrain.sweep.study.tables import markdown
 from megalowbit.pretrain.sweep.study.texts import FACTS, facts_in
 
 FORMAT = 1

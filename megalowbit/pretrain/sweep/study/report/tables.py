@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalowbit.pretrain.sweep.study.analysis import Group, Row
-from megalowbit.pretrain.sweep.study.statistics import Estimate
+from megalowbit.pretrain.sweep.study.report.analysis import Group, Row
+from megalowbit.pretrain.sweep.study.report.statistics import Estimate
 
 
 def markdown(groups: Sequence[Group]) -> str:

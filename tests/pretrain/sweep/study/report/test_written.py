@@ -8,7 +8,7 @@ from megalowbit.pretrain.sweep.study.study_file import read_study
 from megalowbit.pretrain.sweep.study.texts import write_text
 
 TOOL = "tools/study.py"
-PROGRAM = Path(__file__).parents[4] / "launch" / "pretrain.py"
+PROGRAM = Path(__file__).parents[5] / "launch" / "pretrain.py"
 RESULT = {
     **{"settings": {}, "losses": [], "tokens": 0, "skipped_steps": 0, "diverged_at": None},
     **{"heldout": None, "cost": {}, "made_with": {}},

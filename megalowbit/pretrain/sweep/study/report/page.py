@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from megalowbit.pretrain.sweep.study.analysis import Group
-from megalowbit.pretrain.sweep.study.curves import picture
-from megalowbit.pretrain.sweep.study.tables import cells, headings, notes
+from megalowbit.pretrain.sweep.study.report.analysis import Group
+from megalowbit.pretrain.sweep.study.report.curves import picture
+from megalowbit.pretrain.sweep.study.report.tables import cells, headings, notes
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1a1a1a; --soft: #666; --rule: #ddd; --band: #8882; }
