@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from programs import call_main
+from studies import RESULT
 
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.reproduction import difference
@@ -18,10 +19,6 @@ from megalowbit.pretrain.sweep.study.texts import write_text
 TOOL = "tools/study.py"
 ROOT = Path(__file__).parents[4]
 STEPS = 8
-RESULT = {
-    **{"settings": {}, "losses": [], "tokens": 0, "skipped_steps": 0, "diverged_at": None},
-    **{"heldout": None, "cost": {}, "made_with": {}},
-}
 
 
 def result(out, name):

@@ -9,6 +9,7 @@ from typing import Any
 from megalowbit.pretrain.sweep.study.report.analysis import Group
 from megalowbit.pretrain.sweep.study.report.curves import picture
 from megalowbit.pretrain.sweep.study.report.tables import cells, headings, notes
+from megalowbit.pretrain.sweep.study.results import VERSIONS
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --text: #1a1a1a; --soft: #666; --rule: #ddd; --band: #8882; }
@@ -89,9 +90,19 @@ def _origin(data: dict[str, Any]) -> str:
         f"SHA-256 <code>{facts['train_sha256'][:16]}…</code></li>"
         for name, facts in data["texts"].items()
     )
-    versions = f"Python {made['python']}, torch {made['torch']}, transformers {made['transformers']}"
     return (
         f"<h2>Origin</h2><ul>{texts}<li>command: <code>{escape(' '.join(made['command']))}</code></li>"
-        f"<li>commits of the cells: <code>{escape(', '.join(data['commits']))}</code></li>"
-        f"<li>{escape(versions)}, {escape(made['processor'] or made['machine'])}</li></ul>"
+        f"{_machines(data)}</ul>"
     )
+
+
+def _machines(data: dict[str, Any]) -> str:
+    """A line for each combination of commit, versions and processor, with the number of cells."""
+    counts: dict[str, int] = {}
+    for cell in data["cells"].values():
+        made = data["origins"][cell["origin"]]
+        versions = ", ".join(f"{name} {made[name]}" for name in ("python", *VERSIONS) if made[name])
+        place = made["processor"] or made["machine"]
+        line = f"commit <code>{escape(str(made['commit']))}</code>, {escape(f'{versions}, {place}')}"
+        counts[line] = counts.get(line, 0) + 1
+    return "".join(f"<li>{count} cells: {line}</li>" for line, count in counts.items())

@@ -52,9 +52,15 @@ def notes(group: Group) -> list[str]:
         )
     floor, deviation = group.noise_floor(), group.seed_deviation()
     if floor is not None:
-        found.append(f"Noise floor: replicas differ by {floor:.4f} (root mean square of single pairs).")
+        pairs = f"root mean square of {len(group.drifts)} pairs"
+        found.append(f"Noise floor: replicas differ by {floor:.4f} ({pairs}).")
     if deviation is not None:
         found.append(f"Standard deviation of {group.study.baseline} over seeds: {deviation:.4f}.")
+    if group.num_mixed_pairs:
+        found.append(
+            f"The two cells of {group.num_mixed_pairs} pairs were made on different processors, which "
+            "differ in the last bits; this adds noise as that of replicas."
+        )
     comparisons = group.comparisons()
     separated = [each for each in comparisons if each.is_separated]
     if separated:

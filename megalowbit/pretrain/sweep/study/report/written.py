@@ -1,7 +1,8 @@
 """Writes what a study has found: `study.json`, `study.html` and `study.md`.
 
 `study.json` has everything that a cell needs to be run again (the study, the contents of its base
-configuration and model, the SHA-256 of its texts), and of each finished cell its losses, cost and origin.
+configuration and model, the SHA-256 of its texts), and of each finished cell its settings, losses, cost and
+origin. Reports of other folders can take its cells over, see `kept_results.py`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from megalowbit.config.deepspeed_json import load_json
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
-from megalowbit.pretrain.sweep.study.cell_run import made_with
 from megalowbit.pretrain.sweep.study.cells import TEXTS, Cell, check_folder
-from megalowbit.pretrain.sweep.study.report.analysis import Finished, Group, groups_of
+from megalowbit.pretrain.sweep.study.kept_results import FORMAT, to_kept
+from megalowbit.pretrain.sweep.study.report.analysis import Group, finished_cells, groups_of
 from megalowbit.pretrain.sweep.study.report.page import page
 from megalowbit.pretrain.sweep.study.report.tables import markdown
+from megalowbit.pretrain.sweep.study.results import made_with
 from megalowbit.pretrain.sweep.study.study_file import StudySettings
 from megalowbit.pretrain.sweep.study.texts import FACTS, facts_in
 
-FORMAT = 1
+STUDY_JSON = "study.json"
+LINE_EACH = ("cells", "groups")  # their entries are long: one line each
 
 
 def write_report(
@@ -43,11 +46,12 @@ def write_report(
     """
     check_folder(cells)
     _check_settings(study, cells, out)
+    _check_earlier_report(cells, out)
     groups = groups_of(study, cells)
     text = markdown(groups)
     data = to_json(study, description, cells, groups, out)
-    with atomic_file(out / "study.json") as file:
-        file.write(json.dumps(data, indent=1, allow_nan=False) + "\n")
+    with atomic_file(out / STUDY_JSON) as file:
+        file.write(to_text(data))
     for name, content in (("study.md", text + "\n"), ("study.html", page(out.name, groups, data))):
         with atomic_file(out / name) as file:
             file.write(content)
@@ -64,6 +68,43 @@ def _check_settings(study: StudySettings, cells: Sequence[Cell], out: Path) -> N
             cell.check_settings(cell.settings(facts))
 
 
+def _check_earlier_report(cells: Sequence[Cell], out: Path) -> None:
+    """Check that no finished cell of the report that is there would be missing in the new one.
+
+    Raises:
+        UserError: one would, for example because its folder was moved away.
+    """
+    path = out / STUDY_JSON
+    if not path.exists():
+        return
+    earlier = read_json_object(path).get("cells")
+    known = {cell.name for cell in cells if cell.result() is not None}
+    lost = sorted(set(earlier if isinstance(earlier, dict) else ()) - known)
+    if lost:
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise UserError(
+            f"{path} has cells that are not finished here ({lost[0]}{more}) and would be lost: take them "
+            f"over with --from {path}, use another --out, or move the file away"
+        )
+
+
+def to_text(data: Mapping[str, Any]) -> str:
+    """A study.json: entries of `cells` and `groups` have one line each."""
+    text = json.dumps({**data, **{key: type(data[key])() for key in LINE_EACH}}, indent=1, allow_nan=False)
+    for key in LINE_EACH:
+        entries = data[key]
+        pairs = entries.items() if isinstance(entries, Mapping) else (("", each) for each in entries)
+        lines = [
+            "\n  " + (f"{json.dumps(name)}: " if name else "") + json.dumps(each, allow_nan=False)
+            for name, each in pairs
+        ]
+        start, end = ("{", "}") if isinstance(entries, Mapping) else ("[", "]")
+        empty = f'\n "{key}": {start}{end}'
+        if lines:
+            text = text.replace(empty, f'\n "{key}": {start}{",".join(lines)}\n {end}', 1)
+    return text + "\n"
+
+
 def to_json(
     study: StudySettings,
     description: Mapping[str, Any],
@@ -72,7 +113,8 @@ def to_json(
     out: Path,
 ) -> dict[str, Any]:
     """All data of a study."""
-    finished = [Finished(cell, result) for cell in cells if (result := cell.result()) is not None]
+    finished = finished_cells(cells)
+    root = cells[0].program.parent.parent
     base = load_json(study.base)
     model = base.get("megalowbit", {}).get("model", {}).get("config")
     model_content = None if model is None else read_json_object(study.base.parent / model)
@@ -83,32 +125,8 @@ def to_json(
         "base": base,
         "model": model_content,
         "texts": {name: read_json_object(path) for name, path in facts.items() if path.exists()},
-        "report_made_with": made_with(cells[0].program.parent.parent),
-        "commits": sorted({str(each.result["made_with"]["commit"]) for each in finished}),
-        "cells": {each.cell.name: _cell(each, model_content) for each in finished},
-        "unfinished": sum(cell.result() is None for cell in cells),
+        "report_made_with": made_with(root),
+        **to_kept({each.cell.name: (each.cell, each.result) for each in finished}, root),
+        "unfinished": len(cells) - len(finished),
         "groups": [group.to_dict() for group in groups],
-    }
-
-
-def _cell(each: Finished, model: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A result without the loss of every step: only the means that end at multiples of the window.
-
-    A model other than the base configuration's comes with it.
-    """
-    cell, result = each.cell, each.result
-    window = cell.study.window
-    steps = sorted(
-        {*range(window, cell.steps, window), *(m for m in cell.study.marks if m < cell.steps), cell.steps}
-    )
-    losses = {str(step): each.loss_to(step) for step in steps if step <= len(result["losses"])}
-    return {
-        **result["settings"]["cell"],
-        "settings_of_config": result["settings"]["config"],
-        **({} if (own := result["settings"].get("model")) == model else {"model": own}),
-        "losses": {step: loss for step, loss in losses.items() if loss == loss},
-        **{
-            key: result[key]
-            for key in ("tokens", "skipped_steps", "diverged_at", "heldout", "cost", "made_with")
-        },
     }

@@ -5,6 +5,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from studies import RESULT
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import cells_of
@@ -27,7 +28,7 @@ STUDY = {
     "baseline": "bf16",
     "replicas": [{"name": "again", "of": "good", "lr_factor": 1.000001}],
     "window": 5,
-    "marks": [10, 40],
+    "marks": [10, 12, 40],
 }
 # gap to bf16 from step 11 on, by text and seed
 GAPS = {"good": 0.01, "bad": 0.05, "good@lr2": 0.2, "again": 0.011}
@@ -40,15 +41,13 @@ def result_of(cell, **more):
     gap = GAPS.get(cell.label, 0.0) * (1 + 0.01 * cell.seed) * (1.4 if cell.text == "two" else 1)
     losses = [3 + shift + each + (gap if step >= 10 else 0.0) for step, each in enumerate(noise)]
     own = 0.002 if cell.label != "bf16" else 0.0
+    cpu = 2.0 if cell.label == "bf16" else 3.0
     return {
-        "settings": {"cell": {"size": cell.size.name}, "config": {}},
+        **RESULT,
         "losses": losses,
         "tokens": 640,
-        "skipped_steps": 0,
-        "diverged_at": None,
         "heldout": {"bf16": 3 + shift + gap / 2, "own": 3 + shift + gap / 2 + own, "tokens": 99},
-        "cost": {"cpu_seconds": 2.0 if cell.label == "bf16" else 3.0, "steps": STEPS, "wall_seconds": 4.0},
-        "made_with": {"commit": "abc"},
+        "cost": {**RESULT["cost"], "cpu_seconds": cpu, "steps": STEPS},
         **more,
     }
 
@@ -73,13 +72,13 @@ def test_gaps_are_taken_within_pairs_and_all_texts_give_one_value_a_seed(cells):
     assert set(rows) == {"good", "good@lr2", "bad"}
     good = rows["good"]
     expected = [0.01 * 1.2 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
-    assert list(good.gaps) == [10, 20]  # 40 is after the end
+    assert list(good.gaps) == [10, 12, 20]  # 40 is after the end
     assert good.gaps[10].mean == pytest.approx(0, abs=1e-12)
     assert good.gaps[20].mean == pytest.approx(statistics.mean(expected))
     half = 4.3026527 * statistics.stdev(expected) / math.sqrt(3)
     assert good.gaps[20].high == pytest.approx(statistics.mean(expected) + half)
     assert good.gaps[20].num_pairs == 3
-    ends = [statistics.mean(cell.result()["losses"][15:]) for cell in cells if cell.label == "bf16"]
+    ends = [statistics.mean(cell.result().losses[15:]) for cell in cells if cell.label == "bf16"]
     assert good.percent.mean == pytest.approx(100 * statistics.mean(expected) / statistics.mean(ends))
     assert good.heldout_bf16.mean == pytest.approx(statistics.mean(expected) / 2)
     assert good.forward_noise.mean == pytest.approx(0.002)
@@ -94,9 +93,7 @@ def test_recipes_are_ranked_only_if_separated_and_replicas_give_the_noise_floor(
     drift = [0.001 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
     assert group.noise_floor() == pytest.approx(math.sqrt(statistics.mean(x**2 for x in drift)))
     baseline = [
-        statistics.mean(cell.result()["losses"][15:])
-        for cell in cells
-        if cell.name.startswith("s,one,20,bf16")
+        statistics.mean(cell.result().losses[15:]) for cell in cells if cell.name.startswith("s,one,20,bf16")
     ]
     assert group.seed_deviation() == pytest.approx(statistics.stdev(baseline))
     found = {(each["lower"], each["higher"]) for each in group.to_dict()["separated"]}
@@ -140,7 +137,7 @@ def test_recipes_are_compared_at_their_best_learning_rates_within_pairs(cells):
 def test_the_cpu_time_of_an_interrupted_run_is_unknown(cells):
     for cell in cells:
         if cell.label == "good" and cell.seed != 1:
-            cost = {"cpu_seconds": 90.0, "steps": 3, "wall_seconds": 100.0}  # of the last three steps
+            cost = {**RESULT["cost"], "cpu_seconds": 90.0, "steps": 3}  # of the last three steps
             cell.write("result.json", result_of(cell, cost=cost))
     (row,) = [row for row in group_of(cells, "one").rows if row.label == "good"]
     assert row.cpu == pytest.approx(1.5)  # of seed 1
