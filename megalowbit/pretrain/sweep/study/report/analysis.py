@@ -161,9 +161,19 @@ class Group:
         found = {key: value(own[key]) - value(peer[key]) for key in own if key in peer}
         return list(self._by_seed(found).values())
 
+    @property
+    def texts(self) -> set[str]:
+        """The texts of its cells."""
+        return {text for cells in self.members.values() for text, _ in cells}
+
+    def differences_at_end(self, label: str) -> list[float]:
+        """The finite gaps of a recipe to the baseline at the end, one for each seed."""
+        found = self.differences(label, self.study.baseline, _loss_to(self.steps))
+        return [each for each in found if not math.isnan(each)]
+
     def _by_seed(self, values: Mapping[Key, float]) -> dict[int, float]:
         """The mean over the group's texts for each seed that has a finite value for all of them."""
-        texts = {text for cells in self.members.values() for text, _ in cells}
+        texts = self.texts
         found: dict[int, list[float]] = {}
         for (_, seed), value in values.items():
             if not math.isnan(value):

@@ -6,9 +6,18 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from megalowbit.pretrain.sweep.study.report.analysis import Group
-from megalowbit.pretrain.sweep.study.report.curves import picture
-from megalowbit.pretrain.sweep.study.report.tables import cells, headings, notes
+from megalowbit.pretrain.sweep.study.report.analysis import Group, Row
+from megalowbit.pretrain.sweep.study.report.curves import Curve, picture
+from megalowbit.pretrain.sweep.study.report.sizes import SizeTrends
+from megalowbit.pretrain.sweep.study.report.statistics import Estimate
+from megalowbit.pretrain.sweep.study.report.tables import (
+    TREND_HEADINGS,
+    cells,
+    headings,
+    notes,
+    trend_note,
+    trend_rows,
+)
 from megalowbit.pretrain.sweep.study.results import VERSIONS
 
 STYLE = """
@@ -23,34 +32,39 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .86rem;
   white-space: nowrap; }
 th, td { border-bottom: 1px solid var(--rule); padding: .25rem .6rem; text-align: right; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { background: var(--page); left: 0; position: sticky; text-align: left; }
 tr.replica td, .soft { color: var(--soft); }
 svg { display: block; max-width: 48rem; width: 100%; }
 svg text { fill: var(--soft); font-size: 11px; }
 .grid { stroke: var(--rule); } .zero { stroke: var(--text); } .noise { fill: var(--band); }
-.line { fill: none; stroke-width: 1.8; }
+.line { fill: none; stroke-width: 1.8; vector-effect: non-scaling-stroke; }
+.interval { fill: none; stroke-width: 1.2; vector-effect: non-scaling-stroke; }
 .legend span { display: inline-block; margin-right: 1rem; font-size: .86rem; }
 svg.key { display: inline-block; height: 8px; margin-right: .35rem; width: 28px; }
 code { font-size: .85rem; overflow-wrap: anywhere; }
+@media (max-width: 40rem) {  /* the picture is drawn at half its size, its text is not */
+  svg text { font-size: 22px; } body { margin: 1rem auto; }
+}
 @media print {
   body { max-width: none; margin: 0; } section { break-inside: avoid; } table { font-size: .7rem; }
 }
 """
 
 
-def page(title: str, groups: Sequence[Group], data: dict[str, Any]) -> str:
+def page(title: str, groups: Sequence[Group], trends: Sequence[SizeTrends], data: dict[str, Any]) -> str:
     """The page.
 
     Args:
         title: of the study.
         groups: what was compared.
+        trends: power laws over sizes.
         data: the content of study.json, for origin and texts.
     """
     heading = f"Gaps to {groups[0].study.baseline}: {title}" if groups else f"{title}: no pair is finished"
-    body = "".join(_section(group) for group in groups)
+    body = "".join(map(_section, groups)) + "".join(map(_trends, trends))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'
         f"<body><h1>{escape(heading)}</h1>{_introduction(data)}{body}{_origin(data)}</body></html>\n"
     )
 
@@ -62,23 +76,54 @@ def _introduction(data: dict[str, Any]) -> str:
         "text, length and seed. Intervals are 95 % (Student’s t over pairs). “Held out, bf16” is the gap of "
         "the trained weights, evaluated in bf16 on text that no run has read; “forward noise” is what the "
         "same weights lose in their own precision. CPU time is that of a training step, relative to the "
-        "baseline. Replicas repeat a recipe with a change that should not matter; they show the noise floor "
+        "baseline. Bars in the pictures are intervals. "
+        "Replicas repeat a recipe with a change that should not matter; they show the noise floor "
         f"(grey band).{unfinished}</p>"
     )
 
 
 def _section(group: Group) -> str:
-    curves = {row.label: row.curve for row in group.rows}
-    drawn = picture(curves, noise=group.noise_floor(), title=f"gap to the baseline, {group.title}")
-    head = "".join(f"<th>{escape(text)}</th>" for text in headings(group))
-    rows = [("", row) for row in group.rows] + [(' class="replica"', row) for row in group.noise]
+    title = f"gap to the baseline, {group.title}"
+    drawn = picture({row.label: _curve(row) for row in group.rows}, noise=group.noise_floor(), title=title)
+    rows = [("", cells(group, row)) for row in group.rows]
+    rows += [(' class="replica"', cells(group, row)) for row in group.noise]
+    return _part(group.title, drawn, _table(headings(group), rows), notes(group))
+
+
+def _trends(trends: SizeTrends) -> str:
+    curves = {}
+    for label, law in trends.laws.items():
+        first, last = min(law.estimates), max(law.estimates)
+        sizes = [first * (last / first) ** (number / 20) for number in range(21)]
+        line = {} if law.exponent is None else {size / 1e6: law.at(size) for size in sizes}
+        intervals = {size / 1e6: _interval(each) for size, each in law.estimates.items()}
+        curves[label] = Curve(line, intervals)
+    drawn = picture(curves, noise=None, title=trends.title, axis="million parameters", is_logarithmic=True)
+    table = _table(TREND_HEADINGS, [("", row) for row in trend_rows(trends)])
+    return _part(trends.title, drawn, table, [trend_note(trends)])
+
+
+def _curve(row: Row) -> Curve:
+    line = {float(step): gap for step, gap in row.curve.items()}
+    return Curve(line, {float(step): _interval(gap) for step, gap in row.gaps.items()})
+
+
+def _interval(value: Estimate) -> tuple[float, float, float]:
+    low, high = (value.mean if each is None else each for each in (value.low, value.high))
+    return low, value.mean, high
+
+
+def _table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    first = "".join(f"<th>{escape(text)}</th>" for text in head)
     body = "".join(
-        f"<tr{kind}>{''.join(f'<td>{escape(text)}</td>' for text in cells(group, row))}</tr>"
-        for kind, row in rows
+        f"<tr{kind}>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for kind, row in rows
     )
-    said = "".join(f"<p>{escape(line)}</p>" for line in notes(group))
-    table = f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    return f"<section><h2>{escape(group.title)}</h2>{drawn}{table}{said}</section>\n"
+    return f'<div class="wide"><table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _part(title: str, drawn: str, table: str, said: Sequence[str]) -> str:
+    lines = "".join(f"<p>{escape(line)}</p>" for line in said)
+    return f"<section><h2>{escape(title)}</h2>{drawn}{table}{lines}</section>\n"
 
 
 def _origin(data: dict[str, Any]) -> str:

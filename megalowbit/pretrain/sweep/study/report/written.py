@@ -20,7 +20,9 @@ from megalowbit.pretrain.sweep.study.cells import TEXTS, Cell, check_folder
 from megalowbit.pretrain.sweep.study.kept_results import FORMAT, to_kept
 from megalowbit.pretrain.sweep.study.report.analysis import Group, finished_cells, groups_of
 from megalowbit.pretrain.sweep.study.report.page import page
-from megalowbit.pretrain.sweep.study.report.tables import markdown
+from megalowbit.pretrain.sweep.study.report.power_law import LEAST_SIZES
+from megalowbit.pretrain.sweep.study.report.sizes import count_parameters, trends_of
+from megalowbit.pretrain.sweep.study.report.tables import markdown, trends_markdown
 from megalowbit.pretrain.sweep.study.results import made_with
 from megalowbit.pretrain.sweep.study.study_file import StudySettings
 from megalowbit.pretrain.sweep.study.texts import FACTS, facts_in
@@ -48,11 +50,13 @@ def write_report(
     _check_settings(study, cells, out)
     _check_earlier_report(cells, out)
     groups = groups_of(study, cells)
-    text = markdown(groups)
-    data = to_json(study, description, cells, groups, out)
+    is_wide = len({group.size for group in groups}) >= LEAST_SIZES
+    trends = trends_of(groups, count_parameters(cells)) if is_wide else []
+    text = "\n\n".join(part for part in (markdown(groups), trends_markdown(trends)) if part)
+    data = {**to_json(study, description, cells, groups, out), "sizes": [each.to_dict() for each in trends]}
     with atomic_file(out / STUDY_JSON) as file:
         file.write(to_text(data))
-    for name, content in (("study.md", text + "\n"), ("study.html", page(out.name, groups, data))):
+    for name, content in (("study.md", text + "\n"), ("study.html", page(out.name, groups, trends, data))):
         with atomic_file(out / name) as file:
             file.write(content)
     return text
