@@ -15,7 +15,7 @@ from html import escape
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ("", "7 3", "2 3")
 WIDTH, HEIGHT = 760, 400
-LEFT, RIGHT, TOP, BOTTOM = 92, 16, 14, 62  # margins around the axes; a phone's text is twice as large
+LEFT, RIGHT, TOP, BOTTOM = 92, 44, 14, 62  # margins around the axes; a phone's text is twice as large
 TICKS = 5
 DODGE = 4.0  # horizontal distance between the bars of two recipes
 WIDEST = 1.0  # intervals may extend the vertical range by this part of that of the curves, at either end
@@ -126,7 +126,7 @@ def _bars(curve: Curve, axes: Axes, shift: float, colour: str) -> str:
     """Bars of the intervals, with caps at ends that are inside the axes, and a dot at each mean."""
     path, dots = "", ""
     for place, (low, mean, high) in sorted(curve.intervals.items()):
-        x = min(axes.x(place) + shift, WIDTH - RIGHT)
+        x = min(axes.x(place) + shift, WIDTH - 4)
         if low < high:
             bottom, top = axes.y(max(low, axes.low)), axes.y(min(high, axes.high))
             path += f"M{x:.1f} {bottom:.1f}V{top:.1f}"

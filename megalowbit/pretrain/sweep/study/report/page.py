@@ -29,7 +29,7 @@ body { background: var(--page); color: var(--text); font: 15px/1.45 system-ui, s
   max-width: 72rem; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .86rem;
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; font-size: .86rem;
   white-space: nowrap; }
 th, td { border-bottom: 1px solid var(--rule); padding: .25rem .6rem; text-align: right; }
 th:first-child, td:first-child { background: var(--page); left: 0; position: sticky; text-align: left; }
@@ -44,6 +44,7 @@ svg.key { display: inline-block; height: 8px; margin-right: .35rem; width: 28px;
 code { font-size: .85rem; overflow-wrap: anywhere; }
 @media (max-width: 40rem) {  /* the picture is drawn at half its size, its text is not */
   svg text { font-size: 22px; } body { margin: 1rem auto; }
+  td:first-child { max-width: 8rem; overflow-wrap: anywhere; white-space: normal; }
 }
 @media print {
   body { max-width: none; margin: 0; } section { break-inside: avoid; } table { font-size: .7rem; }

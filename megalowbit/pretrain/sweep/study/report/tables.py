@@ -140,7 +140,7 @@ def trend_note(trends: SizeTrends) -> str:
     sizes = ", ".join(f"{size / 1e6:.2f}" for size in law.estimates)
     return (
         f"Gaps at the end to {trends.baseline}, fitted as gap = A·(N / {law.size / 1e6:.2f}M)^b at N = "
-        f"{sizes} million parameters, with equal tokens. The laws hold between these sizes, and extrapolate nothing."
+        f"{sizes} million parameters, with equal tokens. The laws hold between these sizes only."
     )
 
 
