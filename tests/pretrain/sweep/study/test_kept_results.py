@@ -89,6 +89,37 @@ def test_a_report_of_kept_results_is_that_of_the_runs(study, tmp_path, capsys):
     assert "The two cells of 1 pairs were made on different processors" in page
 
 
+@pytest.mark.slow
+def test_a_study_goes_on_from_the_results_of_another_folder(study, tmp_path, capsys):
+    """Real cells: those of one seed are taken over, the other seed runs, and one of the first is repeated."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    done = call_main(TOOL, study, "--out", first, "--seed", 1, "--jobs", 2, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    kept = json.loads((first / "study.json").read_text())
+    assert (set(kept["cells"]), kept["unfinished"]) == (set(NAMES[:2]), 2)
+    kept["origins"][0].update(commit="of-another-machine", processor="of another machine")
+    (tmp_path / "kept.json").write_text(json.dumps(kept))
+    files = ("--from", tmp_path / "kept.json")
+    done = call_main(TOOL, study, "--out", second, "--jobs", 2, *files, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    assert "4 cells, 2 finished" in done.stdout
+    assert not list(second.glob("cells/*,1/metrics.jsonl"))  # they did not run here
+    data = json.loads((second / "study.json").read_text())
+    assert (set(data["cells"]), data["unfinished"]) == (set(NAMES), 0)
+    for name in NAMES:
+        origin = data["origins"][data["cells"][name]["origin"]]
+        assert (origin["commit"] == "of-another-machine") == name.endswith(",1")
+    assert {name: data["cells"][name]["losses"] for name in NAMES[:2]} == {
+        name: kept["cells"][name]["losses"] for name in NAMES[:2]
+    }
+    (row,) = data["groups"][0]["rows"]
+    assert row["gaps"]["8"]["num_pairs"] == 2
+    assert data["groups"][0]["mixed_pairs"] == 0  # each pair is of one machine
+    again = ("--reproduce", second / "study.json", NAMES[1], "--out", tmp_path / "again")
+    done = call_main(TOOL, *again, capsys=capsys)
+    assert done.stdout.endswith(f"{NAMES[1]} is reproduced exactly\n"), done.stderr
+
+
 def test_only_chosen_cells_are_taken_over_and_the_list_has_them(study, tmp_path, capsys):
     finish(study, tmp_path / "a", *NAMES)
     report(study, tmp_path / "a", capsys)

@@ -44,7 +44,7 @@ svg.key { display: inline-block; height: 8px; margin-right: .35rem; width: 28px;
 code { font-size: .85rem; overflow-wrap: anywhere; }
 @media (max-width: 40rem) {  /* the picture is drawn at half its size, its text is not */
   svg text { font-size: 22px; } body { margin: 1rem auto; }
-  td:first-child { max-width: 8rem; overflow-wrap: anywhere; white-space: normal; }
+  td:first-child { min-width: 7rem; overflow-wrap: break-word; white-space: normal; }
 }
 @media print {
   body { max-width: none; margin: 0; } section { break-inside: avoid; } table { font-size: .7rem; }
