@@ -1,7 +1,4 @@
-import html.parser
-import json
 import math
-import re
 import statistics
 from pathlib import Path
 
@@ -11,10 +8,7 @@ from studies import RESULT
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.report.analysis import groups_of
-from megalowbit.pretrain.sweep.study.report.curves import HEIGHT, Curve, picture, ticks
-from megalowbit.pretrain.sweep.study.report.page import page
 from megalowbit.pretrain.sweep.study.report.tables import interval, markdown, notes
-from megalowbit.pretrain.sweep.study.report.written import to_json
 from megalowbit.pretrain.sweep.study.study_file import study_of
 
 STEPS = 20
@@ -188,71 +182,3 @@ def test_cells_with_other_numbers_of_tokens_are_not_compared(cells):
     cells[3].write("result.json", result_of(cells[3], tokens=320))
     with pytest.raises(UserError, match=r"different numbers of tokens \(.*640; .*320\)"):
         groups_of(cells[0].study, cells)
-
-
-class Reader(html.parser.HTMLParser):
-    """Collects tags, and checks that they close in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.tags, self.links = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_the_page_stands_alone_and_has_a_row_and_a_line_for_each_recipe(cells, tmp_path):
-    groups = groups_of(cells[0].study, cells)
-    data = to_json(cells[0].study, STUDY, cells, groups, tmp_path)
-    assert json.loads(json.dumps(data, allow_nan=False))["unfinished"] == 0
-    text = page("<tiny>", groups, [], data)
-    reader = Reader()
-    reader.feed(text)
-    assert reader.open == []
-    assert "script" not in reader.tags
-    assert reader.links == []
-    assert "<tiny>" not in text
-    assert reader.tags.count("polyline") == 3 * 3
-    assert reader.tags.count("tr") == 3 * (1 + 3 + 1)
-    assert "prefers-color-scheme: dark" in text
-    assert "@media print" in text
-    assert "no pair is finished" in page("empty", [], [], data)
-
-
-def test_a_picture_has_round_ticks_and_points_in_proportion():
-    assert ticks(0, 1500) == [0, 500, 1000, 1500]
-    assert ticks(-0.004, 0.031) == pytest.approx([0, 0.01, 0.02, 0.03])
-    assert ticks(2, 2) == [2]
-    lines = {"a": {100: 0.0, 200: 0.02}, "b": {100: 0.01, 200: 0.01}}
-    curves = {label: Curve(line, {}) for label, line in lines.items()}
-    svg = picture(curves, noise=None, title="t")
-    first, second = (part.partition('"')[0].split() for part in svg.split('points="')[1:])
-    (left, bottom), (right, top) = (tuple(map(float, point.split(","))) for point in first)
-    assert right > left > 100
-    assert float(second[0].split(",")[1]) == pytest.approx((top + bottom) / 2, abs=0.1)
-    assert picture({}, noise=None, title="t") == ""
-
-
-def test_a_picture_has_a_bar_for_each_interval_and_cuts_those_that_would_hide_the_rest():
-    line = {100.0: 0.0, 200.0: 0.02}
-    curve = Curve(line, {100.0: (-0.005, 0.0, 0.005), 150.0: (0.01, 0.01, 0.01), 200.0: (-9.0, 0.02, 9.0)})
-    svg = picture({"a": curve}, noise=0.002, title="t")
-    (path,) = re.findall(r'class="interval" stroke="#0072B2" d="([^"]*)"', svg)
-    bars = [tuple(map(float, each)) for each in re.findall(r"M[0-9.]+ ([0-9.]+)V([0-9.]+)", path)]
-    assert len(bars) == 2  # none where the ends are equal
-    assert svg.count("<circle") == 3
-    points = [tuple(map(float, point.split(","))) for point in re.findall(r"[0-9.]+,[0-9.]+", svg)]
-    (_, zero), (_, top) = points
-    unit = (zero - top) / 0.02
-    assert bars[0] == pytest.approx((zero + 0.005 * unit, zero - 0.005 * unit), abs=0.2)
-    assert bars[1][0] - bars[1][1] < HEIGHT  # cut at the ends of the axes
-    assert path.count("h5") == 2  # the cut bar has no caps
