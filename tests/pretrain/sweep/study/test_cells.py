@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from studies import RESULT
 
 from launchers import write_config
 from megalowbit.errors import UserError
@@ -12,8 +13,10 @@ from megalowbit.layers.recipe import recipe, recipes
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
 from megalowbit.pretrain.sweep.study.evaluation import final_recipe
+from megalowbit.pretrain.sweep.study.kept_results import to_kept
 from megalowbit.pretrain.sweep.study.reproduction import unpack
-from megalowbit.pretrain.sweep.study.study_file import read_study
+from megalowbit.pretrain.sweep.study.results import result_of
+from megalowbit.pretrain.sweep.study.study_file import read_study, study_of
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 
 ROOT = Path(__file__).parents[4]
@@ -86,23 +89,29 @@ def test_a_later_override_wins_over_one_inside_it(tmp_path):
 
 
 def test_the_model_of_a_size_is_in_the_results(tmp_path):
+    """Also if only the sizes name a model; its file may be gone when a cell is run again."""
     study_in(tmp_path)
-    model = json.loads((tmp_path / "model.json").read_text())
+    model, base = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("model", "tiny"))
     (tmp_path / "other.json").write_text(json.dumps({**model, "n_head": 4}))
-    data = {
-        "study": {"sizes": [{"name": "s", "set": {"megalowbit.model.config": "other.json"}}], "recipes": []},
-        "base": {"megalowbit": {"model": {"config": "model.json"}}},
-        "model": model,
-        "texts": {},
-        "cells": {"one": {"model": {**model, "n_head": 4}}, "two": {}},
-    }
+    del base["megalowbit"]["model"]
+    (tmp_path / "tiny.json").write_text(json.dumps(base))
+    sizes = [
+        {"name": name, "set": {"megalowbit.model.config": str(tmp_path / f"{name}.json")}}
+        for name in ("model", "other")
+    ]
+    raw = {**json.loads((tmp_path / "study.json").read_text()), "sizes": sizes}
+    study = study_of(raw, "study", tmp_path)
+    cells = {}
+    for size in ("model", "other"):
+        cell = named(study, tmp_path, f"{size},t,6,bf16,1")
+        cells[cell.name] = (cell, result_of({**RESULT, "settings": cell.settings(FACTS)}, "", ""))
+    data = {"format": 2, "study": raw, "base": base, "model": None, "texts": {}, **to_kept(cells, ROOT)}
     (tmp_path / "results.json").write_text(json.dumps(data))
-    for name, num_heads in (("one", 4), ("two", model["n_head"])):
-        path, _ = unpack(tmp_path / "results.json", name, tmp_path / name)
-        assert json.loads(path.read_text())["sizes"] == [{"name": "s", "set": {}}]
-        base = json.loads((tmp_path / name / "base.json").read_text())
-        config = tmp_path / name / base["megalowbit"]["model"]["config"]
-        assert json.loads(config.read_text())["n_head"] == num_heads
+    (tmp_path / "other.json").unlink()
+    for size, num_heads in (("model", model["n_head"]), ("other", 4)):
+        path, _ = unpack(tmp_path / "results.json", f"{size},t,6,bf16,1", tmp_path / f"again-{size}")
+        again = named(read_study(path), tmp_path, f"{size},t,6,bf16,1")
+        assert again.settings(FACTS)["model"]["n_head"] == num_heads
 
 
 def test_a_mistake_in_a_recipe_is_named_with_the_cell(tmp_path):
