@@ -161,6 +161,19 @@ def test_another_tensor_of_the_same_version_and_shape_is_another_weight():
         assert torch.equal(factor.tensor.dequantize(), weight)
 
 
+def test_a_weight_that_gets_the_memory_of_a_freed_one_is_another_weight():
+    """As with `functional_call` and weights that are made for one call."""
+    slot, name, places = WeightSlot(), "nvfp4e2m1bnosr", set()
+    for number in (0.375, 0.75, 1.5, 3.0, 6.0, 12.0):
+        weight = torch.full((32, 32), number)
+        places.add(weight.data_ptr())
+        kept = slot.get(weight, "weight", name, lambda w=weight: MatmulOperand(quantizer(name).quantize(w)))
+        assert torch.equal(kept.tensor.dequantize(), weight)
+        assert slot.find(weight.view(32, 32), "weight", name) is not None
+        del weight, kept
+    assert len(places) < 6  # otherwise this tests nothing
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", {"base": "nvfp4", "layout": "per_gemm"}])
 def test_weights_kept_in_inference_mode_are_not_used_for_training(recipe):
     results = []
