@@ -5,8 +5,8 @@ A master near the border of two cells moves little, but its quantised weight may
     Σ |Q(w_t) - Q(w_{t-1})| / Σ |w_t - w_{t-1}|
 
 is then far above 1 (TetraJet-v2, arXiv:2510.27527). `reset` sets such masters to Q(w), the middle of their
-cell; `found` only measures. Q is the quantizer of the layer's forward product, applied to the master rounded to the model's dtype,
-as in the forward.
+cell; `found` only measures. Q is the quantizer of the layer's forward product, applied to the master rounded
+to the model's dtype, as in the forward.
 
 Masters are read and written through DeepSpeed's functions for full values, which work at every ZeRO stage.
 From stage 1 on, every measurement gathers them. Under tensor parallelism a rank measures its shards, which

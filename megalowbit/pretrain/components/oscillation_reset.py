@@ -116,8 +116,8 @@ class OscillationReset(Component):
         end = settings.first(run.steps) + settings.window
         if end >= run.steps:
             raise UserError(
-                f"{KEY} would end its first window after step {end}, but megalowbit.run.steps is {run.steps}: "
-                "lower start or window, or leave oscillation_reset out"
+                f"{KEY} would end its first window after step {end}, but megalowbit.run.steps is "
+                f"{run.steps}: lower start or window, or leave oscillation_reset out"
             )
 
     @classmethod
