@@ -18,7 +18,8 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"Broken: the loss is not finite, its mean over {settings['window']} steps is more than "
         f"{settings['rise']:g} nats above its lowest, or more than {settings['gap']:g} nats above that of "
         f"{data['baseline']} under the same stress. A warning is an alarm before that: "
-        f"{settings['in_a_row']} medians of {settings['bucket']} steps in a row beyond what unstressed runs of the recipe show."
+        f"{settings['in_a_row']} medians of {settings['bucket']} steps in a row beyond "
+        "what unstressed runs of the recipe show."
     )
     head = ["stress", "recipe", "seed", "broken at", "at the end", "loss", "gap", "first warnings"]
     table = [head, *(_run(run) for run in runs)]
