@@ -1,9 +1,10 @@
 """Whether and when a run has broken, judged by its losses alone.
 
 Three kinds: the loss is not finite; its mean over a window is too far above the lowest such mean so far; or
-the mean is too far above that of the baseline, which has the same weights, batches and stress. The first
-steps of a run, before a window is full, are only judged by the first kind. A run that never learns without
-a rise, together with its baseline, is not found.
+the mean is too far above that of the baseline, which has the same weights, batches and stress, over two
+windows without a common step: a single spike of one of the two is not a gap. The first steps of a run, before
+a window is full, are only judged by the first kind. A run that learns less, together with its baseline, and
+without a rise, is not found; the report gives its distance from the unstressed run.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def judge(losses: Losses, baseline: Losses | None, *, steps: int, settings: Inst
     peer = None if baseline is None else _intact_means(baseline, steps=steps, settings=settings)
     found = [_nonfinite(losses), _rise(means, settings.rise)]
     if peer is not None:
-        found.append(_gap(means, peer, settings.gap))
+        found.append(_gap(means, peer, settings))
     breaks = sorted((each for each in found if each is not None), key=lambda each: each.step)
     end = means[-1] if means and len(means) == steps else math.nan
     gap = end - peer[-1] if peer is not None and len(peer) == steps else math.nan
@@ -112,8 +113,10 @@ def _rise(means: Sequence[float], limit: float) -> Break | None:
     return None
 
 
-def _gap(means: Sequence[float], peer: Sequence[float], limit: float) -> Break | None:
+def _gap(means: Sequence[float], peer: Sequence[float], settings: InstabilitySettings) -> Break | None:
+    count = 0
     for step, (mean, other) in enumerate(zip(means, peer, strict=False), start=1):
-        if mean - other > limit:
+        count = count + 1 if mean - other > settings.gap else 0
+        if count > settings.window:  # the first and the last of these windows have no step in common
             return Break("gap", step, mean - other)
     return None

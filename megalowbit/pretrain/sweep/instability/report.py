@@ -26,7 +26,7 @@ from megalowbit.pretrain.sweep.instability.alarms import (
     limit_of,
     series,
 )
-from megalowbit.pretrain.sweep.instability.breaks import Break, Judgement, judge
+from megalowbit.pretrain.sweep.instability.breaks import Break, Judgement, Losses, judge
 from megalowbit.pretrain.sweep.instability.tables import markdown
 from megalowbit.pretrain.sweep.study.cells import Cell
 from megalowbit.pretrain.sweep.study.study_file import StudySettings
@@ -45,11 +45,13 @@ class StressedRun:
         losses: by step.
         baseline: losses of the baseline's cell of the same size, text, length and seed; None: this is it, or
             it is not finished.
+        unstressed: losses of the cell without the stress; None: this is it, or it is not finished.
     """
 
     cell: Cell
-    losses: Sequence[float | None] = field(repr=False)
-    baseline: Sequence[float | None] | None = field(repr=False)
+    losses: Losses = field(repr=False)
+    baseline: Losses | None = field(repr=False)
+    unstressed: Losses | None = field(repr=False)
 
     @property
     def is_stressed(self) -> bool:
@@ -66,6 +68,15 @@ class StressedRun:
         """Whether and when it broke."""
         settings = self.cell.study.instability
         return judge(self.losses, self.baseline, steps=self.cell.steps, settings=settings)
+
+    @property
+    def cost(self) -> float:
+        """Mean loss of the last window minus that of the unstressed run; NaN if one of them has none."""
+        if self.unstressed is None:
+            return math.nan
+        settings = self.cell.study.instability
+        other = judge(self.unstressed, None, steps=self.cell.steps, settings=settings)
+        return self.judgement.end - other.end
 
     @property
     def first_break(self) -> Break | None:
@@ -108,6 +119,7 @@ class StressedRun:
             "is_broken_at_end": judgement.is_broken_at_end,
             "end_loss": _finite(judgement.end),
             "gap": _finite(judgement.gap),
+            "cost": _finite(self.cost),
             "metrics": sorted(self.series),
             "alarms": alarms if limits else None,
         }
@@ -137,20 +149,20 @@ def runs_of(cells: Sequence[Cell]) -> list[StressedRun]:
     """The finished cells of stressed sizes and of those that they are a stress of, in the study's order."""
     stressed = {cell.size.stress_of for cell in cells}
     chosen = [cell for cell in cells if cell.size.stress_of is not None or cell.size.name in stressed]
-    results = {cell.name: result for cell in chosen if (result := cell.result()) is not None}
-    baselines = {
-        _group(cell): results[cell.name]["losses"]
-        for cell in chosen
-        if cell.name in results and cell.label == cell.study.baseline
-    }
+    finished = [(cell, result["losses"]) for cell in chosen if (result := cell.result()) is not None]
+    losses = {_place(cell, cell.size.name, cell.label): of for cell, of in finished}
     return [
         StressedRun(
             cell,
-            results[cell.name]["losses"],
-            None if cell.label == cell.study.baseline else baselines.get(_group(cell)),
+            of,
+            None
+            if cell.label == cell.study.baseline
+            else losses.get(_place(cell, cell.size.name, cell.study.baseline)),
+            None
+            if cell.size.stress_of is None
+            else losses.get(_place(cell, cell.size.stress_of, cell.label)),
         )
-        for cell in chosen
-        if cell.name in results
+        for cell, of in finished
     ]
 
 
@@ -176,8 +188,9 @@ def to_json(study: StudySettings, runs: Sequence[StressedRun]) -> dict[str, Any]
     }
 
 
-def _group(cell: Cell) -> tuple[str, str, int, int]:
-    return cell.size.name, cell.text, cell.steps, cell.seed
+def _place(cell: Cell, size: str, label: str) -> tuple[str, str, str, int, int]:
+    """Where the cell with another size or recipe is in the grid."""
+    return size, label, cell.text, cell.steps, cell.seed
 
 
 def _limits(study: StudySettings, unstressed: Sequence[StressedRun]) -> dict[str, Limit]:

@@ -27,7 +27,8 @@ class InstabilitySettings(SettingsModel):
         default=0.1,
         gt=0,
         allow_inf_nan=False,
-        description="or this far above the baseline's under the same stress, unless that is broken itself",
+        description="or this far above the baseline's under the same stress, from one window to the next one "
+        "that has no step in common with it, unless the baseline is broken itself",
         json_schema_extra=unit("nats"),
     )
     bucket: int = Field(

@@ -17,11 +17,12 @@ def markdown(data: Mapping[str, Any]) -> str:
     said = (
         f"Broken: the loss is not finite, its mean over {settings['window']} steps is more than "
         f"{settings['rise']:g} nats above its lowest, or more than {settings['gap']:g} nats above that of "
-        f"{data['baseline']} under the same stress. A warning is an alarm before that: "
+        f"{data['baseline']} under the same stress for more than {settings['window']} steps. Cost: the loss at the "
+        "end minus that of the run without stress. A warning is an alarm before that: "
         f"{settings['in_a_row']} medians of {settings['bucket']} steps in a row beyond "
         "what unstressed runs of the recipe show."
     )
-    head = ["stress", "recipe", "seed", "broken at", "at the end", "loss", "gap", "first warnings"]
+    head = ["stress", "recipe", "seed", "broken at", "at the end", "loss", "cost", "gap", "first warnings"]
     table = [head, *(_run(run) for run in runs)]
     if len({run["text"] for run in runs}) > 1:
         for row, name in zip(table, ["text", *(run["text"] for run in runs)], strict=True):
@@ -41,6 +42,7 @@ def _run(run: Mapping[str, Any]) -> list[str]:
         at,
         end,
         "–" if run["end_loss"] is None else f"{run['end_loss']:.3f}",
+        "–" if run["cost"] is None else f"{run['cost']:+.3f}",
         "–" if run["gap"] is None else f"{run['gap']:+.3f}",
         _warnings(run),
     ]

@@ -53,15 +53,21 @@ def test_a_rise_that_ends_has_recovered():
 def test_a_gap_is_that_of_means_of_equal_steps():
     baseline = [loss - 0.01 * max(0, step - 40) for step, loss in enumerate(FALLING, start=1)]
     found = judged(FALLING, baseline)
-    # .01 × (step - 41.5) is above .25 from step 67 on
-    assert [(each.kind, each.step) for each in found.breaks] == [("gap", 67)]
+    # .01 × (step - 41.5) is above .25 from step 67 on; the windows that end at 67 and 71 have no common step
+    assert [(each.kind, each.step) for each in found.breaks] == [("gap", 71)]
     assert found.is_broken_at_end
     assert found.gap == pytest.approx(0.01 * (100 - 41.5))
 
 
+def test_a_spike_is_no_gap():
+    assert judged(changed(50, 50, 1.9), FALLING).breaks == ()  # .475 in four means
+    (found,) = judged(changed(50, 51, 1.05), FALLING).breaks  # .2625 in two more
+    assert (found.kind, found.step) == ("gap", 54)
+
+
 def test_a_baseline_that_has_broken_itself_is_not_compared_with_from_then_on():
     down_then_nan = [*(loss - 0.3 * (step > 60) for step, loss in enumerate(FALLING[:62], start=1)), None]
-    # at step 62, half of the window is .3 lower; the gap of .3 would be there from step 64 on
+    # it ends before enough of its means are .25 lower
     found = judged(FALLING, down_then_nan)
     assert found.breaks == ()
     assert math.isnan(found.gap)
@@ -78,8 +84,8 @@ def test_the_first_break_of_each_kind_is_kept_in_order_of_steps():
     losses = [*changed(50, 100, 2.0)[:70], *[None] * 5]
     found = judged(losses, FALLING)
     assert [(each.kind, each.step) for each in found.breaks] == [
-        ("gap", 50),
         ("rise", 51),
+        ("gap", 54),
         ("not finite", 71),
     ]
 
@@ -95,7 +101,8 @@ def test_random_losses_break_where_a_search_over_all_pairs_of_windows_finds_it()
         rises = [b for b in range(60) for a in range(b) if means[b] - means[a] > SETTINGS.rise]
         peer_breaks = [b for b in range(60) for a in range(b) if peers[b] - peers[a] > SETTINGS.rise]
         until = min(peer_breaks, default=60)
-        gaps = [step for step in range(until) if means[step] - peers[step] > SETTINGS.gap]
+        above = means - peers > SETTINGS.gap
+        gaps = [step for step in range(4, until) if above[step - 4 : step + 1].all()]
         expected = {"rise": min(rises, default=None), "gap": min(gaps, default=None)}
         found = {each.kind: each.step - 1 for each in judged(own.tolist(), walk.tolist(), steps=60).breaks}
         assert found == {kind: step for kind, step in expected.items() if step is not None}

@@ -78,26 +78,28 @@ def test_a_planted_break_and_its_warnings_are_found_and_nothing_else(stressed):
     text, data, runs = report(stressed)
     assert len(runs) == 4
     broken = runs["hot,parts,100,nvfp4,1"]
-    # means of five: the gap is .4 with two raised losses, the rise .6 - .03 with three
-    assert [(each["kind"], each["step"]) for each in broken["breaks"]] == [("gap", 81), ("rise", 82)]
+    # means of five: the rise is .6 - .03 with three raised losses; the gap is .4 with two, and holds until 86
+    assert [(each["kind"], each["step"]) for each in broken["breaks"]] == [("rise", 82), ("gap", 86)]
+    assert broken["gap"] == pytest.approx(1)
+    assert broken["cost"] == pytest.approx(1)
     assert broken["is_broken_at_end"]
     assert broken["stress"] == "hot"
     found = [(each["metric"], each["step"], each["lead"]) for each in broken["alarms"]]
-    assert found == [(SNR, 50, 31), ("grad_norm", 80, 1), ("loss", 100, -19)]
+    assert found == [(SNR, 50, 32), ("grad_norm", 80, 2), ("loss", 100, -18)]
     for name, run in runs.items():
         if run is not broken:
             assert run["breaks"] == run["alarms"] == [], name
     records = {each["metric"]: each for each in data["metrics"]}
-    assert records[SNR]["leads"] == [31]
+    assert records[SNR]["leads"] == [32]
     assert (records[SNR]["warned"], records[SNR]["broken"], records[SNR]["intact"]) == (1, 1, 0)
     assert (records["loss"]["warned"], records["loss"]["broken"], records["loss"]["intact"]) == (0, 1, 1)
     assert records["grad_norm"]["unstressed"] == 0  # a single one cannot be left out
     assert data["limits"]["tiny"]["nvfp4"][SNR]["alarm"] == "below"
     assert set(data["limits"]["tiny"]["nvfp4"][SNR]["values"]) == {19.5}
     (row,) = [line for line in text.splitlines() if "| hot" in line and "nvfp4" in line]
-    assert "81 (gap)" in row
-    assert f"{SNR} at 50 (31 before), grad_norm at 80 (1 before) |" in row
-    assert "Under hot: broken in this order: nvfp4 (81)." in text
+    assert "82 (rise)" in row
+    assert f"{SNR} at 50 (32 before), grad_norm at 80 (2 before) |" in row
+    assert "Under hot: broken in this order: nvfp4 (82)." in text
 
 
 def test_alarms_of_a_run_that_does_not_break_are_counted_apart(stressed):
