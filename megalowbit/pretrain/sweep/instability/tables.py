@@ -17,8 +17,8 @@ def markdown(data: Mapping[str, Any]) -> str:
     said = (
         f"Broken: the loss is not finite, its mean over {settings['window']} steps is more than "
         f"{settings['rise']:g} nats above its lowest, or more than {settings['gap']:g} nats above that of "
-        f"{data['baseline']} under the same stress for more than {settings['window']} steps. Cost: the loss at the "
-        "end minus that of the run without stress. A warning is an alarm before that: "
+        f"{data['baseline']} under the same stress for more than {settings['window']} steps. Cost: the loss "
+        "at the end minus that of the run without stress. A warning is an alarm before that: "
         f"{settings['in_a_row']} medians of {settings['bucket']} steps in a row beyond "
         "what unstressed runs of the recipe show."
     )
