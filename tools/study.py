@@ -3,12 +3,13 @@ r"""Compare recipes in a study: sizes × texts × lengths × seeds × recipes as
     python tools/study.py configs/studies/gap.json --out runs/gap --jobs 2
     python tools/study.py configs/studies/gap.json --out runs/gap --size 0.8M --seed 1 --list
     python tools/study.py configs/studies/gap.json --out runs/gap --from docs/results/gap.json
-    python tools/study.py --reproduce docs/results/gap.json 0.8M,python,1500,nvfp4,1
+    python tools/study.py --reproduce docs/results/default.json 0.8M,python,1500,nvfp4,3
 
 Each cell of the grid is a run of launch/pretrain.py in its own folder, OUT/cells/NAME. Finished cells are not
 run again, unfinished ones continue: to continue a study, run the same command again. To continue one of
 another machine, give its study.json with --from. OUT/study.html, OUT/study.md and OUT/study.json have the
-results of all finished cells. docs/studies.md describes the files.
+results of all finished cells; if the study has stresses, OUT/instability.md and OUT/instability.json tell
+which recipe broke, and what warned of it. docs/studies.md describes the files.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def _run_one(study: StudySettings, out: Path, name: str) -> int:
 
 
 def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> int:
+    from megalowbit.pretrain.sweep.instability.report import write_instability
     from megalowbit.pretrain.sweep.runs import make_folder
     from megalowbit.pretrain.sweep.study.cells import cells_of, check_folder
     from megalowbit.pretrain.sweep.study.execution import Outcome, raise_failures
@@ -166,6 +168,8 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
         return _write_job(study, chosen, options)
     outcome = Outcome() if options.report else _execute(study, chosen, options.study.resolve(), options.jobs)
     tables = write_report(study, read_json_object(options.study), every, out)
+    if any(size.stress_of for size in study.sizes):
+        tables += "\n\n" + write_instability(study, every, out)
     print(f"\n{tables}\n\nresults: {out / 'study.html'} and study.json")
     raise_failures(outcome)
     return 0

@@ -104,19 +104,21 @@ class Cell:
             "megalowbit.data.text_field": "text",
             "megalowbit.checkpoint.export_hf": True,  # the held-out loss is that of the exported weights
         }
+        stressed = {} if self.size.stress_of is None else self.study.size(self.size.stress_of).set
         values: dict[str, Any] = {}
-        for changes in (LEAN, self.study.set, self.size.set, repeated, self.entry.set, own):
+        for changes in (LEAN, self.study.set, stressed, self.size.set, repeated, self.entry.set, own):
             for key, value in changes.items():
                 values.pop(key, None)  # a later key may contain an earlier one, so the order counts
                 values[key] = value
         given = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
-        if self.lr_factor == 1:
+        factor = self.lr_factor * self.size.lr_factor
+        if factor == 1:
             return given
         key = "optimizer.params.lr"
         lr = self._load(given).parts.deepspeed.get("optimizer", {}).get("params", {}).get("lr")
         if not is_finite_number(lr):
             raise UserError(f"{self.name}: lr_factor needs a number as {key}, not {shown(lr)}")
-        return (*given, f"{key}={json.dumps(lr * self.lr_factor)}")
+        return (*given, f"{key}={json.dumps(lr * factor)}")
 
     @cached_property
     def config(self) -> PretrainConfig:
@@ -268,7 +270,7 @@ def cells_of(study: StudySettings, folder: Path, program: Path) -> list[Cell]:
             program=program,
         )
         for size in study.sizes
-        for steps in study.steps
+        for steps in size.steps or study.steps
         for seed in study.seeds
         for text in study.texts
         for entry, factor in entries

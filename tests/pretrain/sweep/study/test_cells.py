@@ -82,6 +82,26 @@ def test_a_cell_has_the_overrides_of_study_size_and_recipe(tmp_path):
     assert half.parts.deepspeed["optimizer"]["params"]["lr"] == 1.5e-3
 
 
+def test_a_stress_has_the_set_of_its_size_first_and_its_own_lengths_and_learning_rate(tmp_path):
+    wide = {"name": "wide", "set": {"megalowbit.model.overrides": {"n_embd": 64}, "gradient_clipping": 0.5}}
+    hot = {
+        "name": "hot",
+        "stress_of": "wide",
+        "lr_factor": 4,
+        "steps": [8],
+        "set": {"gradient_clipping": 2.0},
+    }
+    study = study_in(tmp_path, sizes=[wide, hot])
+    names = [cell.name for cell in cells_of(study, tmp_path, ROOT) if cell.size.name == "hot"]
+    assert len(names) == 8
+    assert {name.split(",")[2] for name in names} == {"8"}
+    config = named(study, tmp_path, "hot,t,8,nvfp4@lr0.5,1").config
+    assert config.settings.model.overrides == {"n_embd": 64}
+    assert config.parts.deepspeed["gradient_clipping"] == 2.0
+    assert config.parts.deepspeed["optimizer"]["params"]["lr"] == 3e-3 * 2
+    assert config.settings.run.steps == 8
+
+
 def test_a_later_override_wins_over_one_inside_it(tmp_path):
     sizes = [{"name": "small", "set": {"megalowbit.recipe.keep_last": 1}}]
     study = study_in(tmp_path, set={"megalowbit.recipe": {"base": "mxfp4"}}, sizes=sizes)
@@ -161,7 +181,7 @@ def test_every_recipe_of_a_shipped_study_resolves(path):
     distinct = {(cell.size.name, cell.label): cell for cell in reversed(cells)}
     assert len(distinct) >= len(study.sizes) * len(study.recipes)
     for cell in distinct.values():
-        assert cell.config.settings.run.steps == study.steps[0]
+        assert cell.config.settings.run.steps == (cell.size.steps or study.steps)[0]
 
 
 FORWARD, BACKWARD = {"input", "weight"}, {"backward_input", "backward_weight"}

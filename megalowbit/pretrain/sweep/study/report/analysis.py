@@ -8,7 +8,6 @@ them, because results of one seed on several texts are no independent draws of a
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -356,7 +355,7 @@ def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
     """
     finished = finished_cells(cells)
     found = []
-    for size, steps in itertools.product((each.name for each in study.sizes), study.steps):
+    for size, steps in dict.fromkeys((cell.size.name, cell.steps) for cell in cells):
         here = [each for each in finished if each.cell.size.name == size and each.cell.steps == steps]
         _check_equal_tokens(here)
         texts = [text.name for text in study.texts if any(each.cell.text == text.name for each in here)]
