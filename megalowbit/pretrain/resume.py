@@ -121,7 +121,7 @@ def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     block, section, model = dict(block), block.get("speculation"), block.get("model")
     if isinstance(section, Mapping):
         block["speculation"] = with_current_keys(section)
-    if isinstance(model, Mapping):
+    if isinstance(model, Mapping) and "config" in model:
         block["model"] = {"outliers": None, **model}
     return {**config, "megalowbit": block}
 
