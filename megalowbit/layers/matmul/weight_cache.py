@@ -50,6 +50,10 @@ class WeightSlot:
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Entry] = {}
 
+    def __getstate__(self) -> dict[str, object]:
+        """A copied or pickled slot is empty: it belongs to another weight."""
+        return {"_entries": {}}
+
     def get(
         self,
         weight: Tensor,

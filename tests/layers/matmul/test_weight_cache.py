@@ -1,4 +1,5 @@
 import copy
+import io
 
 import pytest
 import torch
@@ -172,6 +173,19 @@ def test_a_weight_that_gets_the_memory_of_a_freed_one_is_another_weight():
         assert slot.find(weight.view(32, 32), "weight", name) is not None
         del weight, kept
     assert len(places) < 6  # otherwise this tests nothing
+
+
+def test_a_saved_model_has_no_cache():
+    model, data = model_and_data()
+    cache = cache_weights(model)
+    expected = model.eval()(data[0])
+    assert len(cache) > 0
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert all(layer.weight_slot is None for layer in bit_layers(loaded).values())
+    assert torch.equal(loaded(data[0]), expected)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", {"base": "nvfp4", "layout": "per_gemm"}])

@@ -143,7 +143,7 @@ def write_instability(study: StudySettings, cells: Sequence[Cell], out: Path) ->
     data = to_json(study, runs)
     text = markdown(data)
     if left_out := sum(_is_kept(cell) for cell in _compared(cells)):
-        text += f"\n\nLeft out: {left_out} cells from kept results, which have no losses of single steps."
+        text += f"\n\nLeft out, because kept results have no losses of single steps: {left_out} of the cells."
     for name, content in ((JSON_FILE, json.dumps(data, indent=1, allow_nan=False)), (TEXT_FILE, text)):
         with atomic_file(out / name) as file:
             file.write(content + "\n")

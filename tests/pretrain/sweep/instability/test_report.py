@@ -135,7 +135,7 @@ def test_kept_results_are_counted_because_they_have_no_single_steps(stressed):
     kept.write("result.json", {**RESULT, "losses": LossMeans.of(calm, 5).model_dump()})
     text, _, runs = report(stressed)
     assert set(runs) == {cell.name for cell in cells} - {kept.name}
-    assert "Left out: 1 cells from kept results" in text
+    assert "Left out, because kept results have no losses of single steps: 1 of the cells." in text
 
 
 def test_a_study_without_finished_stresses_says_so(stressed):
