@@ -34,6 +34,7 @@ from megalowbit.speculation.statistics import COLUMNS, ERRORS, OUTLIER_SIGMAS
 WITHIN_SIGMA = 0.6826894921370859  # share of a Gaussian within one standard deviation
 PIECE = 128  # neighbouring elements of a row; a multiple of the candidates' blocks
 COUNTED = 2**18  # elements in which outliers are counted: a share of 1e-4 is estimated to ±20 %
+DRAWS = 4  # of stochastic rounding, at most; fewer if the pieces have more than a quarter of `COUNTED` elements
 
 
 class _Pieces(NamedTuple):
@@ -93,12 +94,11 @@ def estimate(
     share = share.maximum(has_outlier.to(torch.float64) / x.numel())
     numbers = [absmax, center, sigma, power, bulk_power, share]
     for name in quantizers:
-        errors = (
-            rounded(name, pieces.values, key, absmax.to(torch.float32)).to(torch.float64) - wide
-        ).square()
-        of_bulk = _mean(errors, is_bulk)
+        errors = _squared_errors(name, pieces.values, key, absmax.to(torch.float32))
+        is_exact = pieces.values.numel() == x.numel() and not quantizer(name).is_stochastic
+        of_bulk = _mean(errors[0], is_bulk) if is_exact else _cautious_mean(errors, is_bulk)
         # the power of outliers is known from all elements, and the pieces may contain too few of them
-        part = torch.where(outlier_power > 0, _mean(errors, is_outlier), of_bulk)
+        part = torch.where(outlier_power > 0, _mean(errors.mean(0), is_outlier), of_bulk)
         whole = torch.where(outlier_power > 0, outlier_power, bulk_power)
         relative = torch.where(whole > 0, part / whole, 1.0)
         beyond = (power - (1 - share) * bulk_power).clamp(min=0.0)
@@ -107,6 +107,13 @@ def estimate(
     row[1:] = torch.where((absmax + power).isfinite(), found, torch.nan)
     row[0].fill_(x.numel())
     return row
+
+
+def _squared_errors(name: str, values: Tensor, key: RandomKey, tensor_amax: Tensor) -> Tensor:
+    """float64 (draws, *values.shape): squared rounding errors; one draw if rounding is not stochastic."""
+    draws = min(DRAWS, max(1, COUNTED // values.numel())) if quantizer(name).is_stochastic else 1
+    made = rounded(name, values.repeat(draws, 1), key, tensor_amax).view(draws, *values.shape)
+    return (made.to(torch.float64) - values).square()
 
 
 def rounded(name: str, matrix: Tensor, key: RandomKey, tensor_amax: Tensor) -> Tensor:
@@ -169,6 +176,16 @@ def _pieces(matrix: Tensor, most: int, key: RandomKey) -> _Pieces:
     is_element = columns < cols
     values = matrix[tops.unsqueeze(1), columns.clamp(max=cols - 1)].to(torch.float32)
     return _Pieces(values.masked_fill(~is_element, 0.0), is_element)
+
+
+def _cautious_mean(errors: Tensor, where: Tensor) -> Tensor:
+    """Mean over the draws and these places, raised by one standard error; 0 if there are none.
+
+    Of a sparse tensor, a few rare errors may make up most of the mean, and the pieces may contain too few.
+    """
+    kept = torch.where(where, errors, 0.0)
+    total, count = kept.sum(), where.sum().clamp(min=1) * len(errors)
+    return (total + kept.square().sum().sqrt()) / count
 
 
 def _mean(values: Tensor, where: Tensor) -> Tensor:

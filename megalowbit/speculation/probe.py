@@ -42,6 +42,7 @@ ROLES = ("input", "weight", "grad_output")
 # sums of squares over the compared entries; "expected": of the signal, if the operands were independent
 ENERGIES = ("signal", "noise", "expected")
 ROUNDING = ("noise", "expected")  # the same of the noise at each candidate, after `ENERGIES`
+STANDARD_ERRORS = 3  # with which a correction to a higher SNR is reduced
 _AXES = {"input": ("tokens", "inputs"), "weight": ("outputs", "inputs"), "grad_output": ("tokens", "outputs")}
 # axis of the left operand that gives the product's rows, and axis of the right operand that gives its columns
 _SIDES = {"output": (0, 0), "grad_input": (0, 1), "grad_weight": (1, 1)}
@@ -243,20 +244,24 @@ def _cautious(noise: Tensor, independent: Tensor, signal: Tensor, expected: Tens
     """The sum of a noise of squares (rows, cols), raised if the sample is too small to show less noise.
 
     If the SNR is higher than that of independent operands and errors, only the part of the difference beyond
-    one standard error is kept.
+    `STANDARD_ERRORS` is kept.
     """
-    doubt = 1 + (_relative_variance(noise) + _relative_variance(signal)).sqrt()
     usual = independent * signal.sum() / expected  # the noise at the SNR of independent operands and errors
-    total = noise.sum()
+    total, doubt = noise.sum(), 1 + STANDARD_ERRORS * _standard_error(noise, signal)
     return torch.where(total < usual, torch.minimum(total * doubt, usual), total)
 
 
-def _relative_variance(squares: Tensor) -> Tensor:
-    """Of the sum, estimated from the differences between rows and between columns; 0 of zeros."""
-    found = [
-        (sums.square().sum() / sums.sum().square() - 1 / max(len(sums), 1)).nan_to_num(nan=0.0).clamp(min=0.0)
-        for sums in (squares.sum(0), squares.sum(1))
-    ]
+def _standard_error(noise: Tensor, signal: Tensor) -> Tensor:
+    """Relative standard error of the ratio of two sums; 0 of zeros.
+
+    Estimated from the rows and from the columns, whichever differ more. A large row has more of both, which
+    does not change the ratio.
+    """
+    found = []
+    for axis in (0, 1):
+        sums = noise.sum(axis), signal.sum(axis)
+        shares = [(each / each.sum()).nan_to_num(nan=0.0) for each in sums]
+        found.append((shares[0] - shares[1]).square().sum().sqrt())
     return torch.maximum(found[0], found[1])
 
 
