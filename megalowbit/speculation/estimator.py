@@ -8,8 +8,9 @@ one, because the zeros of a sparse tensor say nothing about the size of the othe
 
 Outliers, the power of the bulk and the rounding errors come from up to `COUNTED` elements, in pieces of whole
 blocks that are spread evenly over rows and columns. The quantizers of the candidates round these pieces, with
-the scale of the full tensor. No distribution is assumed, so heavy tails, one-sided data and zeros need no
-special treatment.
+the scale of the full tensor; stochastic ones draw up to `DRAWS` times. No distribution is assumed, so heavy
+tails, one-sided data and zeros need no special treatment. An error that is an estimate is raised by one
+standard error, because few, rare errors decide in sparse tensors.
 
 Random numbers depend on the key only: they are the same on every device, and torch's generators are left
 alone. Not covered: a tensor of which more than 99.9 % is one number may have no other element in its sample;
@@ -34,7 +35,7 @@ from megalowbit.speculation.statistics import COLUMNS, ERRORS, OUTLIER_SIGMAS
 WITHIN_SIGMA = 0.6826894921370859  # share of a Gaussian within one standard deviation
 PIECE = 128  # neighbouring elements of a row; a multiple of the candidates' blocks
 COUNTED = 2**18  # elements in which outliers are counted: a share of 1e-4 is estimated to ±20 %
-DRAWS = 4  # of stochastic rounding, at most; fewer if the pieces have more than a quarter of `COUNTED` elements
+DRAWS = 4  # of stochastic rounding, at most: fewer if they have more than `COUNTED` elements together
 
 
 class _Pieces(NamedTuple):
