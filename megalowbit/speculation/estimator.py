@@ -9,8 +9,8 @@ one, because the zeros of a sparse tensor say nothing about the size of the othe
 Outliers, the power of the bulk and the rounding errors come from up to `COUNTED` elements, in pieces of whole
 blocks that are spread evenly over rows and columns. The quantizers of the candidates round these pieces, with
 the scale of the full tensor; stochastic ones draw up to `DRAWS` times. No distribution is assumed, so heavy
-tails, one-sided data and zeros need no special treatment. An error that is an estimate is raised by one
-standard error, because few, rare errors decide in sparse tensors.
+tails, one-sided data and zeros need no special treatment. An error that is an estimate is raised by two
+standard errors, because few, rare errors decide in sparse tensors.
 
 Random numbers depend on the key only: they are the same on every device, and torch's generators are left
 alone. Not covered: a tensor of which more than 99.9 % is one number may have no other element in its sample;
@@ -180,13 +180,13 @@ def _pieces(matrix: Tensor, most: int, key: RandomKey) -> _Pieces:
 
 
 def _cautious_mean(errors: Tensor, where: Tensor) -> Tensor:
-    """Mean over the draws and these places, raised by one standard error; 0 if there are none.
+    """Mean over the draws and these places, raised by two standard errors; 0 if there are none.
 
     Of a sparse tensor, a few rare errors may make up most of the mean, and the pieces may contain too few.
     """
     kept = torch.where(where, errors, 0.0)
     total, count = kept.sum(), where.sum().clamp(min=1) * len(errors)
-    return (total + kept.square().sum().sqrt()) / count
+    return (total + 2 * kept.square().sum().sqrt()) / count
 
 
 def _mean(values: Tensor, where: Tensor) -> Tensor:

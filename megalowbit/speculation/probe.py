@@ -42,7 +42,7 @@ ROLES = ("input", "weight", "grad_output")
 # sums of squares over the compared entries; "expected": of the signal, if the operands were independent
 ENERGIES = ("signal", "noise", "expected")
 ROUNDING = ("noise", "expected")  # the same of the noise at each candidate, after `ENERGIES`
-STANDARD_ERRORS = 3  # with which a correction to a higher SNR is reduced
+STANDARD_ERRORS = 3  # a smaller gain of a sample's SNR over that of independent operands is taken for chance
 _AXES = {"input": ("tokens", "inputs"), "weight": ("outputs", "inputs"), "grad_output": ("tokens", "outputs")}
 # axis of the left operand that gives the product's rows, and axis of the right operand that gives its columns
 _SIDES = {"output": (0, 0), "grad_input": (0, 1), "grad_weight": (1, 1)}
@@ -243,12 +243,15 @@ def _energies(
 def _cautious(noise: Tensor, independent: Tensor, signal: Tensor, expected: Tensor) -> Tensor:
     """The sum of a noise of squares (rows, cols), raised if the sample is too small to show less noise.
 
-    If the SNR is higher than that of independent operands and errors, only the part of the difference beyond
-    `STANDARD_ERRORS` is kept.
+    A higher SNR than that of independent operands and errors may be chance, as in sparse products, whose few
+    terms a sample may miss. The gain, a logarithm, is shrunk by the nonnegative garrote (Breiman, 1995): none
+    is left of one below `STANDARD_ERRORS`, and almost all of a large one.
     """
     usual = independent * signal.sum() / expected  # the noise at the SNR of independent operands and errors
-    total, doubt = noise.sum(), 1 + STANDARD_ERRORS * _standard_error(noise, signal)
-    return torch.where(total < usual, torch.minimum(total * doubt, usual), total)
+    total = noise.sum()
+    gain = (usual / total).log()
+    share = 1 - (STANDARD_ERRORS * _standard_error(noise, signal) / gain).square()
+    return torch.where(total < usual, usual * (-gain * share.clamp(min=0.0)).exp(), total)
 
 
 def _standard_error(noise: Tensor, signal: Tensor) -> Tensor:
