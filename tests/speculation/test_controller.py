@@ -137,10 +137,14 @@ def test_totals_follow_a_late_switch_at_once_if_a_check_is_requested(asks):
 
 
 def test_a_candidate_is_measured_before_a_product_first_runs_at_it():
-    """INT4 behind a GELU: the same data at each check, whole products, so that all there is to learn is."""
+    """Weights of one sign behind a GELU: the signal is larger than that of independent operands.
+
+    The same data at each check and whole products, so there is nothing else to learn.
+    """
 
     def gaps(**changes):
         model = converted()
+        model.down.weight.data.abs_()
         settings = {
             "candidates": ["int4", "bf16"], "threshold_db": 0, "hysteresis_db": 0, "every": 1, "lookahead": 0,
             "verify_every": 1, "verify_size": 1024, "estimator": {"sample": 1 << 20},
@@ -153,7 +157,7 @@ def test_a_candidate_is_measured_before_a_product_first_runs_at_it():
 
     learning, stubborn = gaps(), gaps(use_alignment=False)
     assert abs(learning[0]) < 0.2  # its input came from a layer at bf16
-    assert learning[1:] == pytest.approx([0, 0], abs=0.05)
+    assert learning[1:] == pytest.approx([0, 0], abs=0.15)
     assert min(map(abs, stubborn)) > 0.5
     assert stubborn == pytest.approx([stubborn[0]] * 3)
 
