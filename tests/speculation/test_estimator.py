@@ -239,7 +239,7 @@ def test_errors_of_a_small_tensor_are_those_of_its_quantizer(kind, name):
     wide = x.double()
     made = chosen(x, random_key=RandomKey(77) if chosen.is_stochastic else None).double()
     squares, is_bulk = (made - wide).square(), (wide - of.center).abs() <= 6 * of.sigma
-    # two standard errors are added to what stochastic rounding is estimated to err; of a sparse tensor that is much
+    # errors of stochastic rounding are raised by two standard errors, which are large in a sparse tensor
     exact = {"rel": 0.6 if kind == "sparse" else 0.3} if chosen.is_stochastic else {"rel": 1e-5}
     of_bulk, of_all = errors_of(x)[name]
     assert of_bulk == pytest.approx(squares[is_bulk].mean().item(), **exact)
