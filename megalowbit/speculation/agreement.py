@@ -45,6 +45,7 @@ def agreed(
     exchange = Exchange(
         [layer.layer_name for layer in bit_layers(model).values()],
         {} if valid is None else valid.model_dump(),
+        0 if valid is None else len(valid.candidates) - 1,
         group,
         problem=problem,
     )

@@ -9,9 +9,9 @@
 There is a precision check every `every` steps:
 
 1. The probes (`probe`) compute statistics of the operands on the device, for the first training use of each
-   layer in the step. In a *verified* check they also compare products with high precision. Verified are the
-   first `verify_every` checks, then every `verify_every`-th one, and, for a layer with a product that moved
-   to another quantised precision, the next one.
+   layer in the step. In a *verified* check they also compare products with high precision, at the precision
+   of the step and at all candidates. Verified are the first `verify_every` checks, then every
+   `verify_every`-th one.
 2. `end_step` combines the results of all ranks (`exchange`) and reads them once.
 3. It predicts the SNR of each product at each candidate (`noise`) and decides (`policy`).
 
@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,17 +42,16 @@ from megalowbit.layers.recipe import Recipe, operand_quantizers
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.agreement import agreed
 from megalowbit.speculation.counters import PrecisionCounters
-from megalowbit.speculation.exchange import Findings, Verification
-from megalowbit.speculation.noise.product import predict_snr_db
-from megalowbit.speculation.policy import RESTART, GemmState, Policy, finite_or_none
-from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, quantizers_of, recipe_with
+from megalowbit.speculation.exchange import Findings
+from megalowbit.speculation.noise import predict_snr_db
+from megalowbit.speculation.policy import RESTART, Policy, finite_or_none
+from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, recipe_with
 from megalowbit.speculation.probe import PrecisionCheck, ProductProbe, RankFindings
 from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.speculation.statistics import OperandStatistics
 
 Gemm = tuple[str, str]  # layer, product
-IDENTITY = "fp32"
 
 
 class PrecisionController:
@@ -88,8 +86,6 @@ class PrecisionController:
         self.step = 0
         self._checks = 0
         self._check_at: int | None = None  # a step to check in addition to every `every`-th
-        # products that have not been measured since they moved to their precision
-        self._unproven: set[Gemm] = set()
         self._states = {(name, product): self._policy.start() for name in self.layers for product in PRODUCTS}
         self._has_run: set[Gemm] = set()
         self._counters = PrecisionCounters()
@@ -132,10 +128,9 @@ class PrecisionController:
         if self._check is None or layer in self._checked or use.is_replay or not use.is_training:
             return None
         self._checked.add(layer)
-        is_unproven = any((layer, product) in self._unproven for product in PRODUCTS)
-        if is_unproven and self.settings.verify_every:
-            return ProductProbe(replace(self._check, verify_size=self.settings.verify_size), layer)
-        return ProductProbe(self._check, layer)
+        recipe = self._layers[layer].recipe
+        unquantized = {product: _unquantized_sides(recipe, product) for product in PRODUCTS}
+        return ProductProbe(self._check, layer, unquantized)
 
     def check_next(self) -> None:
         """Check the next step as well; called within a step, the step after it. Call it on all ranks.
@@ -159,12 +154,13 @@ class PrecisionController:
         self._check = None
         if self.step % self.settings.every == 0 or self.step == self._check_at:
             verify_every = self.settings.verify_every
-            # alignment changes fastest at the start of training
+            # corrections change fastest at the start of training
             is_verified = verify_every > 0 and (
                 self._checks < verify_every or self._checks % verify_every == 0
             )
             self._check = PrecisionCheck(
                 step=self.step,
+                candidates=self.settings.candidates[:-1],
                 estimator=self.settings.estimator,
                 signal=self.settings.signal,
                 verify_size=self.settings.verify_size if is_verified else 0,
@@ -213,7 +209,6 @@ class PrecisionController:
                 for layer in self.layers
             },
             "has_run": [list(gemm) for gemm in self._states if gemm in self._has_run],
-            "unproven": [list(gemm) for gemm in self._states if gemm in self._unproven],
             "totals": self._counters.to_dict(),
         }
 
@@ -231,10 +226,7 @@ class PrecisionController:
                 for layer in self.layers
                 for product in PRODUCTS
             }
-            has_run, unproven = (
-                {(str(layer), str(product)) for layer, product in state[name]}
-                for name in ("has_run", "unproven")
-            )
+            has_run = {(str(layer), str(product)) for layer, product in state["has_run"]}
             counters = PrecisionCounters.from_dict(state["totals"])
             step, checks = _count(state, "step"), _count(state, "looks")
             check_at = None if state["look_at"] is None else _count(state, "look_at")
@@ -245,7 +237,7 @@ class PrecisionController:
             ) from error
         self.step, self._checks, self._states = step, checks, states
         self._check_at, self._counters = check_at, counters
-        self._has_run, self._unproven = has_run & states.keys(), unproven & states.keys()
+        self._has_run = has_run & states.keys()
         self._recipes.clear()
         self._is_in_step, self._check = False, None
 
@@ -307,18 +299,17 @@ class PrecisionController:
         left, right = operands
         if left is None or right is None:  # empty operands
             return GemmRow(layer=layer, product=product, precision=used, reason=before.reason), None
-        predicted = self._predicted(product, left, right, unquantized)
+        predicted = self._predicted(left, right, unquantized)
         state, is_hit, measured = before, None, math.nan
         verification = findings.verified.get(gemm)
         if verification is not None:
-            self._unproven.discard(gemm)
             if used != candidates[-1]:
                 measured = verification.measured_db
-            state, is_hit = self._updated(state, step, predicted[candidates.index(used)], verification, used)
+                state, is_hit = self._policy.verify(state, step, measured)
+            for index, candidate in enumerate(candidates[:-1]):
+                state = self._policy.correct(state, candidate, verification.correction_db(index))
         state = self._policy.decide(state, step, predicted)
         self._states[gemm] = state
-        if state.precision not in (before.precision, candidates[-1]):
-            self._unproven.add(gemm)
         row = GemmRow(
             layer=layer,
             product=product,
@@ -342,41 +333,14 @@ class PrecisionController:
             predicted_db=finite_or_none(next_db),
         )
 
-    def _updated(
-        self, state: GemmState, step: int, predicted: float, verification: Verification, used: str
-    ) -> tuple[GemmState, bool | None]:
-        """The state after a measurement at the precision `used`, and whether it was a hit."""
-        is_hit = None
-        if used != self.settings.candidates[-1]:
-            measured = verification.measured_db
-            state, is_hit = self._policy.verify(state, step, measured)
-            residual = measured - predicted - verification.alignment_db
-            state = self._policy.correct(state, used, residual)
-        state = self._policy.decay(state, used)
-        return self._policy.align(state, verification.alignment_db), is_hit
-
     def _predicted(
-        self,
-        product: str,
-        left: OperandStatistics,
-        right: OperandStatistics,
-        unquantized: tuple[bool, bool],
+        self, left: OperandStatistics, right: OperandStatistics, unquantized: tuple[bool, bool]
     ) -> list[float]:
         """Uncorrected SNR in dB of each candidate; inf if the candidate quantises neither operand."""
-        found = []
-        for candidate in self.settings.candidates[:-1]:
-            names = [
-                IDENTITY if is_unquantized else name
-                for name, is_unquantized in zip(quantizers_of(candidate, product), unquantized, strict=True)
-            ]
-            found.append(
-                predict_snr_db(
-                    (names[0], left),
-                    (names[1], right),
-                    model=self.settings.model,
-                    signal=self.settings.signal,
-                )
-            )
+        found = [
+            predict_snr_db(left, right, index, unquantized=unquantized, signal=self.settings.signal)
+            for index in range(len(self.settings.candidates) - 1)
+        ]
         return [*found, math.inf]
 
 

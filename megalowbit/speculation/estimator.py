@@ -1,148 +1,194 @@
-"""Computes the statistics of a tensor on its device.
+"""Computes the statistics of a tensor, and its rounding errors at each candidate precision, on its device.
 
 The largest magnitude and the sum of squares come from all elements. They are computed in float64, which does
 not overflow or underflow, and on a CPU in one pass (`quantize.tensor_statistics`). The center and the spread
-come from a sample. It is drawn with Philox, is the same on every device, and leaves torch's generators alone:
+of the bulk come from a sample drawn with Philox: the median, and the 68.27 % quantile of the distance from
+it. Neither depends on how large the outliers are. Elements equal to the median are left out of the second
+one, because the zeros of a sparse tensor say nothing about the size of the others.
 
-| type       | center            | sigma                                                                   |
-|------------|-------------------|-------------------------------------------------------------------------|
-| `quantile` | median            | 68.27 % quantile of the distance from the median                        |
-| `mad`      | median            | 1.4826 · median distance from the median                                |
-| `negative` | mean              | standard deviation; both of the sample with the smallest variance       |
+Outliers, the power of the bulk and the rounding errors come from up to `COUNTED` elements, in pieces of whole
+blocks that are spread evenly over rows and columns. The quantizers of the candidates round these pieces, with
+the scale of the full tensor; stochastic ones draw up to `DRAWS` times. No distribution is assumed, so heavy
+tails, one-sided data and zeros need no special treatment. An error that is an estimate is raised by two
+standard errors, because few, rare errors decide in sparse tensors.
 
-`negative` draws `negative_k` samples. It is biased low because it takes the minimum. With m elements a sample
-and a share ε of outliers it fails once m·ε is large, because then every sample contains outliers. Rare
-outliers would hardly occur in a small sample. They are counted, and the bulk's power is computed, on up to
-`COUNTED` elements, in runs spread evenly over the tensor, which cover all channels equally.
-
-Not covered: the position of outliers. If more than 68 % of the bulk is one number, its sigma is 0.
+Random numbers depend on the key only: they are the same on every device, and torch's generators are left
+alone. Not covered: a tensor of which more than 99.9 % is one number may have no other element in its sample;
+its sigma is 0, and only bf16 is safe for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey, random_words
+from megalowbit.quantize.quantized_tensor import matrix_shape
 from megalowbit.quantize.tensor_statistics import in_memory_order, tensor_moments
 from megalowbit.speculation.settings import EstimatorSettings
-from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS
+from megalowbit.speculation.statistics import COLUMNS, ERRORS, OUTLIER_SIGMAS
 
 WITHIN_SIGMA = 0.6826894921370859  # share of a Gaussian within one standard deviation
-MAD_FACTOR = 1.482602218505602  # standard deviation of a Gaussian over its median absolute deviation
-ODD = 0x9E3779B97F4A7C15  # moves the runs by a pseudo-random distance each step
-RUN = 4096  # elements of a contiguous run
+PIECE = 128  # neighbouring elements of a row; a multiple of the candidates' blocks
 COUNTED = 2**18  # elements in which outliers are counted: a share of 1e-4 is estimated to ±20 %
+DRAWS = 4  # of stochastic rounding, at most: fewer if they have more than `COUNTED` elements together
+
+
+class _Pieces(NamedTuple):
+    """Elements of a tensor, in float32 rows of whole blocks.
+
+    Attributes:
+        values: (rows, elements); those behind the end of a row of the tensor are zero.
+        is_element: the same shape; false behind the end of a row.
+    """
+
+    values: Tensor
+    is_element: Tensor
 
 
 @torch.no_grad()
-def estimate(x: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
+def estimate(
+    x: Tensor,
+    settings: EstimatorSettings,
+    key: RandomKey,
+    *,
+    quantizers: Sequence[str] = (),
+    full_amax: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Statistics of an operand.
 
     Args:
         x: floating, any shape and strides.
-        settings: how center and sigma are estimated, and from how many elements.
-        key: random key of the sample.
+        settings: the size of the sample.
+        key: random key of the sample, of the pieces and of stochastic rounding.
+        quantizers: names of the quantizers whose rounding errors are wanted.
+        full_amax: maps x's largest magnitude, fp32, to that of the full tensor, if x is a shard of one.
 
     Returns:
-        float64 (7,), a row of `COLUMNS`, on x's device; the host does not wait for the device. If x contains
-        an infinity or a NaN, all but the count are NaN. If x is empty, all are zero.
+        float64, `COLUMNS` and then `ERRORS` for each quantizer, on x's device; the host does not wait for
+        the device. The largest magnitude is that of the full tensor. If x contains an infinity or a NaN, all
+        but the count are NaN. If x is empty, all are zero.
     """
-    matrix = in_memory_order(x.detach())
-    count = matrix.numel()
-    row = torch.zeros(len(COLUMNS), dtype=torch.float64, device=x.device)
-    if count == 0:
+    x = x.detach()
+    row = torch.zeros(len(COLUMNS) + len(ERRORS) * len(quantizers), dtype=torch.float64, device=x.device)
+    if x.numel() == 0:
         return row
-    absmax, squares = tensor_moments(matrix)
-    power = squares / count
-    sample = _sample(matrix, settings, key)
-    center, sigma = _SPREADS[settings.type](sample)
-    bulk_power, share = _bulk(_runs(matrix, settings, key), center, sigma)
+    ordered, matrix = in_memory_order(x), x.reshape(matrix_shape(x.shape))
+    absmax, squares = tensor_moments(ordered)
+    if full_amax is not None:
+        # MAX drops NaN
+        largest = absmax.to(torch.float32).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        absmax = full_amax(largest).to(torch.float64)
+    power = squares / x.numel()
+    center, sigma = _center_and_sigma(_sample(ordered, settings.sample, key))
+    pieces = _pieces(matrix, max(COUNTED, settings.sample), key)
+    wide = pieces.values.to(torch.float64)
+    is_outlier = ((wide - center).abs() > OUTLIER_SIGMAS * sigma) & pieces.is_element
+    is_bulk = pieces.is_element & ~is_outlier
+    bulk_power, outlier_power = _mean(wide.square(), is_bulk), _mean(wide.square(), is_outlier)
+    share = is_outlier.sum().to(torch.float64) / pieces.is_element.sum()
     has_outlier = absmax - center.abs() > OUTLIER_SIGMAS * sigma
-    share = share.maximum(has_outlier.to(torch.float64) / count)
-    numbers = torch.stack([absmax, center, sigma, power, bulk_power, share])
-    row[1:] = torch.where((absmax + power).isfinite(), numbers, torch.nan)
-    row[0].fill_(count)
+    share = share.maximum(has_outlier.to(torch.float64) / x.numel())
+    numbers = [absmax, center, sigma, power, bulk_power, share]
+    for name in quantizers:
+        errors = _squared_errors(name, pieces.values, key, absmax.to(torch.float32))
+        is_exact = pieces.values.numel() == x.numel() and not quantizer(name).is_stochastic
+        of_bulk = _mean(errors[0], is_bulk) if is_exact else _cautious_mean(errors, is_bulk)
+        # the power of outliers is known from all elements, and the pieces may contain too few of them
+        part = torch.where(outlier_power > 0, _mean(errors.mean(0), is_outlier), of_bulk)
+        whole = torch.where(outlier_power > 0, outlier_power, bulk_power)
+        relative = torch.where(whole > 0, part / whole, 1.0)
+        beyond = (power - (1 - share) * bulk_power).clamp(min=0.0)
+        numbers += [of_bulk, (1 - share) * of_bulk + relative * beyond]
+    found = torch.stack(numbers)
+    row[1:] = torch.where((absmax + power).isfinite(), found, torch.nan)
+    row[0].fill_(x.numel())
     return row
 
 
-def _sample(matrix: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
-    """float64 (samples, elements): drawn with replacement, or each element once."""
-    if settings.sample >= matrix.numel():
-        return matrix.flatten().to(torch.float64).unsqueeze(0)
-    num_samples = settings.negative_k if settings.type == "negative" else 1
-    size = num_samples * settings.sample
+def _squared_errors(name: str, values: Tensor, key: RandomKey, tensor_amax: Tensor) -> Tensor:
+    """float64 (draws, *values.shape): squared rounding errors; one draw if rounding is not stochastic."""
+    draws = min(DRAWS, max(1, COUNTED // values.numel())) if quantizer(name).is_stochastic else 1
+    made = rounded(name, values.repeat(draws, 1), key, tensor_amax).view(draws, *values.shape)
+    return (made.to(torch.float64) - values).square()
+
+
+def rounded(name: str, matrix: Tensor, key: RandomKey, tensor_amax: Tensor) -> Tensor:
+    """A matrix, quantised with the scale of a full tensor and dequantised: float32."""
+    chosen = quantizer(name)
+    found = chosen.quantize(
+        matrix.to(torch.float32),
+        random_key=key if chosen.is_stochastic else None,
+        tensor_amax=tensor_amax,
+    )
+    return found.dequantize()
+
+
+def sampled_places(length: int, size: int, key: RandomKey, device: torch.device) -> Tensor:
+    """Ascending indices along an axis, one drawn from each of `size` equal sections: int64 (size,).
+
+    All indices, int64 (length,), if the axis is no longer than `size`.
+    """
+    places = torch.arange(min(length, size), dtype=torch.int64, device=device)
+    if length <= size:
+        return places
+    start, end = places * length // size, (places + 1) * length // size
+    words = random_words(-(-size // 4), key, device).flatten()[:size]
+    return start + words % (end - start)
+
+
+def _sample(matrix: Tensor, size: int, key: RandomKey) -> Tensor:
+    """float64 (elements,): drawn with replacement, or each element once."""
+    if size >= matrix.numel():
+        return matrix.flatten().to(torch.float64)
     words = random_words(-(-size // 4), key, matrix.device).view(-1)[:size]
     # in float64, in which this product is the same on every device
     places = (words.to(torch.float64) * (matrix.numel() / 2**32)).to(torch.int64)
-    return _elements(matrix, places).to(torch.float64).view(num_samples, settings.sample)
-
-
-def _elements(matrix: Tensor, places: Tensor) -> Tensor:
-    """Elements by their row-major index; rows need not be contiguous in memory."""
     if len(matrix) == 1:
-        return matrix[0][places]
+        return matrix[0][places].to(torch.float64)
     rows = torch.div(places, matrix.shape[1], rounding_mode="floor")
-    return matrix[rows, places - rows * matrix.shape[1]]
+    return matrix[rows, places - rows * matrix.shape[1]].to(torch.float64)
 
 
-def _median_and_distance(sample: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """The median, and the distance from it within which `share` of the sample is."""
-    ordered = sample.flatten().sort().values
-    middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+def _center_and_sigma(sample: Tensor) -> tuple[Tensor, Tensor]:
+    """The median, and the distance from it within which `WITHIN_SIGMA` of the other elements are."""
+    ordered, count = sample.sort().values, len(sample)
+    middle = (ordered[(count - 1) // 2] + ordered[count // 2]) / 2
     distances = (ordered - middle).abs().sort().values
-    return middle, distances[min(round(share * len(distances)), len(distances) - 1)]
+    equal = (distances == 0).sum()
+    place = (equal + ((count - equal) * WITHIN_SIGMA).round().to(torch.int64)).clamp(max=count - 1)
+    return middle, distances.gather(0, place.unsqueeze(0)).squeeze(0)
 
 
-def _quantile(sample: Tensor) -> tuple[Tensor, Tensor]:
-    return _median_and_distance(sample, WITHIN_SIGMA)
+def _pieces(matrix: Tensor, most: int, key: RandomKey) -> _Pieces:
+    """The whole matrix if it has at most `most` elements; otherwise evenly spread parts of its rows."""
+    rows, cols = matrix.shape
+    if matrix.numel() <= most:
+        return _Pieces(matrix.to(torch.float32), torch.ones_like(matrix, dtype=torch.bool))
+    in_row = -(-cols // PIECE)
+    places = sampled_places(rows * in_row, most // PIECE, key, matrix.device)
+    tops = torch.div(places, in_row, rounding_mode="floor")
+    start = (places - tops * in_row) * PIECE
+    columns = start.unsqueeze(1) + torch.arange(PIECE, device=matrix.device)
+    is_element = columns < cols
+    values = matrix[tops.unsqueeze(1), columns.clamp(max=cols - 1)].to(torch.float32)
+    return _Pieces(values.masked_fill(~is_element, 0.0), is_element)
 
 
-def _median_absolute_deviation(sample: Tensor) -> tuple[Tensor, Tensor]:
-    center, distance = _median_and_distance(sample, 0.5)
-    return center, MAD_FACTOR * distance
+def _cautious_mean(errors: Tensor, where: Tensor) -> Tensor:
+    """Mean over the draws and these places, raised by two standard errors; 0 if there are none.
+
+    Of a sparse tensor, a few rare errors may make up most of the mean, and the pieces may contain too few.
+    """
+    kept = torch.where(where, errors, 0.0)
+    total, count = kept.sum(), where.sum().clamp(min=1) * len(errors)
+    return (total + 2 * kept.square().sum().sqrt()) / count
 
 
-def _least_variance(samples: Tensor) -> tuple[Tensor, Tensor]:
-    variances, means = torch.var_mean(samples, dim=1, correction=0)
-    variance, index = variances.min(0)
-    return means.gather(0, index.unsqueeze(0)).squeeze(0), variance.sqrt()
-
-
-_SPREADS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "quantile": _quantile,
-    "mad": _median_absolute_deviation,
-    "negative": _least_variance,
-}
-
-
-def _bulk(sample: Tensor, center: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean square of the elements within `OUTLIER_SIGMAS`, and the share of those beyond."""
-    wide = sample.to(torch.float64)
-    is_outlier = (wide - center).abs_() > OUTLIER_SIGMAS * sigma
-    num_outliers = is_outlier.sum()
-    bulk = wide.masked_fill(is_outlier, 0.0).view(-1)
-    bulk_power = torch.dot(bulk, bulk) / (len(bulk) - num_outliers).clamp(min=1)
-    return bulk_power, num_outliers.to(torch.float64) / len(bulk)
-
-
-def _run(matrix: Tensor, place: int) -> Tensor:
-    """`RUN` neighbouring elements from a row-major index on; copies only the rows they are in."""
-    cols = matrix.shape[1]
-    top, bottom = place // cols, -(-(place + RUN) // cols)
-    return matrix[top:bottom].flatten()[place - top * cols :][:RUN]
-
-
-def _runs(matrix: Tensor, settings: EstimatorSettings, key: RandomKey) -> Tensor:
-    """Up to `COUNTED` elements: all, or equally spaced runs of `RUN`, whose offset depends on the key."""
-    count = matrix.numel()
-    if count <= max(COUNTED, settings.sample):
-        return matrix.flatten()
-    num_runs = COUNTED // RUN
-    distance = count // num_runs
-    start = (key.key + key.step * ODD) % (distance - RUN + 1)
-    if len(matrix) == 1:
-        return matrix[0, : num_runs * distance].view(num_runs, distance)[:, start : start + RUN]
-    return torch.cat([_run(matrix, place) for place in range(start, num_runs * distance, distance)])
+def _mean(values: Tensor, where: Tensor) -> Tensor:
+    """Mean of the values at these places; 0 if there are none."""
+    return torch.where(where, values, 0.0).sum() / where.sum().clamp(min=1)

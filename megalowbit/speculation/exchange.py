@@ -27,21 +27,37 @@ from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import gather
 from megalowbit.errors import UserError, shown
 from megalowbit.speculation.precisions import PRODUCTS
-from megalowbit.speculation.probe import ENERGIES, ROLES, RankFindings
-from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
+from megalowbit.speculation.probe import ENERGIES, ROLES, ROUNDING, RankFindings
+from megalowbit.speculation.statistics import COLUMNS, ERRORS, Errors, OperandStatistics
 
-MOMENTS = ("count", "center", "square", "power", "bulk_power", "outlier_share")  # all but the first × count
+# all but the first × count; the `ERRORS` of each candidate follow
+MOMENTS = ("count", "center", "square", "power", "bulk_power", "outlier_share")
 SIDES = 2  # left and right operand of a product
 HIGHEST_DB = 100.0  # highest measured SNR; beyond it the float64 reference is not exact enough
 _FINGERPRINT_BITS = 48  # exact in a float64
 
 
+class Rounding(NamedTuple):
+    """Energies of a product's noise at one candidate, summed over ranks; see `probe`."""
+
+    noise: float
+    expected: float
+
+
 class Verification(NamedTuple):
-    """Energies of a product's compared entries, summed over ranks; see `probe`."""
+    """Energies of a product's compared entries, summed over ranks; see `probe`.
+
+    Attributes:
+        signal: of the exact product.
+        noise: of the product of this step, minus the exact one.
+        expected: the signal of independent operands.
+        candidates: the noise at each candidate but the last.
+    """
 
     signal: float
     noise: float
     expected: float
+    candidates: tuple[Rounding, ...] = ()
 
     @property
     def measured_db(self) -> float:
@@ -50,14 +66,22 @@ class Verification(NamedTuple):
             return math.nan
         if self.noise == 0:
             return HIGHEST_DB
-        return min(HIGHEST_DB, 10 * (math.log10(self.signal) - math.log10(self.noise)))
+        return min(HIGHEST_DB, _db(self.signal, self.noise))
 
-    @property
-    def alignment_db(self) -> float:
-        """Signal over that of independent operands of the same power; NaN if one is 0 or not finite."""
-        if not (0 < self.signal < math.inf and 0 < self.expected < math.inf):
-            return math.nan
-        return 10 * (math.log10(self.signal) - math.log10(self.expected))
+    def correction_db(self, candidate: int) -> float:
+        """How much higher the SNR is than for independent operands and errors; NaN if it is unknown.
+
+        The ratio of the signal to that of independent operands, over the same ratio of the noise.
+        """
+        noise, expected = self.candidates[candidate]
+        return _db(self.signal, self.expected) - _db(noise, expected)
+
+
+def _db(energy: float, other: float) -> float:
+    """A ratio of energies; NaN if one is 0 or not finite."""
+    if not (0 < energy < math.inf and 0 < other < math.inf):
+        return math.nan
+    return 10 * (math.log10(energy) - math.log10(other))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +107,7 @@ class Exchange:
     Args:
         layers: names of this rank's layers; may be empty.
         settings: plain values by name, which must be equal on all ranks.
+        candidates: number of candidates but the last.
         group: the ranks that decide together; `None`: all.
         problem: why this rank cannot take part; raised on all ranks.
 
@@ -97,11 +122,13 @@ class Exchange:
         self,
         layers: Sequence[str],
         settings: Mapping[str, object],
+        candidates: int = 0,
         group: dist.ProcessGroup | None = None,
         *,
         problem: str | None = None,
     ) -> None:
         self._group = group
+        self._candidates = candidates
         local = (list(layers), dict(settings), problem)
         gathered = gather(local, group)
         for _, _, problem_of_rank in gathered:
@@ -137,10 +164,13 @@ class Exchange:
             RuntimeError: ranks made different decisions in an earlier check.
         """
         device = process_group.exchange_device(self._group, device)
-        statistics = _rows(self._operands, found.statistics, len(COLUMNS), device)
-        of = dict(zip(COLUMNS, statistics.unbind(1), strict=True))
-        energies = _rows(self._products, found.energies, len(ENERGIES), device)
-        sums = torch.cat([_moments(of), energies.flatten()])
+        width = len(COLUMNS) + len(ERRORS) * self._candidates
+        statistics = _rows(self._operands, found.statistics, width, device)
+        of = dict(zip(COLUMNS, statistics.unbind(1), strict=False))
+        width = len(ENERGIES) + len(ROUNDING) * self._candidates
+        energies = _rows(self._products, found.energies, width, device)
+        moments = _moments(of, statistics[:, len(COLUMNS) :])
+        sums = torch.cat([moments.flatten(), energies.flatten()])
         # the MAX of some libraries drops NaN; the sums keep it
         magnitudes = of["absmax"].nan_to_num(nan=0.0)
         maxima = torch.cat([magnitudes, self._flags(found, unquantized, decisions).to(device)])
@@ -176,9 +206,11 @@ class Exchange:
                 "round differently: run all ranks on machines of one kind"
             )
         operands, products = self._operands, self._products
-        width, split = len(MOMENTS), len(MOMENTS) * len(operands)
+        width = len(MOMENTS) + len(ERRORS) * self._candidates
+        split = width * len(operands)
         moments = [sums[start : start + width] for start in range(0, split, width)]
-        energies = [sums[start : start + len(ENERGIES)] for start in range(split, len(sums), len(ENERGIES))]
+        width = len(ENERGIES) + len(ROUNDING) * self._candidates
+        energies = [sums[start : start + width] for start in range(split, len(sums), width)]
         magnitudes, rest = maxima[: len(operands)], maxima[len(operands) : -2]
         flags = [rest[start : start + 2 + SIDES] for start in range(0, len(rest), 2 + SIDES)]
         return Findings(
@@ -188,7 +220,7 @@ class Exchange:
                 if row[0] != 0
             },
             verified={
-                key: Verification(*row)
+                key: _verification(row)
                 for key, row, flag in zip(products, energies, flags, strict=True)
                 if flag[1]
             },
@@ -200,15 +232,15 @@ class Exchange:
 
 
 def pooled(moments: Sequence[float], absmax: float) -> OperandStatistics:
-    """Statistics of several operands together, from their summed `MOMENTS`; the count is not zero.
+    """Statistics of several operands together, from their summed moments; the count is not zero.
 
     If a number is not finite, all but the count are NaN.
     """
     count = moments[0]
     if not all(map(math.isfinite, (*moments, absmax))):
-        rest = dict.fromkeys(COLUMNS[1:], math.nan)
-        return OperandStatistics(count=count, **rest)
-    center, square, power, bulk_power, outlier_share = (moment / count for moment in moments[1:])
+        unknown = dict.fromkeys(COLUMNS[1:], math.nan)
+        return OperandStatistics(count=count, errors=(), **unknown)
+    center, square, power, bulk_power, outlier_share, *errors = (moment / count for moment in moments[1:])
     return OperandStatistics(
         count=count,
         absmax=absmax,
@@ -217,7 +249,13 @@ def pooled(moments: Sequence[float], absmax: float) -> OperandStatistics:
         power=power,
         bulk_power=bulk_power,
         outlier_share=outlier_share,
+        errors=tuple(map(Errors, errors[::2], errors[1::2])),
     )
+
+
+def _verification(row: Sequence[float]) -> Verification:
+    signal, noise, expected, *rounding = row
+    return Verification(signal, noise, expected, tuple(map(Rounding, rounding[::2], rounding[1::2])))
 
 
 def _rows(
@@ -232,16 +270,17 @@ def _rows(
     return torch.stack([nothing if row is None else row.to(device) for row in rows])
 
 
-def _moments(of: Mapping[str, Tensor]) -> Tensor:
-    """float64 (operands · moments,), operand by operand: the inputs of the SUM reduction."""
+def _moments(of: Mapping[str, Tensor], errors: Tensor) -> Tensor:
+    """float64 (operands, moments): the inputs of the SUM reduction; `errors` has a row for each operand."""
     weighted = [
         of["center"],
         of["sigma"].square() + of["center"].square(),
         of["power"],
         of["bulk_power"],
         of["outlier_share"],
+        *errors.unbind(1),
     ]
-    return torch.stack([of["count"], *(of["count"] * each for each in weighted)], dim=1).flatten()
+    return torch.stack([of["count"], *(of["count"] * each for each in weighted)], dim=1)
 
 
 def _check_same_settings(first: Mapping[str, object], others: Mapping[str, object], rank: int) -> None:

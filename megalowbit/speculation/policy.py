@@ -13,11 +13,10 @@ Rules:
   nothing, until `cooldown` steps have passed; checks in that time count for `patience`.
 - A decision made after step s is in force from step s + 1.
 
-Measurements correct the predictions. The *alignment* is how much larger the product's signal is than that of
-independent operands. A *correction* per candidate is the difference between measured and predicted SNR that
-remains. Both are running means of a few measurements, and both are added to the current prediction and to its
-trend, so learning never shows up as a trend. A candidate that is avoided because of its correction is not
-measured any more. Therefore corrections decay, and after some hundred checks the candidate is tried again.
+Measurements correct the predictions, which assume that operands and rounding errors are independent of each
+other. A *correction* per candidate is the measured difference in dB. It is a running mean of a few
+measurements, and is added to the current prediction and to its trend, so learning never shows up as a trend.
+All candidates are measured in a verified check, not only the one that a product runs at.
 
 A NaN prediction is unsafe. A prediction of +inf means that the candidate would quantise neither operand; the
 product is then assigned the last candidate, so it does not count as low precision. Not here: prediction,
@@ -38,7 +37,7 @@ from megalowbit.errors import UserError, shown
 from megalowbit.speculation.settings import SpeculationSettings
 
 Reason = Literal["start", "safe", "predicted", "trend", "missed", "waiting", "not finite", "unquantised"]
-DECAY = 1 / 128  # of a correction, at each verified check while the product runs at another candidate
+FORMER_KEY = "alignment_db"  # of saved states
 DAMAGED = "the saved state of a product is damaged"
 RESTART = "start again without the saved decisions"
 NEW_SHARE = 0.5  # weight of a new measurement in a running mean
@@ -57,7 +56,7 @@ class Prediction:
 
     Attributes:
         step: the optimizer step.
-        predicted: dB for each candidate but the last, without alignment and correction; `None` if not finite.
+        predicted: dB for each candidate but the last, without correction; `None` if not finite.
     """
 
     step: int
@@ -77,9 +76,8 @@ class GemmState:
         blocked_until: after a miss, the step after which quantised candidates are allowed again.
         hits: verifications whose measured SNR reached the threshold.
         misses: verifications whose measured SNR did not.
-        alignment_db: running mean of measured alignments; `None`: never measured.
-        corrections: for each candidate but the last, running mean in dB of measured minus predicted SNR,
-            with the alignment in the prediction; `None`: never measured at that candidate.
+        corrections: for each candidate but the last, running mean in dB of measured minus predicted SNR;
+            `None`: never measured.
         reason: why the product runs at `precision`.
 
             - "start": nothing was decided yet
@@ -98,7 +96,6 @@ class GemmState:
     blocked_until: int = 0
     hits: int = 0
     misses: int = 0
-    alignment_db: float | None = None
     corrections: tuple[float | None, ...] = ()
     reason: Reason = "start"
 
@@ -114,9 +111,14 @@ class GemmState:
     def from_dict(values: Mapping[str, Any]) -> GemmState:
         """Build a state from the output of `to_dict`.
 
+        Earlier versions had another model of the noise. Of their states the decisions are kept. The
+        predictions of that model are dropped, as they would look like a trend, and the alignment, which it
+        measured once for all candidates, becomes part of the corrections.
+
         Raises:
             UserError: a key is missing or unknown, or the values do not match the candidates among them.
         """
+        values = _with_present_keys(values)
         known = _Saved.model_fields.keys()
         if values.keys() != known:
             wrong = ", ".join(sorted(known ^ values.keys()))
@@ -149,6 +151,18 @@ class GemmState:
         return state
 
 
+def _with_present_keys(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state, without `alignment_db` of earlier versions; see `GemmState.from_dict`."""
+    alignment, corrections = values.get(FORMER_KEY), values.get("corrections")
+    numbers = [alignment, *corrections] if isinstance(corrections, list) else ["damaged"]
+    if FORMER_KEY not in values or not all(isinstance(each, float | None) for each in numbers):
+        return values
+    kept = {key: value for key, value in values.items() if key != FORMER_KEY}
+    if alignment is not None:
+        kept["corrections"] = [alignment + (known or 0.0) for known in numbers[1:]]
+    return {**kept, "history": []}
+
+
 class _Saved(BaseModel):
     """The keys and types that `GemmState.to_dict` writes."""
 
@@ -161,7 +175,6 @@ class _Saved(BaseModel):
     blocked_until: NonNegativeInt
     hits: NonNegativeInt
     misses: NonNegativeInt
-    alignment_db: float | None
     corrections: list[float | None]
     reason: Reason
 
@@ -199,7 +212,7 @@ class Policy:
         return state
 
     def corrected(self, state: GemmState, predicted: Sequence[float]) -> tuple[float, ...]:
-        """Predictions plus the product's alignment and each candidate's correction, as decisions use them.
+        """Predictions plus each candidate's correction, as decisions use them.
 
         In dB, one for each candidate, the last one included.
 
@@ -210,33 +223,21 @@ class Policy:
             raise ValueError(f"expected one prediction for each of {self.candidates}, got {len(predicted)}")
         return tuple(float(db) + self._offset(state, candidate) for candidate, db in enumerate(predicted))
 
-    def align(self, state: GemmState, alignment_db: float) -> GemmState:
-        """Update the running mean of the alignment; a measurement that is not finite is ignored."""
-        return replace(state, alignment_db=_averaged(state.alignment_db, alignment_db))
-
     def correct(self, state: GemmState, precision: str, residual_db: float) -> GemmState:
         """Update the correction of a candidate; a residual that is not finite is ignored.
 
-        The residual is the measured SNR minus the predicted SNR, with the alignment measured in the same
-        step. The candidate is any but the last.
+        The residual is by how much the SNR of the compared part differs from that of independent operands
+        and errors. The candidate is any but the last.
         """
         corrections = list(state.corrections)
         candidate = self.candidates.index(precision)
         corrections[candidate] = _averaged(corrections[candidate], residual_db)
         return replace(state, corrections=tuple(corrections))
 
-    def decay(self, state: GemmState, precision: str) -> GemmState:
-        """Reduce all corrections a little, except that of `precision`, which was just measured."""
-        corrections = tuple(
-            known if known is None or candidate == precision else known * (1 - DECAY)
-            for candidate, known in zip(self.candidates[:-1], state.corrections, strict=True)
-        )
-        return replace(state, corrections=corrections)
-
     def decide(self, state: GemmState, step: int, predicted: Sequence[float]) -> GemmState:
         """Choose the candidate for the steps after this one. Call `verify` for the same step first.
 
-        Predictions are in dB, one for each candidate, without alignment and correction; inf for the last one.
+        Predictions are in dB, one for each candidate, without correction; inf for the last one.
 
         Raises:
             ValueError: the number of predictions is not that of the candidates.
@@ -289,7 +290,7 @@ class Policy:
     def _offset(self, state: GemmState, candidate: int) -> float:
         if not self.settings.use_alignment or candidate == len(self._thresholds):
             return 0.0
-        return (state.alignment_db or 0.0) + (state.corrections[candidate] or 0.0)
+        return state.corrections[candidate] or 0.0
 
     def _worst(self, state: GemmState, history: Sequence[Prediction], candidate: int, now: float) -> float:
         """The lowest of a candidate's predictions, now and `lookahead` steps later; NaN if there is none."""

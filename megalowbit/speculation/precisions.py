@@ -61,11 +61,21 @@ def quantizers_of(precision: str, product: str) -> tuple[str, str]:
     Raises:
         UserError: there is no such precision or product.
     """
-    candidate = _precision(precision)
+    _precision(precision)
     if product not in OPERANDS:
         raise unknown_name("product", product, PRODUCTS)
     left, right = OPERANDS[product]
-    return _quantizer_of(candidate, left), _quantizer_of(candidate, right)
+    return operand_quantizer(precision, left), operand_quantizer(precision, right)
+
+
+def operand_quantizer(precision: str, operand: str) -> str:
+    """The name of the quantizer of `"input"`, `"weight"` or `"grad_output"`.
+
+    Raises:
+        UserError: there is no such precision.
+    """
+    candidate = _precision(precision)
+    return candidate.gradient if operand == "grad_output" else candidate.operand
 
 
 def recipe_with(base: Recipe, choice: Sequence[str]) -> Recipe:
@@ -148,10 +158,6 @@ def _precision(name: str) -> Precision:
     if name not in PRECISIONS:
         raise unknown_name("precision", name, PRECISIONS)
     return PRECISIONS[name]
-
-
-def _quantizer_of(candidate: Precision, operand: str) -> str:
-    return candidate.gradient if operand == "grad_output" else candidate.operand
 
 
 def _is_identity(name: str) -> bool:

@@ -19,8 +19,8 @@ class GemmRow:
         layer: the layer's name.
         product: "output", "grad_input" or "grad_weight".
         precision: what it ran at in this step; a `Change` has the next precision.
-        predicted_db: SNR predicted for `precision` from this step's statistics, with the alignment and the
-            correction known before the step. `None` at bf16, and if statistics were not finite.
+        predicted_db: SNR predicted for `precision` from this step's statistics, with the correction known
+            before the step. `None` at bf16, and if statistics were not finite.
         measured_db: SNR measured by verification. `None` at bf16, if nothing was verified, and if there was
             no signal or no finite number.
         is_hit: whether the measured SNR reached the threshold of `precision`. `None` at bf16, if nothing was

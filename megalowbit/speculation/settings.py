@@ -19,14 +19,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from megalowbit.errors import unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.values import SettingsModel, unit
 
 BITS = {"int4": 4, "nvfp4": 4, "int8": 8, "mixed": 8, "fp8": 8, "bf16": 16}  # bits of an element
 HIGHEST = "bf16"  # the last candidate, always: it is not quantised, and so always safe
-EVEN_CANDIDATES = ("int4", "int8", HIGHEST)  # evenly spaced grids, which the noise model "zeros" assumes
 EXAMPLE = '["int8", "fp8", "bf16"]'
 FORMER_KEY = "ladder"  # what `candidates` was called; still accepted
+# Former settings, and the value that is built in now. It is accepted and ignored, others are errors.
+FIXED = {"model": "calibrated"}
+FIXED_IN_ESTIMATOR = {"type": "quantile"}
+UNUSED_IN_ESTIMATOR = "negative_k"  # belonged to the estimator type "negative"
 
 MOST = 10**9  # steps, checks or elements: beyond any run, and exact in a float
 Count = Annotated[int, Field(ge=1, le=MOST)]
@@ -34,25 +37,33 @@ CountFromZero = Annotated[int, Field(ge=0, le=MOST)]
 NumberFromZero = Annotated[float, Field(ge=0)]
 
 
+def _present_estimator(section: Any) -> Any:
+    if not isinstance(section, Mapping):
+        return section
+    kept = {key: value for key, value in section.items() if key != UNUSED_IN_ESTIMATOR}
+    return _without_fixed(kept, FIXED_IN_ESTIMATOR)
+
+
+def _without_fixed(section: Mapping[str, Any], fixed: Mapping[str, str]) -> dict[str, Any]:
+    for key, value in fixed.items():
+        if key in section and section[key] != value:
+            raise ValueError(f'{key} {shown(section[key])} was removed, "{value}" is built in: remove {key}')
+    return {key: value for key, value in section.items() if key not in fixed}
+
+
 class EstimatorSettings(SettingsModel):
     """How to estimate the spread of an operand's bulk in the presence of outliers."""
 
-    type: Literal["quantile", "mad", "negative"] = Field(
-        default="quantile",
-        description="`quantile` (the 68 % quantile of a sample) and `mad` (median absolute deviation) are "
-        "not affected by outliers. `negative` takes the smallest variance of `negative_k` samples, which "
-        "is biased low",
-    )
     sample: Annotated[Count, Field(ge=16)] = Field(
         default=8192,
         description="size of the sample. If the tensor has no more elements than this, each is taken once",
         json_schema_extra=unit("elements"),
     )
-    negative_k: Annotated[Count, Field(le=100)] = Field(
-        default=5,
-        description="number of samples that type `negative` draws at every check",
-        json_schema_extra=unit("samples"),
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accepts_former_keys(cls, section: Any) -> Any:
+        return _present_estimator(section)
 
 
 class SpeculationSettings(SettingsModel):
@@ -71,11 +82,6 @@ class SpeculationSettings(SettingsModel):
     )
     estimator: EstimatorSettings = Field(
         default=EstimatorSettings(), description="how to estimate the spread of operands"
-    )
-    model: Literal["calibrated", "zeros"] = Field(
-        default="calibrated",
-        description="the noise model. `calibrated` counts the rounding error of all elements, `zeros` only "
-        "the elements that become zero; `zeros` works with `int4` and `int8` only",
     )
     signal: Literal["bulk", "all"] = Field(
         default="bulk",
@@ -125,8 +131,8 @@ class SpeculationSettings(SettingsModel):
     )
     use_alignment: bool = Field(
         default=True,
-        description="correct predictions by earlier measurements: the alignment of the operands (the signal "
-        "compared with that of independent operands), and the error of the prediction at each precision",
+        description="correct predictions by earlier measurements, which show how operands and rounding "
+        "errors depend on each other",
     )
 
     def threshold(self, candidate: str) -> float:
@@ -137,12 +143,12 @@ class SpeculationSettings(SettingsModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _accepts_the_former_key(cls, section: Any) -> Any:
-        if not isinstance(section, Mapping) or FORMER_KEY not in section:
+    def _accepts_former_keys(cls, section: Any) -> Any:
+        if not isinstance(section, Mapping):
             return section
-        if "candidates" in section:
+        if FORMER_KEY in section and "candidates" in section:
             raise ValueError(f'"{FORMER_KEY}" is the former name of "candidates": remove "{FORMER_KEY}"')
-        return with_current_keys(section)
+        return _without_fixed(_with_current_name(section), FIXED)
 
     @field_validator("candidates", mode="before")
     @classmethod
@@ -182,18 +188,6 @@ class SpeculationSettings(SettingsModel):
             raise ValueError(f"no threshold for {', '.join(missing)}: add it, or write one number for all")
         return {candidate: _threshold(value[candidate], f"{candidate}: ") for candidate in candidates}
 
-    @field_validator("model")
-    @classmethod
-    def _supports_the_candidates(cls, value: str, info: ValidationInfo) -> str:
-        candidates = info.data.get("candidates", ())
-        unsupported = [candidate for candidate in candidates if candidate not in EVEN_CANDIDATES]
-        if value == "zeros" and unsupported:
-            raise ValueError(
-                f"it supports evenly spaced grids only, not {', '.join(unsupported)}: remove that from the "
-                'candidates, or write "calibrated"'
-            )
-        return value
-
     @field_validator("lookahead")
     @classmethod
     def _reaches_the_next_check(cls, value: int, info: ValidationInfo) -> int:
@@ -207,7 +201,24 @@ class SpeculationSettings(SettingsModel):
 
 
 def with_current_keys(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A `speculation` section with `ladder`, if it is there, under its present name."""
+    """A `speculation` section that a run recorded, without settings that no longer exist.
+
+    Raises:
+        UserError: the run used a value that no longer exists.
+    """
+    present = _with_current_name(section)
+    try:
+        if "estimator" in present:
+            present["estimator"] = _present_estimator(present["estimator"])
+        return _without_fixed(present, FIXED)
+    except ValueError as error:
+        raise UserError(
+            f"the run to resume used a setting of megalowbit.speculation that no longer exists ({error}): "
+            "start a new run from its weights with megalowbit.model.checkpoint"
+        ) from None
+
+
+def _with_current_name(section: Mapping[str, Any]) -> dict[str, Any]:
     return {"candidates" if key == FORMER_KEY else key: value for key, value in section.items()}
 
 

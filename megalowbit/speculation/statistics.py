@@ -1,18 +1,31 @@
-"""Statistics of an operand before quantisation: seven numbers, one row of a table.
+"""Statistics of an operand before quantisation: one row of a table.
 
-The model of a tensor: a *bulk*, approximately Gaussian with mean `center` and standard deviation `sigma`, and
-a few outliers beyond `OUTLIER_SIGMAS`. The bulk carries the product, but the scale must reach the largest
-magnitude. Their ratio determines how many levels of a format are left for the bulk.
+A tensor has a *bulk*, the elements within `OUTLIER_SIGMAS` of its center, and a few outliers. The bulk
+carries the product, but the scale must reach the largest magnitude. Their ratio determines how many levels of
+a format are left for the bulk.
 
-Not covered: the position of outliers (one channel, or anywhere), and a bulk that is not Gaussian.
+Not covered: the position of outliers (one channel, or anywhere).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 OUTLIER_SIGMAS = 6.0  # a share of 2e-9 of a Gaussian's elements is beyond
+
+
+class Errors(NamedTuple):
+    """Mean squared rounding errors of an operand at one candidate, measured on a sample.
+
+    Attributes:
+        bulk: over the elements of the bulk.
+        all: over all elements.
+    """
+
+    bulk: float
+    all: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +35,12 @@ class OperandStatistics:
     Attributes:
         count: number of elements.
         absmax: largest magnitude of all elements.
-        center: mean of the bulk, estimated from a sample.
-        sigma: standard deviation of the bulk, estimated from a sample.
+        center: median of a sample.
+        sigma: standard deviation of the bulk if it is a Gaussian, estimated from a sample.
         power: mean square of all elements.
         bulk_power: mean square of the elements within `OUTLIER_SIGMAS` · sigma of the center, from a sample.
         outlier_share: share of the elements beyond that, 0 … 1, from a sample.
+        errors: rounding errors at each candidate but the last, cheapest first.
     """
 
     count: float
@@ -36,6 +50,7 @@ class OperandStatistics:
     power: float
     bulk_power: float
     outlier_share: float
+    errors: tuple[Errors, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -45,10 +60,9 @@ class OperandStatistics:
     @property
     def is_finite(self) -> bool:
         """Whether all numbers are finite, so that a prediction is possible."""
-        numbers = self.absmax + self.center + self.sigma + self.power + self.bulk_power + self.outlier_share
-        return math.isfinite(
-            self.count + numbers
-        )  # evaluated for each prediction; a sum is faster than a loop
+        numbers = [getattr(self, name) for name in COLUMNS]
+        return all(map(math.isfinite, [*numbers, *(value for each in self.errors for value in each)]))
 
 
-COLUMNS = tuple(field.name for field in fields(OperandStatistics))
+COLUMNS = tuple(field.name for field in fields(OperandStatistics) if field.name != "errors")
+ERRORS = Errors._fields  # columns for each candidate, after `COLUMNS`

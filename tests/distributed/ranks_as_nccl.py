@@ -141,7 +141,7 @@ def states_of_generators():
 
 @case
 def findings_of_a_precision_check():
-    pool = exchange.Exchange(["a"], {}, WORLD)
+    pool = exchange.Exchange(["a"], {}, 2, WORLD)
     pool.pool(RankFindings(), {}, [], torch.device("cpu"))
 
 

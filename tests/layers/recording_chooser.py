@@ -28,7 +28,7 @@ class RecordingProbe:
     def __init__(self, answer=lambda largest: None):
         self.answer, self.events, self.shown = answer, [], {}
 
-    def observe_operand(self, role, operand):
+    def observe_operand(self, role, operand, full_amax=None):
         assert not operand.requires_grad
         assert not torch.is_autocast_enabled("cpu")
         self.events.append(role)

@@ -146,7 +146,7 @@ def test_speculation_may_not_be_added_or_left_out(is_reversed):
             {"threshold_db": {"int8": 20, "fp8": 15}},
             r"speculation\.threshold_db was 15\.0 .* is \{'int8': 20\.0, 'fp8': 15\.0\} now",
         ),
-        ({"estimator": {"type": "mad"}}, r"speculation\.estimator\.type was 'quantile' .* is 'mad' now"),
+        ({"estimator": {"sample": 64}}, r"speculation\.estimator\.sample was 8192 .* is 64 now"),
     ],
 )
 def test_decisions_cannot_resume_with_other_candidates_or_another_threshold(settings, message):
@@ -164,6 +164,18 @@ def test_a_run_that_wrote_ladder_has_not_changed():
     message = r"candidates was \['int8', 'bf16'\] .* is \['int4', 'bf16'\] now"
     with pytest.raises(UserError, match=message):
         changed_settings(before, now)
+
+
+def test_a_run_that_recorded_former_settings_of_speculation_has_not_changed_unless_they_mattered():
+    before = with_speculation()
+    section = before["megalowbit"]["speculation"]
+    section["model"] = "calibrated"
+    section["estimator"] |= {"type": "quantile", "negative_k": 5}
+    assert changed_settings(before, with_speculation()) == []
+    section["estimator"]["type"] = "mad"
+    message = r"the run to resume used .* \(type 'mad' was removed.* start a new run from its weights"
+    with pytest.raises(UserError, match=message):
+        changed_settings(before, with_speculation())
 
 
 def with_scaler(**scaler):

@@ -4,9 +4,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.tensor_statistics import CPU_PIECE
 from megalowbit.speculation.estimator import COUNTED, estimate
@@ -15,7 +15,6 @@ from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
 
 DEFAULT = EstimatorSettings()
 KEY = RandomKey(1)
-TYPES = ("quantile", "mad", "negative")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -93,57 +92,32 @@ def test_a_sample_as_large_as_the_tensor_takes_each_element_once():
     assert found.sigma == pytest.approx(sigma, rel=1e-12)
     assert found.bulk_power == pytest.approx(np.mean(bulk**2), rel=1e-12)
     assert found.outlier_share == 11 / wide.size
-    for kind in TYPES:
-        all_of_it = settings.model_copy(update={"type": kind})
-        assert statistics(x, all_of_it, RandomKey(1)) == statistics(x, all_of_it, RandomKey(2, 3))
+    assert statistics(x, settings, RandomKey(1)) == statistics(x, settings, RandomKey(2, 3))
 
 
-def test_the_median_deviation_and_the_variance_of_all_elements():
-    x = gaussian(300, 37) * 0.5 + 0.2
-    wide = x.double().numpy().ravel()
-    mad = statistics(x, EstimatorSettings(type="mad", sample=x.numel()))
-    deviation = np.median(np.abs(wide - np.median(wide)))
-    assert mad.sigma == pytest.approx(1.4826022185 * deviation, rel=1e-4)
-    negative = statistics(x, EstimatorSettings(type="negative", sample=x.numel()))
-    assert (negative.center, negative.sigma) == pytest.approx((wide.mean(), wide.std()), rel=1e-9)
-
-
-@pytest.mark.parametrize("kind", ["quantile", "mad"])
 @pytest.mark.parametrize("share", [0.0, 1e-4, 1e-3])
-def test_quantiles_read_sigma_to_half_a_percent_whatever_the_outliers(kind, share):
+def test_sigma_is_read_to_half_a_percent_whatever_the_outliers(share):
     x = gaussian(1024, 512)
     with_outliers(x, round(share * x.numel()), 100.0)
-    settings = EstimatorSettings(type=kind)
-    sigmas = [statistics(x, settings, RandomKey(seed)).sigma for seed in range(24)]
+    sigmas = [statistics(x, key=RandomKey(seed)).sigma for seed in range(24)]
     assert np.mean(sigmas) == pytest.approx(1.0, abs=0.006)
     assert np.max(np.abs(np.array(sigmas) - 1)) < 0.06
 
 
-def test_the_least_of_several_variances_reads_low():
-    x = gaussian(1024, 512)
-
-    def mean_sigma(size):
-        settings = EstimatorSettings(type="negative", sample=size)
-        return np.mean([statistics(x, settings, RandomKey(seed)).sigma for seed in range(40)])
-
-    assert mean_sigma(10_000) == pytest.approx(0.991, abs=0.003)
-    assert mean_sigma(256) == pytest.approx(0.945, abs=0.015)
-
-
-def test_the_least_of_several_variances_fails_once_no_sample_is_free_of_outliers():
-    x = gaussian(1024, 512)
-    settings = EstimatorSettings(type="negative")
-    few = with_outliers(x.clone(), 5, 100.0)  # m·ε = .08 in each of 5 samples
-    many = with_outliers(x.clone(), 524, 100.0)  # m·ε = 8
-    assert statistics(few, settings).sigma == pytest.approx(1.0, abs=0.05)
-    assert statistics(many, settings).sigma > 2.0
-    assert statistics(many).sigma == pytest.approx(1.0, abs=0.05)
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
+def test_zeros_say_nothing_about_the_spread_of_the_others(share):
+    x = gaussian(1024, 512) * 3
+    x[torch.rand(x.shape, generator=torch.Generator().manual_seed(5)) < share] = 0.0
+    found = [statistics(x, key=RandomKey(seed)) for seed in range(12)]
+    assert {each.center for each in found} == {0.0}
+    assert np.mean([each.sigma for each in found]) == pytest.approx(3.0, rel=0.05)
+    for each in found:
+        assert each.bulk_power == pytest.approx(9 * (1 - share), rel=0.1)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_the_bulk_is_separated_from_outliers(kind):
+def test_the_bulk_is_separated_from_outliers():
     x = with_outliers(gaussian(1024, 512) + 0.25, 60, 50.0)
-    found = statistics(x, EstimatorSettings(type=kind, sample=2048))
+    found = statistics(x, EstimatorSettings(sample=2048))
     assert found.bulk_power == pytest.approx(1 + 0.25**2, rel=0.02)
     assert found.outlier_share == pytest.approx(60 / x.numel(), rel=0.6)
 
@@ -161,7 +135,7 @@ def test_outlier_channels_are_counted_in_a_large_tensor():
     assert x.numel() > COUNTED
     x[:, 77] = 20.0
     for seed in range(5):
-        assert statistics(x, key=RandomKey(seed)).outlier_share == pytest.approx(1 / 640, rel=0.03)
+        assert statistics(x, key=RandomKey(seed)).outlier_share == pytest.approx(1 / 640, rel=0.15)
 
 
 def test_where_outliers_are_counted_in_a_large_tensor_moves_with_the_key():
@@ -171,11 +145,10 @@ def test_where_outliers_are_counted_in_a_large_tensor_moves_with_the_key():
     assert all(power == pytest.approx(1.0, rel=0.02) for power in powers)
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("key", [KEY, RandomKey(77, 3)])
-def test_a_slice_of_columns_is_read_in_place_and_gives_the_statistics_of_its_copy(kind, key):
+def test_a_slice_of_columns_is_read_in_place_and_gives_the_statistics_of_its_copy(key):
     wide = with_outliers(gaussian(900, 1700, dtype=torch.bfloat16), 3000, 30.0)
-    settings = EstimatorSettings(type=kind, sample=2048)
+    settings = EstimatorSettings(sample=2048)
     for x in (wide[:, 300:900], wide[:, 300:900].t(), wide[:, :1600:2], wide[:3, :1699].expand(900, -1, -1)):
         assert x.numel() > COUNTED
         found, expected = statistics(x, settings, key), statistics(x.contiguous(), settings, key)
@@ -187,10 +160,9 @@ def test_a_slice_of_columns_is_read_in_place_and_gives_the_statistics_of_its_cop
 # Properties
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_the_key_alone_decides_what_is_drawn(kind):
+def test_the_key_alone_decides_what_is_drawn():
     x = gaussian(1024, 512)
-    settings = EstimatorSettings(type=kind, sample=512)
+    settings = EstimatorSettings(sample=512)
     before = torch.get_rng_state()
     first = estimate(x, settings, RandomKey(5, 7))
     torch.rand(3)
@@ -202,18 +174,9 @@ def test_the_key_alone_decides_what_is_drawn(kind):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_samples_reach_every_part_of_a_tensor():
-    x = torch.zeros(64, 1024)
-    one_mean = EstimatorSettings(type="negative", sample=4096, negative_k=1)
-    for row in range(64):
-        x.zero_()[row] = 1.0
-        assert statistics(x, one_mean).center == pytest.approx(1 / 64, abs=0.008)
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_scaling_by_a_power_of_two_scales_the_row(kind):
+def test_scaling_by_a_power_of_two_scales_the_row():
     x = with_outliers(gaussian(512, 600), 40, 17.0)
-    settings = EstimatorSettings(type=kind, sample=1000)
+    settings = EstimatorSettings(sample=1000)
     small, large = statistics(x, settings), statistics(x * -8, settings)
     assert large.absmax == 8 * small.absmax
     assert large.sigma == pytest.approx(8 * small.sigma, rel=1e-12)
@@ -237,28 +200,101 @@ def test_the_guard_catches_a_read():
         torch.ones(2).sum().item()
 
 
-@pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("shape", [(1024, 512), (7, 5), ()])
-def test_the_host_reads_nothing(kind, shape):
-    settings = EstimatorSettings(type=kind, sample=1024)
+def test_the_host_reads_nothing(shape):
+    settings = EstimatorSettings(sample=1024)
     x = gaussian(*shape)
     with NoReads():
-        estimate(x, settings, RandomKey(1))
-    with FakeTensorMode() as mode:  # tensors without numbers: a read would raise
-        row = estimate(mode.from_tensor(x), settings, RandomKey(1))
-    assert row.shape == (len(COLUMNS),)
+        row = estimate(x, settings, RandomKey(1), quantizers=("int8", "fp8e5m2:sr"))
+    assert row.shape == (len(COLUMNS) + 4,)
     assert row.dtype == torch.float64
+
+
+# Rounding errors
+
+
+OF_ALL = ("int4", "int8:sr", "fp8e4m3", "fp8e5m2:sr", "nvfp4e2m1bnosr", "nvfp4e2m1b", "int8e5m2b")
+
+
+def errors_of(x, settings=DEFAULT, key=KEY, names=OF_ALL):
+    row = estimate(x, settings, key, quantizers=names)[len(COLUMNS) :]
+    return {name: tuple(pair) for name, pair in zip(names, row.view(-1, 2).tolist(), strict=True)}
+
+
+def data(kind, *shape):
+    z, generator = gaussian(*shape, seed=3), torch.Generator().manual_seed(4)
+    return {
+        "outliers": lambda: with_outliers(z + 0.5, z.numel() // 800, 60.0),
+        "log-normal": lambda: torch.exp(z),
+        "sparse": lambda: z * (torch.rand(shape, generator=generator) < 0.01),
+        "rows": lambda: z * torch.exp(1.5 * torch.randn(shape[0], 1, generator=generator)),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", ["outliers", "log-normal", "sparse", "rows"])
+@pytest.mark.parametrize("name", OF_ALL)
+def test_errors_of_a_small_tensor_are_those_of_its_quantizer(kind, name):
+    x = data(kind, 300, 200)
+    of, chosen = statistics(x), quantizer(name)
+    wide = x.double()
+    made = chosen(x, random_key=RandomKey(77) if chosen.is_stochastic else None).double()
+    squares, is_bulk = (made - wide).square(), (wide - of.center).abs() <= 6 * of.sigma
+    # errors of stochastic rounding are raised by two standard errors, which are large in a sparse tensor
+    exact = {"rel": 0.6 if kind == "sparse" else 0.3} if chosen.is_stochastic else {"rel": 1e-5}
+    of_bulk, of_all = errors_of(x)[name]
+    assert of_bulk == pytest.approx(squares[is_bulk].mean().item(), **exact)
+    assert of_all == pytest.approx(squares.mean().item(), **exact)
+
+
+@pytest.mark.parametrize("kind", ["outliers", "log-normal", "sparse", "rows"])
+@pytest.mark.parametrize("cols", [512, 300])
+def test_pieces_of_a_large_tensor_have_the_errors_of_all_of_it(kind, cols):
+    x = data(kind, 2000, cols)
+    assert x.numel() > COUNTED
+    part, whole = errors_of(x), errors_of(x, EstimatorSettings(sample=x.numel()))
+    for name in OF_ALL:
+        of_bulk, of_all = (10 * math.log10(a / b) for a, b in zip(part[name], whole[name], strict=True))
+        assert abs(of_bulk) < 1.0, name
+        assert abs(of_all) < 1.5, name
+
+
+def test_rare_errors_of_a_sparse_tensor_are_not_missed():
+    """One draw to NVFP4 has .45 to 1.8 times the expected error; estimates lean to the cautious side."""
+    name, x = "nvfp4e2m1b", data("sparse", 256, 384)
+    draws = [quantizer(name)(x, random_key=RandomKey(100 + seed)) - x for seed in range(64)]
+    expected = torch.stack(draws).double().square().mean().item()
+    found = [errors_of(x, key=RandomKey(seed), names=(name,))[name][0] / expected for seed in range(16)]
+    assert min(found) > 0.7
+    assert 1.0 < sum(found) / len(found) < 1.6
+
+
+def test_outliers_that_no_piece_contains_are_assumed_to_err_as_the_bulk_does():
+    """Their power is known from all elements, and no error is smaller than that of floating point."""
+    x = gaussian(4000, 512)
+    with_outliers(x, 3, 3000.0)
+    of = statistics(x)
+    name, errors = "fp8e4m3", errors_of(x)["fp8e4m3"]
+    assert of.power > 10 * of.bulk_power
+    wide = x.double()
+    exact = (quantizer(name)(x).double() - wide).square().mean().item()
+    assert errors[1] == pytest.approx(exact, rel=0.05)
+
+
+def test_a_stochastic_candidate_draws_by_the_key():
+    x = gaussian(256, 128)
+    names = ("int8:sr",)
+    assert errors_of(x, names=names) == errors_of(x, names=names)
+    assert errors_of(x, names=names) != errors_of(x, key=RandomKey(2), names=names)
 
 
 # Tensors that are no bulk
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("kind", TYPES)
-def test_numbers_of_a_tensor_that_is_not_finite_are_not_finite(value, kind):
+def test_numbers_of_a_tensor_that_is_not_finite_are_not_finite(value):
     x = gaussian(512, 300)
     x[17, 3] = value
-    found = statistics(x, EstimatorSettings(type=kind, sample=128))
+    found = statistics(x, EstimatorSettings(sample=128))
     assert found.count == x.numel()
     assert all(math.isnan(getattr(found, column)) for column in COLUMNS[1:])
 

@@ -8,7 +8,7 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.speculation.estimator import estimate
-from megalowbit.speculation.exchange import HIGHEST_DB, MOMENTS, Exchange, Verification, pooled
+from megalowbit.speculation.exchange import HIGHEST_DB, MOMENTS, Exchange, Rounding, Verification, pooled
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.probe import ROLES, RankFindings
 from megalowbit.speculation.settings import EstimatorSettings
@@ -19,14 +19,14 @@ ALL = EstimatorSettings(sample=1 << 20)
 
 
 def described(x):
-    return estimate(x, ALL, RandomKey(0))
+    return estimate(x, ALL, RandomKey(0), quantizers=["int8"])
 
 
 def moments(row):
     """As ranks sum them, written out."""
-    of = dict(zip(COLUMNS, row, strict=True))
+    of = dict(zip(COLUMNS, row, strict=False))
     square = of["sigma"] ** 2 + of["center"] ** 2
-    values = [of["center"], square, of["power"], of["bulk_power"], of["outlier_share"]]
+    values = [of["center"], square, of["power"], of["bulk_power"], of["outlier_share"], *row[len(COLUMNS) :]]
     return [of["count"], *(of["count"] * value for value in values)]
 
 
@@ -41,20 +41,22 @@ def tensors(count, *, seed=0):
 
 def test_one_rank_gets_back_what_it_gave():
     rows = {role: described(x) for role, x in zip(ROLES, tensors(3), strict=True)}
-    energies = torch.tensor([8.0, 2.0, 4.0], dtype=torch.float64)
+    energies = torch.tensor([8.0, 2.0, 4.0, 1.0, 0.5], dtype=torch.float64)
     sheet = RankFindings(
         statistics={("b", role): row for role, row in rows.items()},
         energies={("b", "output"): energies, ("b", "grad_weight"): None},
     )
-    exchange = Exchange(["a", "b"], {})
+    exchange = Exchange(["a", "b"], {}, 1)
     assert exchange.layers == ("a", "b")
     findings = exchange.pool(sheet, {("b", "output"): (False, True)}, ["int8"], CPU)
     assert set(findings.statistics) == {("b", role) for role in ROLES}
     for role, row in rows.items():
         found = findings.statistics["b", role]
-        for name, value in zip(COLUMNS, row.tolist(), strict=True):
+        *numbers, of_bulk, of_all = row.tolist()
+        for name, value in zip(COLUMNS, numbers, strict=True):
             assert getattr(found, name) == pytest.approx(value, rel=1e-12), name
-    assert findings.verified == {("b", "output"): Verification(8.0, 2.0, 4.0)}
+        assert found.errors == (pytest.approx((of_bulk, of_all), rel=1e-12),)
+    assert findings.verified == {("b", "output"): Verification(8.0, 2.0, 4.0, (Rounding(1.0, 0.5),))}
     assert findings.ran == {("b", "output"), ("b", "grad_weight")}
     assert findings.unquantized["b", "output"] == (False, True)
     assert findings.unquantized["a", "output"] == (False, False)
@@ -80,8 +82,8 @@ def test_ranks_together_are_as_one_with_all_elements():
 
 def test_bulks_of_different_centers_and_sizes_are_a_mixture():
     rows = [
-        [1000.0, 9.0, 1.0, 2.0, 5.0, 5.0, 0.0],
-        [3000.0, 7.0, -1.0, 4.0, 17.0, 16.0, 0.001],
+        [1000.0, 9.0, 1.0, 2.0, 5.0, 5.0, 0.0, 0.1, 0.2],
+        [3000.0, 7.0, -1.0, 4.0, 17.0, 16.0, 0.001, 0.3, 0.6],
     ]
     found = pooled(sums(rows), 9.0)
     center = (1 * 1 + 3 * -1) / 4
@@ -90,6 +92,7 @@ def test_bulks_of_different_centers_and_sizes_are_a_mixture():
     assert found.sigma == pytest.approx(math.sqrt(variance))
     assert found.bulk_power == pytest.approx((5 + 3 * 16) / 4)
     assert found.outlier_share == pytest.approx(0.00075)
+    assert found.errors == (pytest.approx(((0.1 + 3 * 0.3) / 4, (0.2 + 3 * 0.6) / 4)),)
 
 
 def test_copies_of_an_operand_count_as_often_and_change_nothing():
@@ -119,7 +122,7 @@ def test_the_spread_of_equal_numbers_is_no_root_of_a_negative():
 def test_an_operand_without_samples_or_elements_is_left_out():
     empty = torch.zeros(0, 8)
     sheet = RankFindings(statistics={("a", "input"): described(empty)}, energies={("a", "output"): None})
-    findings = Exchange(["a"], {}).pool(sheet, {}, [], CPU)
+    findings = Exchange(["a"], {}, 1).pool(sheet, {}, [], CPU)
     assert findings.statistics == {}
     assert findings.ran == {("a", "output")}
     assert findings.verified == {}
@@ -131,23 +134,39 @@ def test_pooled_statistics_have_every_column():
 
 
 @pytest.mark.parametrize(
-    ("energies", "measured", "alignment"),
+    ("energies", "measured"),
     [
-        ((100.0, 1.0, 10.0), 20.0, 10.0),
-        ((1.0, 2.0, 4.0), -3.0103, -6.0206),
-        ((1.0, 0.0, 1.0), HIGHEST_DB, 0.0),
-        ((1.0, 1e-30, 1.0), HIGHEST_DB, 0.0),
-        ((0.0, 1.0, 1.0), math.nan, math.nan),
-        ((0.0, 0.0, 0.0), math.nan, math.nan),
-        ((1.0, math.nan, 1.0), math.nan, 0.0),
-        ((math.inf, 1.0, math.inf), math.nan, math.nan),
-        ((1.0, 1.0, 0.0), 0.0, math.nan),
+        ((100.0, 1.0, 10.0), 20.0),
+        ((1.0, 2.0, 4.0), -3.0103),
+        ((1.0, 0.0, 1.0), HIGHEST_DB),
+        ((1.0, 1e-30, 1.0), HIGHEST_DB),
+        ((0.0, 1.0, 1.0), math.nan),
+        ((0.0, 0.0, 0.0), math.nan),
+        ((1.0, math.nan, 1.0), math.nan),
+        ((math.inf, 1.0, math.inf), math.nan),
     ],
 )
-def test_energies_in_decibels(energies, measured, alignment):
-    found = Verification(*energies)
-    assert found.measured_db == pytest.approx(measured, abs=1e-4, nan_ok=True)
-    assert found.alignment_db == pytest.approx(alignment, abs=1e-4, nan_ok=True)
+def test_energies_in_decibels(energies, measured):
+    assert Verification(*energies).measured_db == pytest.approx(measured, abs=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("signal", "expected", "rounding", "correction"),
+    [
+        (100.0, 10.0, (1.0, 1.0), 10.0),  # the signal is larger than that of independent operands
+        (10.0, 10.0, (100.0, 1.0), -20.0),  # the noise is larger than that of independent errors
+        (100.0, 10.0, (10.0, 1.0), 0.0),  # both: the SNR is as predicted
+        (1.0, 1.0, (0.0, 0.0), math.nan),  # no noise
+        (0.0, 1.0, (1.0, 1.0), math.nan),
+        (1.0, 1.0, (math.nan, 1.0), math.nan),
+        (math.inf, 1.0, (1.0, 1.0), math.nan),
+    ],
+)
+def test_a_correction_compares_signal_and_noise_with_those_of_independent_operands(
+    signal, expected, rounding, correction
+):
+    found = Verification(signal, 5.0, expected, (Rounding(7.0, 3.0), Rounding(*rounding)))
+    assert found.correction_db(1) == pytest.approx(correction, nan_ok=True)
 
 
 def test_a_ranks_problem_is_raised_as_one_that_all_ranks_have():

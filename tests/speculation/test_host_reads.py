@@ -94,20 +94,14 @@ class NoController:
 
 
 @pytest.mark.parametrize(
-    ("candidate", "signal", "estimator"),
-    [
-        ("int8", "bulk", "quantile"),
-        ("mixed", "bulk", "mad"),
-        ("fp8", "all", "negative"),
-        ("int4", "all", "quantile"),
-    ],
+    ("candidate", "signal"), [("int8", "bulk"), ("mixed", "bulk"), ("fp8", "all"), ("int4", "all")]
 )
-def test_a_check_costs_one_host_read_and_other_steps_none(candidate, signal, estimator):
+def test_a_check_costs_one_host_read_and_other_steps_none(candidate, signal):
     """Verified too. NVFP4 is not here: layers ask whether its maxima are finite, though on CPUs alone."""
     model = converted()
     settings = {
         **PLAIN, "candidates": [candidate, "bf16"], "every": 2, "lookahead": 4, "verify_every": 1,
-        "threshold_db": 0, "signal": signal, "estimator": {"type": estimator},
+        "threshold_db": 0, "signal": signal,
     }  # fmt: skip
     controller = mlb.PrecisionController(model, settings)
     step(model, controller)  # bf16, sampled

@@ -26,30 +26,21 @@ class Oracle:
         self.last = len(settings.candidates) - 1
         self.bars = [Fraction(settings.threshold(candidate)) for candidate in settings.candidates[:-1]]
         self.checks = []  # (step, predictions, candidates that could have been entered)
-        self.measured = []  # alignments
-        self.residuals = [[] for _ in self.bars]  # for each candidate; None: it faded
+        self.residuals = [[] for _ in self.bars]  # for each candidate
         self.misses = []  # (step, checks before it)
         self.hits = 0
         self.candidate = self.last
 
     def learnt(self, candidate):
-        """Alignment and correction, each from all that was ever measured of it."""
-        if not self.settings.use_alignment:
-            return Fraction(0)
-        return sum(map(self.mean, (self.measured, self.residuals[candidate])))
+        """The correction, from all that was ever measured of it."""
+        return self.mean(self.residuals[candidate]) if self.settings.use_alignment else Fraction(0)
 
     @staticmethod
     def mean(known):
-        """The last of n measurements weighs 1/2, …, the first two 1/2ⁿ⁻¹ each, less what faded since each."""
-        total, halves, left = Fraction(0), 0, Fraction(1)
-        count = sum(each is not None for each in known)
-        for each in reversed(known):
-            if each is None:
-                left *= Fraction(127, 128)
-            else:
-                halves += 1
-                total += left * each / 2 ** min(halves, count - 1)
-        return total
+        """The last of n measurements weighs 1/2, …, the first two 1/2ⁿ⁻¹ each."""
+        weights = [Fraction(1, 2 ** min(halves, len(known) - 1)) for halves in range(1, len(known) + 1)]
+        parts = [weight * each for weight, each in zip(weights, reversed(known), strict=True)]
+        return sum(parts, Fraction(0))
 
     def worst(self, candidate):
         """The lower of now and later, or None where there is no number now."""
@@ -121,7 +112,7 @@ predictions = st.lists(quarters | st.sampled_from([NAN, INF, -INF]), min_size=3,
 
 
 class PolicyMachine(RuleBasedStateMachine):
-    """Checks, verifications, alignments, corrections, fading and restarts in any order."""
+    """Checks, verifications, corrections and restarts in any order."""
 
     @initialize(
         lookahead=st.sampled_from([0, 10, 25]),
@@ -171,13 +162,6 @@ class PolicyMachine(RuleBasedStateMachine):
         assert (is_hit is None) == (self.state == before)
         self.has_decided = False
 
-    @rule(measured=st.integers(-8, 8).map(lambda quarter: quarter / 4) | st.sampled_from([NAN, INF, -INF]))
-    def align(self, measured):
-        self.state = self.policy.align(self.state, measured)
-        if math.isfinite(measured):
-            self.oracle.measured.append(Fraction(measured))
-        self.has_decided = False
-
     @rule(
         candidate=st.integers(0, 2),
         residual=st.integers(-8, 8).map(lambda quarter: quarter / 4) | st.sampled_from([NAN, INF, -INF]),
@@ -186,14 +170,6 @@ class PolicyMachine(RuleBasedStateMachine):
         self.state = self.policy.correct(self.state, self.policy.candidates[candidate], residual)
         if math.isfinite(residual):
             self.oracle.residuals[candidate].append(Fraction(residual))
-        self.has_decided = False
-
-    @rule(candidate=st.integers(0, 3), times=st.sampled_from([1, 1, 50]))
-    def fade(self, candidate, times):
-        for _ in range(times):
-            self.state = self.policy.decay(self.state, self.policy.candidates[candidate])
-        for other, known in enumerate(self.oracle.residuals):
-            known += [None] * (times if other != candidate else 0)
         self.has_decided = False
 
     @rule()

@@ -9,8 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megalowbit.errors import invalid_settings
-from megalowbit.speculation.settings import BITS, EstimatorSettings, SpeculationSettings
+from megalowbit.errors import UserError, invalid_settings
+from megalowbit.speculation.settings import (
+    BITS,
+    EstimatorSettings,
+    SpeculationSettings,
+    with_current_keys,
+)
 
 
 def refusal(values):
@@ -34,7 +39,7 @@ def test_settings_survive_json(threshold_db):
     written = SpeculationSettings(
         candidates=["int8", "mixed", "bf16"],
         threshold_db=threshold_db,
-        estimator={"type": "negative", "sample": 256, "negative_k": 3},
+        estimator={"sample": 256},
     )
     text = json.dumps(written.model_dump(mode="json"), allow_nan=False)
     assert SpeculationSettings.model_validate(json.loads(text)) == written
@@ -131,16 +136,40 @@ def test_invalid_candidates_are_reported_before_their_thresholds():
     )
 
 
-@pytest.mark.parametrize("candidate", ["nvfp4", "mixed", "fp8"])
-def test_the_model_of_zeros_is_refused_for_grids_that_are_not_even(candidate):
-    text = refusal({"candidates": [candidate, "bf16"], "model": "zeros"})
-    assert "megalowbit.speculation.model = 'zeros' is not valid" in text
-    assert f'not {candidate}: remove that from the candidates, or write "calibrated"' in text
+# Former settings: other noise models and estimators
 
 
-def test_the_model_of_zeros_can_be_combined_with_even_grids():
-    assert SpeculationSettings(candidates=["int4", "int8", "bf16"], model="zeros").model == "zeros"
-    assert "not fp8" in refusal({"model": "zeros"})  # one of the default candidates
+def test_former_settings_with_the_values_that_are_built_in_are_accepted_and_not_written_back():
+    """As configurations and the records of earlier runs have them."""
+    written = {"model": "calibrated", "estimator": {"type": "quantile", "sample": 64, "negative_k": 5}}
+    assert SpeculationSettings.model_validate(written) == SpeculationSettings(estimator={"sample": 64})
+    assert with_current_keys({"ladder": ["int8", "bf16"], **written}) == {
+        "candidates": ["int8", "bf16"],
+        "estimator": {"sample": 64},
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "message"),
+    [
+        ({"model": "zeros"}, "", "model 'zeros' was removed, \"calibrated\" is built in: remove model"),
+        ({"model": None}, "", "model None was removed"),
+        (
+            {"estimator": {"type": "mad"}},
+            ".estimator",
+            "type 'mad' was removed, \"quantile\" is built in: remove type",
+        ),
+        ({"estimator": {"type": "negative", "negative_k": 3}}, ".estimator", "type 'negative' was removed"),
+    ],
+)
+def test_former_settings_with_other_values_are_refused_with_the_remedy(values, where, message):
+    text = refusal(values)
+    assert text.startswith(f"megalowbit.speculation{where} = ")
+    assert message in text
+    with pytest.raises(UserError, match=r"the run to resume .* start a new run from its weights") as caught:
+        with_current_keys(values)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -184,14 +213,7 @@ def test_a_trend_must_reach_the_next_check(values, is_valid):
         ({"cooldown": -1}, "cooldown = -1 is not valid"),
         ({"use_alignment": 1}, "use_alignment = 1 is not valid"),
         ({"signal": "most"}, "signal = 'most' is not valid: Input should be 'bulk' or 'all'"),
-        ({"model": "sed"}, "model = 'sed' is not valid: Input should be 'calibrated' or 'zeros'"),
-        ({"estimator": {"type": "mean"}}, "estimator.type = 'mean' is not valid"),
         ({"estimator": {"sample": 0}}, "estimator.sample = 0 is not valid"),
-        ({"estimator": {"negative_k": 0}}, "estimator.negative_k = 0 is not valid"),
-        (
-            {"estimator": {"negative_k": 101}},
-            "estimator.negative_k = 101 is not valid: Input should be less than or equal to 100",
-        ),
         (
             {"trend_window": 1001},
             "trend_window = 1001 is not valid: Input should be less than or equal to 1000",
@@ -204,7 +226,7 @@ def test_a_wrong_value_is_refused_with_its_key(values, start):
 
 
 COUNTS = [name for name, field in SpeculationSettings.model_fields.items() if type(field.default) is int]
-COUNTS += [f"estimator.{name}" for name in ("sample", "negative_k")]
+COUNTS += ["estimator.sample"]
 
 
 @pytest.mark.parametrize("digits", [10, 400, 5000])
@@ -221,7 +243,7 @@ def test_the_largest_counts_are_allowed():
     largest = {"every": 10**9, "lookahead": 10**9, "trend_window": 1000, "patience": 10**9}
     largest |= {"verify_every": 10**9, "verify_size": 10**9, "cooldown": 10**9}
     assert set(largest) == {key for key in COUNTS if "." not in key}
-    SpeculationSettings(**largest, estimator={"sample": 10**9, "negative_k": 100})
+    SpeculationSettings(**largest, estimator={"sample": 10**9})
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one():

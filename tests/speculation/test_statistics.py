@@ -3,7 +3,7 @@ import math
 
 import pytest
 
-from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS, OperandStatistics
+from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS, Errors, OperandStatistics
 
 ROW = {
     "count": 64.0,
@@ -18,7 +18,7 @@ ROW = {
 
 def test_columns_are_the_fields_in_the_order_of_a_row():
     assert tuple(ROW) == COLUMNS
-    assert dataclasses.astuple(OperandStatistics(**ROW)) == tuple(ROW.values())
+    assert dataclasses.astuple(OperandStatistics(**ROW)) == (*ROW.values(), ())
 
 
 def test_ratio_is_the_largest_magnitude_in_sigmas():
@@ -31,6 +31,8 @@ def test_ratio_is_the_largest_magnitude_in_sigmas():
 def test_one_number_that_is_not_finite_makes_the_row_so(column, value):
     assert OperandStatistics(**ROW).is_finite
     assert not OperandStatistics(**{**ROW, column: value}).is_finite
+    assert OperandStatistics(**ROW, errors=(Errors(1.0, 2.0),)).is_finite
+    assert not OperandStatistics(**ROW, errors=(Errors(1.0, 2.0), Errors(1.0, value))).is_finite
 
 
 def test_infinities_of_both_signs_do_not_cancel():

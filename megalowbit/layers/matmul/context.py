@@ -132,8 +132,10 @@ class MatmulContext:
         if self.probe is None or (self.is_replay and "grad_output" not in operands):
             return
         for role, operand in operands.items():
+            is_shard = self.shards is not None and self.shards.group.size > 1 and self.shards.holds(role)
+            full_amax = self.shards.group.largest if self.shards is not None and is_shard else None
             with no_autocast(operand.device.type):
-                largest = self.probe.observe_operand(role, operand.detach())
+                largest = self.probe.observe_operand(role, operand.detach(), full_amax)
             if largest is not None:
                 self.probed_maxima[role] = largest
 

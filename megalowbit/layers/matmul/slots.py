@@ -55,13 +55,17 @@ class Observer(Protocol):
 class Probe(Protocol):
     """Inspects the operands and products of one use of a layer; called in training mode only."""
 
-    def observe_operand(self, role: str, operand: Tensor) -> Tensor | None:
+    def observe_operand(
+        self, role: str, operand: Tensor, full_amax: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor | None:
         """Take an operand as the layer got it, before it is quantised.
 
         Args:
             role: `"input"`, `"weight"` or `"grad_output"`.
             operand: (…, in_features), (out_features, in_features) or (…, out_features); this rank's shard of
                 it in a tensor-parallel layer.
+            full_amax: maps the amax of this rank's shard (fp32, 0-dim) to that of the full operand; `None`:
+                the operand is full. Collective over the tensor-parallel ranks, so all call it or none.
 
         Returns:
             Its amax (fp32, 0-dim, on the operand's device) if the probe has computed it; the quantizer then

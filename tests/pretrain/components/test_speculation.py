@@ -214,7 +214,7 @@ def test_mistakes_in_the_section_are_answered_without_torch(resolve, key):
             r"speculation\.candidats': did you mean 'megalowbit\.speculation\.candidates'",
         ),
         "threshold_db": ('{"int8": 15}', r"speculation\.threshold_db = .*no threshold for fp8: add it"),
-        "estimator": ('{"typ": "mad"}', r"did you mean 'megalowbit\.speculation\.estimator\.type'"),
+        "estimator": ('{"smple": 64}', r"did you mean 'megalowbit\.speculation\.estimator\.sample'"),
     }
     value, message = values[key]
     with pytest.raises(UserError, match=message):
