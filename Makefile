@@ -27,6 +27,7 @@ install: $(VENV)/installed
 # that do not compile.
 $(VENV)/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12) and "megalowbit needs Python 3.10-3.12, not " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
+	@echo "installing into $(VENV), once: torch and other packages are downloaded, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --editable '.[test]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true

@@ -8,9 +8,7 @@ a GPU, Triton's own launcher runs up to the driver, which is a library that only
 (`benchmarks.kernels.stand_in`): kernels are compiled and launched, and nothing runs. A call of a real driver
 takes longer than that of the recording one.
 
-Columns: microseconds (of the process on a CPU, median of interleaved rounds) of `nn.Linear` in bf16, of the
-layer with Triton's launcher, and of the layer with launch plans; what the layer adds to `nn.Linear` in the
-last case over that in the former; launches of Triton kernels; operations of torch, views included.
+The columns are explained below the table.
 """
 
 from __future__ import annotations
@@ -44,6 +42,15 @@ RECIPES = {
     "mxfp4, FP8 products": {"base": "mxfp4", "name": "fp8", "gemm": "fp8"},
     "metis-nvfp4": "metis-nvfp4",
 }
+
+
+LEGEND = """
+nn.Linear   µs of host time of its forward and backward in bf16 (the process's, median of interleaved rounds)
+former      µs of the layer's, with Triton's launcher
+plans       µs of the layer's, with launch plans
+ratio       what the layer adds to nn.Linear with launch plans, over what it adds with Triton's launcher
+launches    launches of Triton kernels
+operations  operations of torch, views included"""
 
 
 class Overhead(NamedTuple):
@@ -97,6 +104,7 @@ def main() -> None:
             found = overhead(each, chosen.device, chosen.rounds)
             times = "".join(f"{1e6 * value:10.0f}" for value in found[:3])
             print(f"{name:<24}{times}{found.ratio:8.2f}{found.launches:10}{found.operations:12}")
+    print(LEGEND)
 
 
 def on(device: str) -> AbstractContextManager[StandInDriver | None]:

@@ -31,7 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0 if nothing is wrong, 1 if a kernel must not be launched, 2 for a user error."""
     parser = OneLineParser.for_script(__doc__)
     parser.add_argument("--target", action="append", help=f"a target (default: {' '.join(DEFAULT)})")
-    parser.add_argument("--only", default="", help="compile the launches whose label contains this text")
+    parser.add_argument(
+        "--only",
+        default="",
+        help='compile the launches whose label contains this text, e.g. "row, codes"',
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     try:
         return compile_all(parser.parse_args(arguments))
@@ -48,9 +52,11 @@ def compile_all(options: argparse.Namespace) -> int:
         raise UserError(f"{error}: pip install 'triton>=3.4'") from error
     from benchmarks.kernels.launches import all_launches
 
-    launches = [each for each in all_launches() if options.only in each.label]
+    everything = all_launches()
+    launches = [each for each in everything if options.only in each.label]
     if not launches:
-        raise UserError(f"no launch has {options.only!r} in its label: leave --only out to see them")
+        parts = sorted({part for each in everything for part in each.label.split(", ")})
+        raise UserError(f"no launch has {options.only!r} in its label; labels consist of: {'; '.join(parts)}")
     if compiling.disassembler() is None:
         print("NVIDIA's disassembler (nvdisasm) is missing: instructions per element are not counted there")
     rows: list[Compiled] = []

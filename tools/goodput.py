@@ -75,8 +75,9 @@ ARGUMENTS = (
         0,
         7 * 86400,
         "S",
-        "time from a failure to the job's end, such as watchdog.timeout",
-        600.0,
+        "time from a failure to the job's end: 20 to 30 s for a lost rank, up to 1.5 × watchdog.timeout for "
+        "one that hangs",
+        30.0,
     ),
     Argument(
         "--queue-seconds", float, 0, 30 * 86400, "S", "time from a job's end to the start of the next", 60.0

@@ -96,7 +96,7 @@ def _different(a: Tensor, b: Tensor) -> int:
 def references(session: Session) -> Iterator[Finding]:
     """The definition in plain torch, on the GPU and on the CPU."""
     if not session.is_gpu:
-        yield skip("reference on the GPU = reference on the CPU, different bytes", NO_GPU)
+        yield skip("reference on the GPU = reference on the CPU", NO_GPU)
         return
     bad = []
     for label, x in matrices(((512, 528), (1, 4096), (257, 1041))):
@@ -104,7 +104,7 @@ def references(session: Session) -> Iterator[Finding]:
             there = reference.encode(request._replace(x=x.cuda() if x.is_contiguous() else x.t().cuda().t()))
             if wrong := different_bytes(there, reference.encode(request)):
                 bad.append((wrong, f"{name}, {label}"))
-    yield _verdict("reference on the GPU = reference on the CPU, different bytes", bad)
+    yield _verdict("reference on the GPU = reference on the CPU", bad)
 
 
 def kernels(session: Session) -> Iterator[Finding]:
@@ -123,8 +123,8 @@ def kernels(session: Session) -> Iterator[Finding]:
                 if wrong := _different(backends.decode(packed), reference.decode(packed)):
                     decoded_bad.append((wrong, f"{name}, {label}"))
     backend = backends.backend_of(x)
-    yield _verdict(f"encoding by {backend} = reference, different bytes", encoded_bad)
-    yield _verdict(f"decoding by {backend} = reference, different bytes", decoded_bad)
+    yield _verdict(f"encoding by {backend} = reference", encoded_bad)
+    yield _verdict(f"decoding by {backend} = reference", decoded_bad)
 
 
 def packed_matrices(request: EncodeRequest, encoded: Encoded) -> Iterator[DecodeRequest]:
@@ -144,7 +144,7 @@ def packed_matrices(request: EncodeRequest, encoded: Encoded) -> Iterator[Decode
 
 def _verdict(check: str, bad: list[tuple[int, str]]) -> Finding:
     note = f"first: {bad[0][1]}" if bad else f"{len(NAMES)} quantizers"
-    return at_most(check, sum(wrong for wrong, _ in bad), 0, note=note)
+    return at_most(check, sum(wrong for wrong, _ in bad), 0, " different bytes", note=note)
 
 
 def tests_on_the_gpu() -> Finding:
@@ -191,7 +191,7 @@ def compiled(session: Session) -> Finding:
     try:
         from benchmarks.kernels import compiling
     except ModuleNotFoundError as error:
-        return skip(check, str(error))
+        return skip(check, f"Python's module {error.name} is not installed, so kernels cannot be compiled")
     from benchmarks.kernels.launches import TRAINED, all_launches
 
     target = "sm_{}{}".format(*torch.cuda.get_device_capability()) if session.is_gpu else "sm_90"
@@ -204,4 +204,5 @@ def compiled(session: Session) -> Finding:
         launches = [each for each in launches if each.label == f"{TRAINED[0]}, row, operand"]
     found = [compiling.compile_launch(each, target) for each in compiling.distinct(launches, target)]
     wrong = [f"{each.label}: {', '.join(each.problems)}" for each in found if each.problems]
-    return at_most(check, len(wrong), 0, note=wrong[0] if wrong else f"{len(found)} compiled for {target}")
+    note = wrong[0] if wrong else f"{len(found)} compiled for {target}"
+    return at_most(check, len(wrong), 0, " kernels", note=note)

@@ -26,7 +26,7 @@ def check(session: Session) -> Iterator[Finding]:
     seconds, state = session.median(functools.partial(y.copy_, x))
     copied = 2 * x.nbytes / seconds
     session.keep("copy_bytes_per_second", copied)
-    yield _ceiling("copy, TB/s", copied / 1e12, _expected(COPY_TERABYTES, name), state)
+    yield _ceiling("copy", copied / 1e12, " TB/s", _expected(COPY_TERABYTES, name), state)
     del x, y
     yield from products(session, name)
     yield from launches(session)
@@ -36,10 +36,10 @@ def _expected(table: dict[str, float], name: str) -> float | None:
     return next((value for part, value in table.items() if part in name), None)
 
 
-def _ceiling(check: str, value: float, expected: float | None, state: object) -> Finding:
+def _ceiling(check: str, value: float, unit: str, expected: float | None, state: object) -> Finding:
     if expected is None:
-        return info(check, value, state=state, note="no figure is expected for this device")
-    return at_least(check, value, 0.5 * expected, warn=expected, state=state)
+        return info(check, value, unit, state=state, note="no figure is expected for this device")
+    return at_least(check, value, 0.5 * expected, unit, warn=expected, state=state)
 
 
 def products(session: Session, name: str) -> Iterator[Finding]:
@@ -62,7 +62,7 @@ def products(session: Session, name: str) -> Iterator[Finding]:
     rate = 2 * size**3 / statistics.median(times["bf16"]) / 1e12
     session.keep("bf16_flops_per_second", rate * 1e12)
     yield _ceiling(
-        f"bf16 product of {size}³, TFLOP/s", rate, _expected(BF16_TERAFLOPS, name), times.state("bf16")
+        f"bf16 product of {size}³", rate, " TFLOP/s", _expected(BF16_TERAFLOPS, name), times.state("bf16")
     )
     for label in runs:
         if label == "bf16":
@@ -70,15 +70,15 @@ def products(session: Session, name: str) -> Iterator[Finding]:
         speed, state = 1 / ratio(times, label, "bf16"), times.state(label)
         text = f"{label}, speed ÷ bf16's"
         if not session.is_gpu:
-            yield info(text, speed, note="a CPU's")
+            yield info(text, speed, " ×")
         elif label == "bf16 to fp32":
-            yield at_least(text, speed, 0.90, warn=0.97, state=state)
+            yield at_least(text, speed, 0.90, " ×", warn=0.97, state=state)
         elif label.endswith("False"):
             yield at_least(
-                text, speed, 0, warn=1.5, state=state, note="below 1.5, layers in FP8 miss .80 × bf16"
+                text, speed, 0, " ×", warn=1.5, state=state, note="below 1.5, layers in FP8 miss .80 × bf16"
             )
         else:
-            yield info(text, speed, state=state)
+            yield info(text, speed, " ×", state=state)
     for label, reason in reasons.items():
         yield skip(label, reason)
 
@@ -86,11 +86,14 @@ def products(session: Session, name: str) -> Iterator[Finding]:
 def _add(
     runs: dict[str, Callable[[], object]], reasons: dict[str, str], label: str, run: Callable[[], object]
 ) -> None:
-    """Add a candidate if the device has the operation."""
+    """Add a candidate if the device has the operation; torch's own words go to the step's log."""
     try:
         run()
     except (RuntimeError, TypeError, ValueError) as error:
-        reasons[label] = str(error).splitlines()[0].split(". ")[0]
+        print(f"{label}: {type(error).__name__}: {error}")
+        reasons[label] = (
+            f"torch {torch.__version__} has no such product on this device (logs/ceilings.log says why)"
+        )
     else:
         runs[label] = run
 
@@ -104,12 +107,12 @@ def launches(session: Session) -> Iterator[Finding]:
     x = torch.zeros(16, device=session.device)
     microseconds = session.host_seconds(lambda: x.add_(1), LAUNCHES) * 1e6
     if session.is_gpu:
-        yield at_most("host time of a torch operation, µs", microseconds, 12, warn=6)
+        yield at_most("host time of a torch operation", microseconds, 12, " µs", warn=6)
     else:
-        yield info("host time of a torch operation, µs", microseconds, note="with its work, on a CPU")
+        yield info("host time of a torch operation", microseconds, " µs", note="with its work, on a CPU")
         yield skip("host time of an empty Triton kernel", NO_GPU)
         return
     from benchmarks.kernels.compiling import empty_kernel
 
     microseconds = session.host_seconds(lambda: empty_kernel[(1,)](), LAUNCHES) * 1e6
-    yield at_most("host time of an empty Triton kernel, µs", microseconds, 50, warn=25)
+    yield at_most("host time of an empty Triton kernel", microseconds, 50, " µs", warn=25)

@@ -19,6 +19,7 @@ class Finding:
 
     Attributes:
         check: what was checked, unique in its step.
+        unit: of a number, with the space before it.
         limit: the limit in words, such as "≤ 65 µs"; empty if there is none.
         note: for a skipped check the reason, in a line.
         clock_mhz: of the GPU's multiprocessors during the measurement.
@@ -32,10 +33,11 @@ class Finding:
     note: str = ""
     clock_mhz: float | None = None
     power_watts: float | None = None
+    unit: str = ""
 
 
 def at_most(
-    check: str, value: float, limit: float, unit: str = "", *, warn: float | None = None, note: str = "",
+    check: str, value: float, limit: float, unit: str, *, warn: float | None = None, note: str = "",
     state: GpuState | None = None,
 ) -> Finding:  # fmt: skip
     """Fail above `limit`, warn above `warn`; NaN fails."""
@@ -44,11 +46,11 @@ def at_most(
     words = (
         f"≤ {_number(limit)}{unit}" if warn is None else f"≤ {_number(warn)}, fail > {_number(limit)}{unit}"
     )
-    return Finding(check, status, _rounded(value), words, note, *_state(state))
+    return Finding(check, status, _rounded(value), words, note, *_state(state), unit)
 
 
 def at_least(
-    check: str, value: float, limit: float, unit: str = "", *, warn: float | None = None, note: str = "",
+    check: str, value: float, limit: float, unit: str, *, warn: float | None = None, note: str = "",
     state: GpuState | None = None,
 ) -> Finding:  # fmt: skip
     """Fail below `limit`, warn below `warn`; NaN fails."""
@@ -57,22 +59,30 @@ def at_least(
     words = (
         f"≥ {_number(limit)}{unit}" if warn is None else f"≥ {_number(warn)}, fail < {_number(limit)}{unit}"
     )
-    return Finding(check, status, _rounded(value), words, note, *_state(state))
+    return Finding(check, status, _rounded(value), words, note, *_state(state), unit)
 
 
 def expect(
-    check: str, is_good: bool, value: Value, limit: str, *, note: str = "", is_hard: bool = True
+    check: str,
+    is_good: bool,
+    value: Value,
+    limit: str,
+    unit: str = "",
+    *,
+    note: str = "",
+    is_hard: bool = True,
 ) -> Finding:
     """A condition; if it is not hard, it warns only."""
-    return Finding(check, "pass" if is_good else "fail" if is_hard else "warn", value, limit, note)
+    status: Status = "pass" if is_good else "fail" if is_hard else "warn"
+    return Finding(check, status, value, limit, note, unit=unit)
 
 
 def info(
     check: str, value: float | str, unit: str = "", *, note: str = "", state: GpuState | None = None
 ) -> Finding:
-    """A figure without a limit."""
-    shown = value if isinstance(value, str) else f"{_number(value)}{unit}"
-    return Finding(check, "info", shown, "", note, *_state(state))
+    """A figure without a limit, or a fact in words."""
+    shown = value if isinstance(value, str) else _rounded(value)
+    return Finding(check, "info", shown, "", note, *_state(state), unit)
 
 
 def skip(check: str, reason: str) -> Finding:

@@ -22,10 +22,10 @@ def check(session: Session) -> Iterator[Finding]:
         for _ in range(3):
             step()
         if session.is_gpu:
-            yield at_most(f"waits for the GPU, {name}", waits(step), 0)
+            yield at_most(f"waits for the GPU, {name}", waits(step), 0, " waits")
         else:
             note = "counted by the profiler on the CPU's path, where a read costs nothing"
-            yield info(f"host reads, {name}", reads(step), note=note)
+            yield info(f"host reads, {name}", reads(step), " reads", note=note)
 
 
 def waits(step: object) -> int:

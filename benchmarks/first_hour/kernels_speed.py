@@ -59,21 +59,22 @@ def check(session: Session) -> Iterator[Finding]:
     note = cache_note(x.nbytes, session.device)
     for label, kernel in KERNELS.items():
         if label not in times:
-            yield skip(f"{label}, µs", NO_GPU)
+            yield skip(label, NO_GPU)
             continue
         seconds, state = statistics.median(times[label]), times.state(label)
         rate = f"{kernel.bytes * x.numel() / seconds / 1e12:.2f} TB/s, {seconds / peer:.2f} × copy"
         if session.is_gpu:
             yield at_most(
-                f"{label}, µs",
+                label,
                 seconds / units * 1e6,
                 kernel.limit,
+                " µs",
                 warn=kernel.predicted,
                 note=note or rate,
                 state=state,
             )
         else:
-            yield info(f"{label}, {size}², µs", seconds * 1e6, note=f"the CPU's kernel; {rate}")
+            yield info(f"{label}, {size}²", seconds * 1e6, " µs", note=f"the CPU's kernel; {rate}")
 
 
 def candidates(session: Session, x: torch.Tensor) -> dict[str, Callable[[], object]]:

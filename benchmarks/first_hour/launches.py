@@ -49,8 +49,8 @@ def check(session: Session) -> Iterator[Finding]:
         found = overhead(recipe, session.device, rounds=11)
         added = 1e3 * (found.planned - found.plain)
         note = f"{found.launches} launches, {found.operations} operations"
-        yield at_most(f"host time added to nn.Linear, {name}, ms", added, limit, warn=goal, note=note)
-        yield info(f"added with launch plans ÷ with Triton's launcher, {name}", found.ratio)
+        yield at_most(f"host time added to nn.Linear, {name}", added, limit, " ms", warn=goal, note=note)
+        yield info(f"added with launch plans ÷ with Triton's launcher, {name}", found.ratio, " ×")
     for name, recipe in RECIPES.items():
         yield from graph(name, recipe)
 
@@ -86,7 +86,7 @@ def graph(name: str, recipe: Any) -> Iterator[Finding]:
         return
     pairs = [pair for one in zip(found, expected, strict=True) for pair in zip(*one, strict=True)]
     worst = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
-    yield at_most(f"replays of {name}, distance from the eager layer", worst, TOLERANCE)
+    yield at_most(f"replays of {name}, distance from the eager layer", worst, TOLERANCE, " relative")
     is_fresh = not torch.equal(found[0].grad_input, found[1].grad_input)
     yield expect(f"replays of {name} draw new numbers", is_fresh, is_fresh, "other gradients each time")
 

@@ -55,9 +55,9 @@ def check(session: Session) -> Iterator[Finding]:
     milliseconds = session.host_seconds(small, 20) * 1e3
     if session.is_gpu:
         goal, limit = HOST_MILLISECONDS
-        yield at_most("host time at 64 × 64 × 64, ms", milliseconds, limit, warn=goal)
+        yield at_most("host time at 64 × 64 × 64", milliseconds, limit, " ms", warn=goal)
     else:
-        yield info("host time at 64 × 64 × 64, ms", milliseconds, note="with the arithmetic, on a CPU")
+        yield info("host time at 64 × 64 × 64", milliseconds, " ms", note="with the arithmetic, on a CPU")
 
 
 def make(goal: Goal, shape: tuple[int, int, int], device: str) -> mlb.BitLinear:
@@ -95,10 +95,10 @@ def speed(session: Session, shape: tuple[int, int, int]) -> Iterator[Finding]:
         note = f"{min(times[name]) * 1e3:.3f} ms, bf16 {min(times[PEER]) * 1e3:.3f} ms"
         if session.is_gpu:
             yield at_most(
-                f"{name}, {size}, × bf16", value, goal.limit, warn=goal.goal, note=note, state=state
+                f"{name}, {size}", value, goal.limit, " × bf16", warn=goal.goal, note=note, state=state
             )
         else:
-            yield info(f"{name}, {size}, × bf16", value, note=note)
+            yield info(f"{name}, {size}", value, " × bf16", note=note)
     counts = layers["mxfp4, FP8 products"].product_counts
     paths = sorted({path for product in counts.values() for path in product})
     if session.is_gpu and torch.cuda.get_device_capability() >= (8, 9):
@@ -124,7 +124,7 @@ def results(session: Session) -> Iterator[Finding]:
         worst = max(float((a.cpu().double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
         # the factors of a split depend on the order of sums, and numbers near a tie then round the other way
         limit = SPLIT_TOLERANCE if here.recipe.name in ("split", "metis-nvfp4") else TOLERANCE
-        yield at_most(f"{name}: output and gradients, distance from the CPU's", worst, limit)
+        yield at_most(f"{name}: output and gradients, distance from the CPU's", worst, limit, " relative")
 
 
 def tensors_of(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -150,9 +150,11 @@ def launches(session: Session) -> Iterator[Finding]:
             torch.cuda.synchronize()
         profile.export_chrome_trace(str(session.folder / f"layer-{name.replace(', ', '-')}.json"))
         kernels = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-        yield at_most(f"kernels of {name}", len(kernels), limit)
+        yield at_most(f"kernels of {name}", len(kernels), limit, " kernels")
         words = ("elementwise", "copy", "Memcpy")
         passes = [each for each in kernels if any(word in each.name for word in words)]
         microseconds = sum(each.device_time for each in passes)
         total = sum(each.device_time for each in kernels)
-        yield info(f"copies and scalings of {name}, µs", microseconds, note=f"of {total:.0f} µs in kernels")
+        yield info(
+            f"copies and scalings of {name}", microseconds, " µs", note=f"of {total:.0f} µs in kernels"
+        )

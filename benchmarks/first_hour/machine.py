@@ -92,7 +92,7 @@ def health(session: Session) -> Iterator[Finding]:
     if line:
         errors, reasons = (part.strip() for part in line.split(","))
         is_known = errors.isdecimal()
-        yield expect("ECC errors", not is_known or int(errors) == 0, errors, "0")
+        yield expect("ECC", not is_known or int(errors) == 0, errors, "0 errors", " errors")
         reason = int(reasons, 16) if reasons.startswith("0x") else 0
         yield expect("throttling", not reason & ~NOT_THROTTLING, reasons, "none by heat or hardware")
     else:

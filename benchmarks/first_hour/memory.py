@@ -29,7 +29,7 @@ def check(session: Session) -> Iterator[Finding]:
     yield from peak(session)
     for recipe in ("nvfp4", "mxfp4"):
         ratio = kept(session, recipe) / kept(session, "bf16")
-        yield at_most(f"kept for backward by a {recipe} block ÷ bf16's", ratio, 1, warn=KEPT_GOAL)
+        yield at_most(f"kept for backward by a {recipe} block ÷ bf16's", ratio, 1, " ×", warn=KEPT_GOAL)
 
 
 def llama(session: Session, **changes: Any) -> nn.Module:
@@ -80,7 +80,13 @@ def peak(session: Session) -> Iterator[Finding]:
 def verdict(check: str, ratio: float, note: str) -> Finding:
     """Fail above 1.15: the estimate promises that a run fits. Elsewhere outside .90 to 1.10, warn."""
     return expect(
-        check, 0.9 <= ratio <= 1.1, round(ratio, 3), ".90 to 1.10", note=note, is_hard=not ratio <= 1.15
+        check,
+        0.9 <= ratio <= 1.1,
+        round(ratio, 3),
+        ".90 to 1.10 ×",
+        " ×",
+        note=note,
+        is_hard=not ratio <= 1.15,
     )
 
 

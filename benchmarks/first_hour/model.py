@@ -32,17 +32,18 @@ def check(session: Session) -> Iterator[Finding]:
     for name, step in steps.items():
         seconds[name] = statistics.median(timed(session, step) for _ in range(session.size(5, 2)))
         yield info(
-            f"tokens/s, {name}",
+            f"speed of {name}",
             tokens / seconds[name],
+            " tokens/s",
             note=utilisation(session, tokens, length, seconds[name]),
         )
     for name, goal in LIMITS.items():
         value = seconds[name] / seconds["bf16"]
         if session.is_gpu:
-            yield at_most(f"step of {name} ÷ bf16's", value, DEFECT, warn=goal)
+            yield at_most(f"step of {name} ÷ bf16's", value, DEFECT, " ×", warn=goal)
             yield idle(session, name, steps[name])
         else:
-            yield info(f"step of {name} ÷ bf16's", value)
+            yield info(f"step of {name} ÷ bf16's", value, " ×")
     if not session.is_gpu:
         yield skip("idle share of the GPU", NO_GPU)
 
@@ -117,4 +118,4 @@ def idle(session: Session, name: str, step: Callable[[], None]) -> Finding:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     share = 1 - busy / (end - spans[0][0])
-    return at_most(f"idle share of the GPU, {name}", share, 0.5, warn=IDLE)
+    return at_most(f"idle share of the GPU, {name}", 100 * share, 50, " %", warn=100 * IDLE)

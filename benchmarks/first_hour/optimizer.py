@@ -37,13 +37,13 @@ def check(session: Session) -> Iterator[Finding]:
     bandwidth = session.figures.get("copy_bytes_per_second")
     note = f"{parameters / 1e6:.0f} M parameters in {seconds * 1e3:.2f} ms"
     if bandwidth is None:
-        yield info("step, ms", seconds * 1e3, note=f"{note}; run step 1 first for a limit")
+        yield info("step", seconds * 1e3, " ms", note=f"{note}; run step 1 first for a limit")
         return
     value = seconds / (BYTES * parameters / bandwidth)
     if session.is_gpu:
-        yield at_most("step ÷ its bytes at the copy's speed", value, SLOWEST, note=note, state=state)
+        yield at_most("step ÷ its bytes at the copy's speed", value, SLOWEST, " ×", note=note, state=state)
     else:
-        yield info("step ÷ its bytes at the copy's speed", value, note=note)
+        yield info("step ÷ its bytes at the copy's speed", value, " ×", note=note)
 
 
 def overflow(
@@ -67,4 +67,4 @@ def overflow(
     wrong = sum(not torch.equal(a, b) for a, b in zip(before, state(), strict=True))
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad.copy_(gradient)
-    yield at_most("tensors changed by a step that overflowed", wrong, 0, note=f"of {len(before)}")
+    yield at_most("changed by a step that overflowed", wrong, 0, " tensors", note=f"of {len(before)}")

@@ -98,13 +98,13 @@ def distance(check: str, one: Run, two: Run, steps: int) -> Finding:
         return expect(check, False, f"{len(two.rows)} steps", f"{steps} steps", note=last_line(two))
     worst = max(abs(two.losses[step] / loss - 1) for step, loss in one.losses.items())
     return at_most(
-        check, worst if math.isfinite(worst) else math.nan, DISTANCE, note="relative, largest of all steps"
+        check, worst if math.isfinite(worst) else math.nan, DISTANCE, " relative", note="largest of all steps"
     )
 
 
 def bandwidth(session: Session) -> Finding:
     """All-reduce of 1 GiB."""
-    check = "all-reduce of 1 GiB, GB/s of the bus"
+    check = "all-reduce of 1 GiB, speed of the bus"
     if not session.is_gpu:
         return skip(check, "no GPU: gloo's speed says nothing of NCCL's")
     script = session.folder / "ranks" / "all_reduce.py"
@@ -120,7 +120,12 @@ def bandwidth(session: Session) -> Finding:
             check, False, f"exit code {done.returncode}", "a figure", note=done.stderr.strip()[-200:]
         )
     return at_least(
-        check, float(found[0]), 0, warn=BUS_GIGABYTES, note=f"{count} GPUs; the goal is that of NVLink"
+        check,
+        float(found[0]),
+        0,
+        " GB/s",
+        warn=BUS_GIGABYTES,
+        note=f"{count} GPUs; the goal is that of NVLink",
     )
 
 
@@ -174,9 +179,9 @@ def _kill_second(
         seconds = math.inf
     limit = 1.5 * timeout
     yield at_most(
-        "end of a run after a rank is lost, s", seconds, limit, warn=30, note=f"timeout {timeout} s"
+        "end of a run after a rank is lost", seconds, limit, " s", warn=30, note=f"timeout {timeout} s"
     )
     text = log.read_text(encoding="utf-8", errors="replace")
     yield expect("the lost rank is named", "rank 1" in text, "rank 1" in text, "rank 1 in the log")
     last = json.loads(metrics.read_text(encoding="utf-8").splitlines()[0])
-    yield info("steps before the kill", float(last["step"]), note="at least")
+    yield info("steps before the kill", float(last["step"]), " steps", note="at least")

@@ -6,13 +6,12 @@ The row named `STEP` closes a step: its status is the worst of its checks. A ste
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from benchmarks.first_hour.findings import STATUSES, Finding
 from megalowbit.durable_files import atomic_file
-from megalowbit.errors import UserError
 
 STEP = "(step)"
 WORST_FIRST = ("fail", "warn", "pass", "info", "skip")
@@ -24,25 +23,65 @@ MEANINGS = {
     "pass": "within the limit",
 }
 
+COLUMNS = {"step", "seconds", "device", *(each.name for each in fields(Finding))}
+TIMED = {
+    " µs",
+    " ms",
+    " s",
+    " TB/s",
+    " TFLOP/s",
+    " tokens/s",
+    " ×",
+    " × bf16",
+}  # units of what a clock measures
+NOISE = "CPU, noise"
+NOISE_MEANS = (
+    "These steps ran on a CPU, with sizes too small to time. They show that a step works, and say nothing of "
+    "a GPU's speed or of this machine's."
+)
+GPU_FIGURES = "Each figure of a GPU is a median of rounds, with the clock and power at which it was taken."
+
 Row = dict[str, Any]
 
 
 class Report:
     """The rows of a folder."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, device: str = "") -> None:
+        self.folder, self.device = folder, device
         self.path = folder / "report.jsonl"
 
     def rows(self) -> list[Row]:
-        """All rows so far, in order; a torn last line, of a process that was killed, is left out."""
+        """All rows so far, in order; damaged lines are left out, see `repair`."""
+        return [row for row in self._lines().values() if row is not None]
+
+    def repair(self) -> str | None:
+        """Write the file again without damaged lines, and keep it as it was; returns what to say, or `None`.
+
+        A process that is killed while it writes leaves a torn last line.
+        """
+        rows = self._lines()
+        damaged = [number for number, row in rows.items() if row is None]
+        if not damaged:
+            return None
+        count = len(list(self.folder.glob("report.damaged-*.jsonl")))
+        kept = self.folder / f"report.damaged-{count + 1}.jsonl"
+        self.path.rename(kept)
+        self._write([row for row in rows.values() if row is not None])
+        others = f" and {len(damaged) - 1} more" * (len(damaged) > 1)
+        where = f"line {damaged[0]}{others} of {len(rows)}"
+        return f"{self.path}: {where} cannot be read and is left out; {kept.name} has the whole file"
+
+    def _lines(self) -> dict[int, Row | None]:
+        """Line number → its row; `None`: it is no row."""
         if not self.path.exists():
-            return []
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        try:
-            return [json.loads(line) for line in lines if line.endswith("\n")]
-        except ValueError as error:
-            raise UserError(f"{self.path} is damaged ({error}): remove it, or name another --out") from None
+            return {}
+        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        return {number: _row(line) for number, line in enumerate(lines, start=1)}
+
+    def _write(self, rows: list[Row]) -> None:
+        with atomic_file(self.path) as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
     def of_step(self, name: str) -> list[Row]:
         """The rows of a step."""
@@ -50,7 +89,7 @@ class Report:
 
     def add(self, step: str, finding: Finding, seconds: float) -> None:
         """Append a row."""
-        row = {"step": step, **asdict(finding), "seconds": round(seconds, 2)}
+        row = {"step": step, **asdict(finding), "seconds": round(seconds, 2), "device": self.device}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
@@ -67,9 +106,7 @@ class Report:
 
     def drop(self, step: str) -> None:
         """Forget a step, to run it again."""
-        kept = [row for row in self.rows() if row["step"] != step]
-        with atomic_file(self.path) as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+        self._write([row for row in self.rows() if row["step"] != step])
 
     def write_summary(self, steps: dict[str, str]) -> Path:
         """summary.md: verdict, environment and one table. `steps` has the title of each step, in order."""
@@ -81,11 +118,9 @@ class Report:
         lines += [f"- {counts[status]} {status}: {MEANINGS[status]}" for status in STATUSES]
         missing = [title for name, title in steps.items() if not self.is_done(name)]
         lines += [f"- not run: {', '.join(missing)}"] * bool(missing)
-        lines += [
-            "",
-            "Each figure of a GPU is a median of rounds, with the clock and power at which it was taken.",
-            "",
-        ]
+        if any(map(_is_noise, rows)):
+            lines += ["", f"**Figures marked “{NOISE}” are no measurements.** {NOISE_MEANS}"]
+        lines += ["", GPU_FIGURES, ""]
         lines += [
             "| step | check | value | limit | verdict | clock, power | note |",
             "|---|---|---|---|---|---|---|",
@@ -101,11 +136,35 @@ class Report:
 
 
 def _table_row(title: str, row: Row) -> str:
-    state = "" if row["clock_mhz"] is None else f"{row['clock_mhz']:.0f} MHz, {row['power_watts']:.0f} W"
-    value = "" if row["value"] is None else row["value"]
+    state = NOISE if _is_noise(row) else ""
+    if row["clock_mhz"] is not None:
+        state = f"{row['clock_mhz']:.0f} MHz, {row['power_watts']:.0f} W"
+    value = shown(row)
     verdict = f"**{row['status']}**" if row["status"] in ("fail", "warn") else row["status"]
     cells = (title, row["check"], value, row["limit"], verdict, state, row["note"])
     return f"| {' | '.join(map(_cell, cells))} |"
+
+
+def shown(row: Row) -> str:
+    """The value with its unit."""
+    value = row["value"]
+    if value is None:
+        return ""
+    return f"{value:.4g}{row['unit']}" if isinstance(value, float) else f"{value}{row['unit']}"
+
+
+def _is_noise(row: Row) -> bool:
+    return row["device"] == "cpu" and row["status"] == "info" and row["unit"] in TIMED
+
+
+def _row(line: str) -> Row | None:
+    """The row in a line; `None` if it is damaged, or torn."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    is_whole = line.endswith("\n") and isinstance(row, dict) and row.keys() == COLUMNS
+    return row if is_whole else None
 
 
 def _cell(value: object) -> str:

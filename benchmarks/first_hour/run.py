@@ -61,7 +61,7 @@ def check(session: Session) -> Iterator[Finding]:
     if plain.rows:
         speeds = [each.rows[-1].get("tokens_per_second") or math.nan for each in (run, plain)]
         yield info(
-            "tokens/s of nvfp4 ÷ bf16, tiny model", speeds[0] / speeds[1], note=f"{speeds[0]:.0f} tokens/s"
+            "speed of nvfp4 ÷ bf16, tiny model", speeds[0] / speeds[1], " ×", note=f"{speeds[0]:.0f} tokens/s"
         )
     else:
         yield expect("the run in bf16", False, "ended early", f"{steps} steps", note=last_line(plain))
@@ -71,26 +71,32 @@ def check(session: Session) -> Iterator[Finding]:
 def verdict_of(session: Session, run: Run, steps: int) -> Iterator[Finding]:
     """Whether a run trains as expected."""
     note = last_line(run, len(run.rows) == steps)
-    yield expect("steps of the tiny run", len(run.rows) == steps, len(run.rows), str(steps), note=note)
+    yield expect(
+        "steps of the tiny run", len(run.rows) == steps, len(run.rows), str(steps), " steps", note=note
+    )
     if not run.rows:
         return
     losses = list(run.losses.values())
-    yield expect("losses are finite", all(map(math.isfinite, losses)), losses[-1], "finite")
+    yield expect("losses are finite", all(map(math.isfinite, losses)), losses[-1], "finite", " nats")
     skipped = sum(row.get("skipped_steps") or 0 for row in run.rows[-1:])
-    yield at_most("skipped steps in bf16", skipped, 0)
+    yield at_most("skipped in bf16", skipped, 0, " steps")
     if session.is_gpu:
         mean = statistics.fmean(losses[-50:])
         limit = f"{EXPECTED_LOSS} ± {TOLERANCE}"
         yield expect(
-            "loss of the last 50 steps", abs(mean - EXPECTED_LOSS) <= TOLERANCE, round(mean, 3), limit
+            "loss of the last 50 steps",
+            abs(mean - EXPECTED_LOSS) <= TOLERANCE,
+            round(mean, 3),
+            limit,
+            " nats",
         )
         yield expect("kernels in the log", "Triton" in run.output, "Triton" in run.output, "Triton kernels")
         yield at_most(
-            "start and first step, s", run.seconds[0], 2 * FIRST_STEP_SECONDS, warn=FIRST_STEP_SECONDS
+            "start and first step", run.seconds[0], 2 * FIRST_STEP_SECONDS, " s", warn=FIRST_STEP_SECONDS
         )
         slowest, median = max(run.seconds[5:]), statistics.median(run.seconds[5:])
         yield at_most(
-            "slowest step ÷ median", slowest / median, math.inf, warn=3, note=f"median {median:.4f} s"
+            "slowest step ÷ median", slowest / median, math.inf, " ×", warn=3, note=f"median {median:.4f} s"
         )
     else:
         yield skip("loss of the last 50 of 700 steps", f"{NO_GPU}; {steps} steps only")

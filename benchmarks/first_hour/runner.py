@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.first_hour.findings import Finding
-from benchmarks.first_hour.report import Report
+from benchmarks.first_hour.report import Report, shown
 from megalowbit.errors import unknown_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +88,9 @@ def run_steps(
     """
     folder.mkdir(parents=True, exist_ok=True)
     report, titles = Report(folder), {step.name: step.title for step in STEPS}
+    damage = report.repair()
+    if damage is not None:
+        say(damage)
     statuses = []
     for step in steps:
         if report.is_done(step.name) and not again:
@@ -118,7 +121,7 @@ def _run_anew(report: Report, step: Step, say: Callable[[str], None]) -> str:
     say(f"{step.title}: {status}, {seconds:.0f} s")
     for row in report.of_step(step.name):
         if row["status"] in ("fail", "warn") and row["value"] is not None:
-            say(f"    {row['status']}  {row['check']}: {row['value']} ({row['limit']}) {row['note']}")
+            say(f"    {row['status']}  {row['check']}: {shown(row)} ({row['limit']}) {row['note']}")
     return status
 
 
@@ -168,7 +171,8 @@ def run_step(folder: Path, name: str, module: str) -> None:
     from benchmarks.first_hour.session import Session
 
     torch.manual_seed(0)
-    report, session = Report(folder), Session(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    session = Session(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    report = Report(folder, session.device)
     started = time.monotonic()
     try:
         check: Callable[[Session], Iterator[Finding]] = importlib.import_module(module).check

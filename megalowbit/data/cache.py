@@ -14,7 +14,8 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,31 @@ from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
 
 logger = logging.getLogger(__name__)
+
+
+class _Lines(logging.Handler):
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__()
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_warning = record.levelno >= logging.WARNING
+        self._say(("WARNING: " if is_warning else "data      ") + record.getMessage())
+
+
+@contextmanager
+def reported_builds(say: Callable[[str], None]) -> Iterator[None]:
+    """Pass what the package logs meanwhile to `say`: the first use of a corpus may take minutes."""
+    package, handler = logging.getLogger(__package__), _Lines(say)
+    level = package.level
+    package.addHandler(handler)
+    package.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(level)
+
 
 Result = TypeVar("Result")
 

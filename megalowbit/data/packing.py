@@ -88,7 +88,7 @@ def pack(corpus: Corpus, tokenizer: Tokenizer, sequence_length: int, cache_dir: 
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:
-    logger.info("tokenising %s (%s)", corpus.name, tokenizer.name)
+    logger.info("tokenising %s (%s), once", corpus.name, tokenizer.name)
     start = time.monotonic()
     num_tokens = num_documents = 0
     with path.open("wb") as file:

@@ -204,7 +204,7 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     def build(path: Path) -> None:
-        logger.info("training a BPE of %d tokens on %s", vocab_size, corpus.name)
+        logger.info("training a BPE of %d tokens on %s, once", vocab_size, corpus.name)
         bpe = _train(_limited(corpus.documents()), vocab_size)
         path.write_text(bpe.to_str(), encoding="utf-8")
 

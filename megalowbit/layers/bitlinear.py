@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit.errors import UserError
@@ -68,6 +69,15 @@ SLOTS = (
     "is_split",
     "_product_counts",
 )
+
+
+def _named(input: object) -> str:
+    """What a layer got in place of a dense tensor, and how to make one."""
+    if not isinstance(input, Tensor):
+        return type(input).__name__
+    if input.is_nested:
+        return "a nested tensor (input.to_padded_tensor(0.0) makes a dense one)"
+    return f"a tensor of layout {input.layout}"
 
 
 class BitLinear(SplitLinear):
@@ -184,7 +194,7 @@ class BitLinear(SplitLinear):
         Raises:
             UserError: the last axis has another size, the input is not a dense tensor or is on another
                 device, it lacks the axis `broadcast_dim` of the recipe's splits, or a size that `seed_compat`
-                needs.
+                needs; or a transform of `torch.func` is active.
         """
         self._check_input(input)
         device = input.device.type
@@ -221,7 +231,12 @@ class BitLinear(SplitLinear):
             shards=shards,
             input_forms=forms,
         )
-        output = lowbit_linear(input, self.weight, self.bias, context, factors)
+        try:
+            output = lowbit_linear(input, self.weight, self.bias, context, factors)
+        except BaseException:
+            if shared is not None:
+                shared.drop()
+            raise
         if shared is not None and forms is not None:
             shared.end(forms, self.layer_name)
         return output
@@ -248,9 +263,14 @@ class BitLinear(SplitLinear):
         return recipe, probe
 
     def _check_input(self, input: object) -> None:
-        if not isinstance(input, Tensor) or input.layout != torch.strided:
-            got = f"a tensor of layout {input.layout}" if isinstance(input, Tensor) else type(input).__name__
-            raise UserError(f"{self.title} expects a dense torch tensor, got {got}: convert it")
+        if not isinstance(input, Tensor) or input.layout != torch.strided or input.is_nested:
+            raise UserError(f"{self.title} expects a dense torch tensor, got {_named(input)}: convert it")
+        # a compiler traces the transforms itself, and cannot trace this question
+        if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+            raise UserError(
+                f"{self.title} cannot run inside torch.func.vmap, grad, jvp or another transform: use "
+                "backward() for gradients and a leading axis of the input for vmap, or call restore(model)"
+            )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise UserError(
                 f"{self.title} expects a last axis of {self.in_features}, "

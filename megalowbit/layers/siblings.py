@@ -11,10 +11,13 @@ codes depend on, so a wrong guess costs time but cannot change a number:
 
 - the tensor: its memory, shape, strides and dtype, and its version, which every in-place operation changes;
 - the micro-batch, and on a GPU the stream, because another one would not wait until the codes are written;
-- the request (`MatmulContext.input`): quantizer, layout, split, random key, dtype of the decoded operand.
+- the request (`MatmulContext.input`): quantizer, layout, split, random key, dtype of the decoded operand,
+  whether FP8 products read the range of its exponents.
 
 Layers with different recipes or precisions therefore share what is equal and quantise the rest themselves. A
-layer that runs again makes new forms.
+layer that runs again makes new forms. The forms do not keep the tensor: they are dropped when its memory is
+freed, and when a layer fails. An exception in a model's forward therefore leaves nothing behind. (Siblings of
+a tensor-parallel layer do keep it, until another layer runs: they need the view whose gradient is summed.)
 
 Siblings draw the random numbers of their input under the name of the first sibling. Stochastic rounding
 therefore gives the same codes whether they are shared or made several times.
@@ -28,6 +31,7 @@ version (through `.data` or NumPy) between two siblings goes unnoticed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -76,10 +80,11 @@ class InputForms:
     """
 
     def __init__(self, input: Tensor, siblings: tuple[str, ...], step: int) -> None:
-        # held, so no other tensor can get the same memory
-        self._storage: torch.UntypedStorage | None = input.untyped_storage()
-        self._identity = _identity(input, siblings, step)
         self._waiting = set(siblings)
+        # Not held: after an exception no sibling may come to drop it. Once its memory is freed, another
+        # tensor may get the same address, so the forms go with it.
+        self._storage: object = weakref.ref(input.untyped_storage(), lambda _: self.close())
+        self._identity = _identity(input, siblings, step)
         self.forms: dict[tuple[object, ...], Any] = {}
         self.summed: tuple[Tensor, Tensor] | None = None
 
@@ -96,6 +101,7 @@ class InputForms:
         """Drop all tensors; contexts that are kept for backward still hold this object."""
         self._storage = self.summed = None
         self.forms.clear()
+        self._waiting.clear()
 
 
 def _identity(input: Tensor, siblings: tuple[str, ...], step: int) -> tuple[object, ...]:
@@ -140,6 +146,12 @@ class SharedInput:
             forms.close()
             if self._current is forms:
                 self._current = None
+
+    def drop(self) -> None:
+        """Drop the forms, because a layer has failed."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles: they hold no tensors."""

@@ -10,6 +10,7 @@ imported: a typo is reported at once, before anything is allocated, joined or wr
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import re
@@ -148,7 +149,7 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         nargs="?",
-        const="",
+        const=True,
         metavar="FIRST[:STEPS]",
         help="write a trace of some steps to profile/ in the run folder, e.g. --profile 20:3 (default: 3 "
         "steps after the first 5); sets megalowbit.profile",
@@ -164,12 +165,12 @@ def _add_measuring_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_profile(overrides: list[str], text: str | None, path: Path) -> list[str]:
+def with_profile(overrides: list[str], text: str | bool | None, path: Path) -> list[str]:
     """The overrides of `--set` and of `--profile 20:3`, which keeps other keys of the section.
 
     Args:
         overrides: of `--set`.
-        text: of `--profile`; None: there is none.
+        text: of `--profile`; True: it has no value; None: there is none.
         path: the configuration, which may have the section too.
 
     Raises:
@@ -179,13 +180,15 @@ def with_profile(overrides: list[str], text: str | None, path: Path) -> list[str
 
     if text is None:
         return overrides
-    found = re.fullmatch(r"(?:(\d+)(?::(\d+))?)?", text)
-    if found is None:
-        raise UserError(
-            f"--profile {shown(text)} is not FIRST or FIRST:STEPS: write for example --profile 20:3"
-        )
-    values = zip(("first_step", "steps"), found.groups(), strict=True)
-    given = [f"{PROFILE}.{name}={int(value)}" for name, value in values if value is not None]
+    given = []
+    if isinstance(text, str):
+        found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+        if found is None:
+            raise UserError(
+                f"--profile {shown(text)} is not FIRST or FIRST:STEPS: write for example --profile 20:3"
+            )
+        values = zip(("first_step", "steps"), found.groups(), strict=True)
+        given = [f"{PROFILE}.{name}={int(value)}" for name, value in values if value is not None]
     block = load_json(path).get("megalowbit")
     has_section = isinstance(block, dict) and block.get("profile") is not None
     turned_on = [] if has_section else [f"{PROFILE}.first_step=null"]
@@ -298,12 +301,14 @@ def _describe_or_prepare(
 
         print(describe(config))
         return
+    from megalowbit.data.cache import reported_builds
     from megalowbit.data.loader import count_samples
     from megalowbit.pretrain.checks import check_config
 
     check_config(config)
     data = config.settings.data
-    count = count_samples(data)
+    with reported_builds(functools.partial(print, flush=True)):
+        count = count_samples(data)
     print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
 
 

@@ -101,7 +101,8 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     before = {**_flat(unwritten), **_flat(saved), **_flat(_unwritten_scaler(saved))}
     now = {**_flat(unwritten), **_flat(current)}
     _check_components_are_kept(saved, current)
-    changes = []
+    changes = [f"megalowbit.{name}: {was} → {now_is}" for name, was, now_is in _switched(saved, current)]
+    sections = tuple(change.partition(":")[0] + "." for change in changes)
     for key in sorted(before.keys() | now.keys(), key=lambda key: (_report_order(key), key)):
         old, new = before.get(key), now.get(key)
         if old == new:
@@ -109,7 +110,8 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         if not _may_change(key):
             was, now_is = _shown(saved, key, old), _shown(current, key, new)
             raise UserError(f"{key} was {was} in the run to resume and is {now_is} now: {REMEDY}")
-        changes.append(f"{key}: {old} → {new}")
+        if not key.startswith(sections) and key + "." not in sections:  # a section's defaults are no changes
+            changes.append(f"{key}: {old} → {new}")
     return changes
 
 
@@ -132,12 +134,21 @@ def _may_change(key: str) -> bool:
 
 def _check_components_are_kept(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Reject added or removed components; the message names the section rather than one of its keys."""
-    for name in (kind.key for kind in OPTIONAL):
-        blocks = [config.get("megalowbit", {}).get(name) for config in (saved, current)]
-        # earlier versions did not record sections that were off
-        if (blocks[0] is None) != (blocks[1] is None) and not _may_change(f"megalowbit.{name}"):
-            was, now = ("off" if block is None else "on" for block in blocks)
+    for name, was, now in _switched(saved, current):
+        if not _may_change(f"megalowbit.{name}"):
             raise UserError(f"megalowbit.{name} was {was} in the run to resume and is {now} now: {REMEDY}")
+
+
+def _switched(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Components that were added or removed: (name, "on" or "off" in the saved run, and now)."""
+    found = []
+    for name in (kind.key for kind in OPTIONAL):
+        # earlier versions did not record sections that were off
+        was, now = (
+            "off" if config.get("megalowbit", {}).get(name) is None else "on" for config in (saved, current)
+        )
+        found += [(name, was, now)] * (was != now)
+    return found
 
 
 def check_is_configuration(saved: Mapping[str, Any], where: str) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from megalowbit.config.deepspeed_json import load_json
+from megalowbit.data.cache import reported_builds
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhere
 from megalowbit.engine.parameters.full_weights import full_state_dict
@@ -84,7 +86,8 @@ def pretrain(
         start_process_group(identity)
         folder = _lock_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
-        job = assemble(config, identity, folder)
+        with reported_builds(partial(print, flush=True)):  # on the rank that builds files, once for a cache
+            job = assemble(config, identity, folder)
         watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, report=report)
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")

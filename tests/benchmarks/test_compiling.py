@@ -123,3 +123,5 @@ def test_the_tool_prints_a_table_and_fails_on_mistakes(tmp_path):
     done = subprocess.run([*tool, "--only", "nothing"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
+    labels = {each.label for each in launches.all_launches()}
+    assert all(part in done.stderr for label in labels for part in label.split(", "))

@@ -27,7 +27,7 @@ FAILING = """
 import os
 from benchmarks.first_hour.findings import at_most, info
 def check(session):
-    yield info("first", 1.0)
+    yield info("first", 1.0, " ms")
     {}
 """
 
@@ -36,17 +36,17 @@ def check(session):
     ("finding", "status"),
     [
         (at_most("x", 1.0, 2.0, " µs", warn=1.5), "pass"),
-        (at_most("x", 1.7, 2.0, warn=1.5), "warn"),
-        (at_most("x", 2.1, 2.0, warn=1.5), "fail"),
-        (at_most("x", math.nan, 2.0), "fail"),
-        (at_least("x", 0.98, 0.90, warn=0.97), "pass"),
-        (at_least("x", 0.95, 0.90, warn=0.97), "warn"),
-        (at_least("x", 0.80, 0.90, warn=0.97), "fail"),
-        (at_least("x", math.nan, 0.9), "fail"),
+        (at_most("x", 1.7, 2.0, " µs", warn=1.5), "warn"),
+        (at_most("x", 2.1, 2.0, " µs", warn=1.5), "fail"),
+        (at_most("x", math.nan, 2.0, " µs"), "fail"),
+        (at_least("x", 0.98, 0.90, " ×", warn=0.97), "pass"),
+        (at_least("x", 0.95, 0.90, " ×", warn=0.97), "warn"),
+        (at_least("x", 0.80, 0.90, " ×", warn=0.97), "fail"),
+        (at_least("x", math.nan, 0.9, " ×"), "fail"),
         (expect("x", True, 3, "3"), "pass"),
         (expect("x", False, 2, "3"), "fail"),
         (expect("x", False, 2, "3", is_hard=False), "warn"),
-        (info("x", 2.0), "info"),
+        (info("x", 2.0, " ms"), "info"),
         (skip("x", "no GPU"), "skip"),
     ],
 )
@@ -56,19 +56,60 @@ def test_a_verdict_follows_from_value_and_limits(finding, status):
 
 def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
     report = Report(tmp_path)
-    report.add("bits", at_most("different bytes", 3.0, 0.0, note="a | b"), 1.0)
+    report.add("bits", at_most("encoding", 3.0, 0.0, " different bytes", note="a | b"), 1.0)
     report.add("bits", skip("sanitizer", "not in PATH"), 0.0)
     assert report.close("bits", 2.0) == "fail"
-    report.add("run", Finding("copy", "pass", 4.2, "≥ 4", clock_mhz=1830.0, power_watts=410.2), 1.0)
+    report.add("run", Finding("copy", "pass", 4.2, "≥ 4 TB/s", "", 1830.0, 410.2, " TB/s"), 1.0)
     with report.path.open("a") as file:
         file.write('{"step": "run", "che')  # the process was killed while it wrote
     assert not report.is_done("run")
     text = report.write_summary({"bits": "2 bits", "run": "6 a run"}).read_text()
-    assert "| 2 bits | different bytes | 3.0 | ≤ 0 | **fail** |  | a \\| b |" in text
+    assert "| 2 bits | encoding | 3 different bytes | ≤ 0 different bytes | **fail** |  | a \\| b |" in text
     assert "| 2 bits | sanitizer |  |  | skip |  | not in PATH |" in text
-    assert "| 6 a run | copy | 4.2 | ≥ 4 | pass | 1830 MHz, 410 W |  |" in text
+    assert "| 6 a run | copy | 4.2 TB/s | ≥ 4 TB/s | pass | 1830 MHz, 410 W |  |" in text
     assert "- 1 fail: " in text
     assert "- not run: 6 a run" in text
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        ('{"step": "bits", "che', "line 3 of 3"),  # the process was killed while it wrote
+        ('{"step": "bits", "che\n', "line 3 of 3"),
+        ("\x00\x00\n[1]\n", "line 3 and 1 more of 4"),
+        ('{"step": "bits", "check": "of an older version"}\n', "line 3 of 3"),
+    ],
+)
+def test_a_damaged_report_is_kept_and_told_in_one_line(damage, line, tmp_path):
+    report, said = Report(tmp_path), []
+    report.add("machine", info("driver", "1"), 0.0)
+    report.close("machine", 0.0)
+    with report.path.open("a") as file:
+        file.write(damage)
+    before = report.path.read_bytes()
+    assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert said[:2] == [
+        f"{report.path}: {line} cannot be read and is left out; report.damaged-1.jsonl has the whole file",
+        "0 machine and install: info (done before)",
+    ]
+    assert (tmp_path / "report.damaged-1.jsonl").read_bytes() == before
+    assert [row["check"] for row in report.rows()] == ["driver", STEP]
+    said.clear()
+    assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert said[0] == "0 machine and install: info (done before)"
+
+
+def test_times_of_a_cpu_are_called_noise_and_its_counts_are_not(tmp_path):
+    for device, step in (("cpu", "layer"), ("cuda", "model")):
+        report = Report(tmp_path, device)
+        report.add(step, info("nvfp4", 1.31, " × bf16"), 1.0)
+        report.add(step, info("host reads", 3, " reads"), 1.0)
+        report.add(step, at_most("encoding", 0, 0, " different bytes"), 1.0)
+    text = report.write_summary({"layer": "4 one layer", "model": "9 a whole step"}).read_text()
+    assert "| 4 one layer | nvfp4 | 1.31 × bf16 |  | info | CPU, noise |" in text
+    assert "| 9 a whole step | nvfp4 | 1.31 × bf16 |  | info |  |" in text
+    assert text.count("CPU, noise") == 2  # in the row, and what it means
+    assert "no measurements" in text
 
 
 def test_steps_are_chosen_by_name_or_number():
@@ -131,7 +172,11 @@ def test_every_step_runs_without_a_gpu_and_names_what_it_could_not_check(tmp_pat
         assert any(row["status"] in ("pass", "info", "warn") for row in checked), step.name
     reasons = [row["note"] for row in rows if row["status"] == "skip" and row["check"] != STEP]
     assert all(reasons)
-    assert not any("\n" in reason for reason in reasons)
+    assert not any("\n" in reason or "aten::" in reason or "Error" in reason for reason in reasons)
+    figures = [
+        row for row in rows if isinstance(row["value"], (int, float)) and row["value"] not in (True, False)
+    ]
+    assert all(row["unit"] for row in figures), figures
     summary = (tmp_path / "results" / "summary.md").read_text()
     assert "- not run: " not in summary
     again = subprocess.run(command, capture_output=True, text=True)

@@ -48,7 +48,7 @@ def test_it_prints_the_computed_values():
     assert done.returncode == 0, done.stderr
     failures = NodeFailures(nodes=64, node_mtbf=600 * 3600.0)
     costs = RunCosts(
-        work=3 * 86400.0, save=50.0, start=120.0, detection=600.0, requeue=60.0, notice=300.0, repair=86400.0
+        work=3 * 86400.0, save=50.0, start=120.0, detection=30.0, requeue=60.0, notice=300.0, repair=86400.0
     )
     request = GoodputRequest(failures=failures, costs=costs, step_seconds=4.5, own=450.0)
     found = make_report(request, failure_traces(failures, runs=20, seed=7))

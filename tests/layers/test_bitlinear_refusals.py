@@ -1,8 +1,11 @@
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import restore
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,53 @@ def test_an_input_of_wrong_size_is_rejected_with_the_layers_name_or_sizes(input,
     layer.layer_name = "h.0.up"
     with pytest.raises(UserError, match=rf"^BitLinear 'h.0.up' {message}"):
         layer(input)
+
+
+def weights(layer):
+    return {name: each.detach() for name, each in layer.named_parameters()}
+
+
+def stacked(layer):
+    return {name: torch.stack([each, each]) for name, each in weights(layer).items()}
+
+
+TRANSFORMS = {
+    "vmap over inputs": lambda layer, x: vmap(layer)(x),
+    "vmap over weights": lambda layer, x: vmap(lambda p: functional_call(layer, p, (x,)))(stacked(layer)),
+    "vmap that leaves the layer alone": lambda layer, x: vmap(lambda y: y + layer(x).sum())(x),
+    "grad": lambda layer, x: grad(lambda p: functional_call(layer, p, (x,)).sum())(weights(layer)),
+    "jvp": lambda layer, x: jvp(layer, (x,), (x,)),
+    "vjp": lambda layer, x: vjp(layer, x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_transform_of_torch_func_is_rejected_and_leaves_the_layer_usable(transform):
+    model, x = nn.Sequential(BitLinear(64, 32)), torch.ones(3, 64)
+    expected = model(x)
+    with pytest.raises(UserError, match=r"^BitLinear\(64, 32\) cannot run inside torch.func.*backward\(\)"):
+        transform(model, x)
+    assert torch.equal(model(x), expected)
+    restore(model)
+    transform(model, x)  # the remedy
+
+
+def test_a_functional_call_has_the_bits_of_a_plain_one():
+    layer, x = BitLinear(64, 32), torch.randn(3, 64)
+    output = functional_call(layer, {name: each * 2 for name, each in weights(layer).items()}, (x,))
+    with torch.no_grad():
+        for each in layer.parameters():
+            each *= 2
+    assert torch.equal(output, layer(x))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_rejected_and_its_padded_form_works(layout):
+    layer = BitLinear(64, 32)
+    nested = torch.nested.nested_tensor([torch.ones(3, 64), torch.ones(2, 64)], layout=layout)
+    with pytest.raises(UserError, match=r"^BitLinear\(64, 32\) expects.*got a nested.*to_padded_tensor"):
+        layer(nested)
+    assert layer(nested.to_padded_tensor(0.0)).shape == (2, 3, 32)
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, None, "4"])

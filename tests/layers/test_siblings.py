@@ -22,7 +22,7 @@ from megalowbit.layers.conversion.convert import (
 )
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.layers.siblings import find_siblings
+from megalowbit.layers.siblings import SharedInput, find_siblings
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
 
@@ -237,6 +237,80 @@ def test_a_chooser_may_give_siblings_different_precisions(made):
     made.clear()
     assert_equal(gradients(model, inputs()), expected)
     assert made.count("input") == 3
+
+
+def test_a_form_for_fp8_products_has_exponents_whatever_gemm_its_sibling_uses(monkeypatch):
+    """Where backward has an input of its own, neither `gemm` decodes it in forward."""
+    forms = []
+    original = MatmulContext.input
+
+    def recording(self, *args, **kwargs):
+        found = original(self, *args, **kwargs)
+        forms.append((self.recipe.gemm, found.tensor))
+        return found
+
+    monkeypatch.setattr(MatmulContext, "input", recording)
+    for first in ("bf16", "fp8"):
+        recipe = {"base": "mxfp4", "layout": "per_gemm", "gemm": first}
+        model = converted(Attention(), recipe)
+        model.k_proj.recipe = recipe | {"gemm": "fp8" if first == "bf16" else "bf16"}
+        alone, x = without_sharing(model), inputs(16)
+        expected = gradients(alone, x)
+        forms.clear()
+        assert_equal(gradients(model, x), expected)
+        assert {gemm for gemm, _ in forms} == {"bf16", "fp8"}
+        for gemm, tensor in forms:
+            assert (tensor.exponents is not None) == (gemm == "fp8")
+
+
+def fail(*args):
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("where", ["between siblings", "in a sibling"])
+def test_an_exception_leaves_nothing_of_the_input(where, monkeypatch):
+    model, kept, original = converted(Attention()), [], MatmulContext._quantized
+
+    def recording(self, operand, quantization, *args, **kwargs):
+        made = original(self, operand, quantization, *args, **kwargs)
+        if quantization.role == "input":
+            kept.extend(weakref.ref(each) for each in (operand.tensor, made.operand.tensor.codes))
+        return made
+
+    monkeypatch.setattr(MatmulContext, "_quantized", recording)
+    if where == "between siblings":
+        model.between = fail
+    else:  # in the first: with its input's codes made, and the weight's not
+        monkeypatch.setattr(MatmulContext, "weight", fail)
+    with pytest.raises(ArithmeticError):
+        model(inputs())
+    assert [each() for each in kept] == [None, None]
+
+
+def test_after_an_exception_siblings_do_not_multiply_what_the_input_was():
+    """The caller holds the input, and NumPy and `.data` do not change its version."""
+    model, x = converted(Attention()).eval(), inputs()
+    alone = without_sharing(model)
+    with torch.no_grad():
+        model.q_proj(x)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MatmulContext, "weight", fail)
+            with pytest.raises(ArithmeticError):
+                model.k_proj(x)
+        x.numpy()[:] *= 3
+        assert torch.equal(model.k_proj(x), alone.k_proj(x))
+
+
+def test_forms_go_with_the_memory_of_their_input():
+    x = inputs()
+    forms = SharedInput().begin("q", x, ("q", "k"), 1)
+    forms.forms["request"] = torch.ones(1)
+    alias = x.detach()[1:]
+    del x
+    assert forms.forms  # the memory lives on in a view
+    assert forms.is_for("k", inputs(), ("q", "k"), 1) is False
+    del alias
+    assert not forms.forms
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -76,7 +76,11 @@ def test_a_thread_count_chosen_by_the_user_is_kept(tmp_path, monkeypatch):
 def test_data_can_be_prepared_in_advance(tmp_path, capsys):
     config = str(write_config(tmp_path))
     assert main(["--ds-config", config, "--prepare-data"]) == 0
-    assert "sequences of 32 tokens are ready in" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("data      tokenising ")  # before the work, which may take minutes
+    assert "sequences of 32 tokens are ready in" in lines[-1]
+    assert main(["--ds-config", config, "--prepare-data"]) == 0
+    assert capsys.readouterr().out.splitlines() == lines[-1:]
     assert list((tmp_path / "cache").rglob("*.npy"))
 
 

@@ -49,6 +49,15 @@ def test_length_frequency_and_number_of_processes_may_change_and_are_named(path,
     assert changed_settings(SAVED, changed(*path, value=value)) == [line]
 
 
+def test_a_component_that_is_added_or_left_out_is_one_change():
+    profiled = changed("megalowbit", "profile", value={"first_step": None, "steps": 3, "memory": True})
+    assert changed_settings(profiled, SAVED) == ["megalowbit.profile: on → off"]
+    assert changed_settings(SAVED, profiled) == ["megalowbit.profile: off → on"]
+    later = copy.deepcopy(profiled)
+    later["megalowbit"]["profile"]["first_step"] = 20
+    assert changed_settings(profiled, later) == ["megalowbit.profile.first_step: None → 20"]
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [

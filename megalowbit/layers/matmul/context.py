@@ -249,6 +249,7 @@ class MatmulContext:
             operand_dtype,
             self._key(quantization, input),
             self._signs(quantization),
+            needs_exponents(self.recipe, quantization.name),
         )
         made = forms.get(request)
         if made is None or (made.facts is None and observe is not None):

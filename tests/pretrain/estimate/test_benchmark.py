@@ -101,7 +101,7 @@ def test_the_summary_is_ascii_that_fits_a_screen():
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(None, (100, 4)), ("", (100, 4)), ("20", (20, 4)), ("020:3", (20, 3))],
+    [(None, (100, 4)), (True, (100, 4)), ("20", (20, 4)), ("020:3", (20, 3))],
 )
 def test_the_option_profile_keeps_the_rest_of_its_section(tmp_path, text, expected):
     section = {"first_step": 100, "steps": 4, "all_ranks": True}
@@ -131,6 +131,8 @@ def test_the_option_profile_keeps_the_rest_of_its_section(tmp_path, text, expect
         (["--benchmark", "--dry-run"], "--benchmark and --dry-run cannot be combined"),
         (["--benchmark", "--profile"], "name it with --run-dir"),
         (["--profile", "late"], "--profile 'late' is not FIRST or FIRST:STEPS"),
+        (["--profile", ""], "--profile '' is not FIRST or FIRST:STEPS"),
+        (["--profile="], "--profile '' is not FIRST or FIRST:STEPS"),
         (["--profile", "0"], "megalowbit.profile.first_step"),
         (["--profile", "5:3"], "megalowbit.profile ends with step 7"),
     ],
