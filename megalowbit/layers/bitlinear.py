@@ -166,6 +166,12 @@ class BitLinear(SplitLinear):
         return None
 
     @property
+    def keeps_nothing_on_host(self) -> bool:
+        """Whether a use of the layer changes nothing on the host but its number of uses."""
+        is_observed = self.training and self.observer is not None
+        return not is_observed and self.weight_slot is None and self.shards is None
+
+    @property
     def title(self) -> str:
         """The layer's name in messages."""
         if self.layer_name:
@@ -333,7 +339,7 @@ class BitLinear(SplitLinear):
         return MatmulContext(
             recipe=recipe,
             compute_dtype=compute_dtype,
-            random_key=partial(self._random_key, stream, use),
+            random_key=partial(self.random_key, use),
             hadamard_signs=self._hadamard_signs(stream, recipe, use),
             observe=None if observer is None else partial(self._observe, observer),
             count=self._product_counts.add,
@@ -357,8 +363,10 @@ class BitLinear(SplitLinear):
             return 0
         return stream.hadamard_signs(use.step if recipe.redraws_signs else None)
 
-    def _random_key(self, stream: RandomStream, use: Use, role: str, device: torch.device) -> RandomKey:
+    def random_key(self, use: Use, role: str, device: torch.device) -> RandomKey:
         """The key of an operand's random numbers in one use."""
+        stream = self.random_stream or self._layer_stream.stream
+        assert stream is not None  # created by begin_use
         stream.check(device)
         is_shared = OPERANDS[role] == "weight"
         shard = None if self.shards is None else self.shards.shard_of(role)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WORD = 0xFFFFFFFF
+WORD, LONG = 2**32 - 1, 2**64 - 1
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
@@ -31,7 +31,22 @@ class RandomKey(NamedTuple):
     step: int = 0
 
 
+class StoredKey(NamedTuple):
+    """A `RandomKey` in a device's memory, which Triton kernels read; other backends do not take it.
+
+    Attributes:
+        memory: int64 (2,), contiguous: step and key, both as `signed` numbers.
+    """
+
+    memory: Tensor
+
+
 NO_KEY = RandomKey(0)  # for rounding to nearest, which draws nothing
+
+
+def signed(number: int) -> int:
+    """The int64 that has the same 64 bits."""
+    return (number & LONG) - (((number & LONG) >> 63) << 64)
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: int) -> tuple[Tensor, ...]:

@@ -24,14 +24,13 @@ from megalowbit.quantize.encoding import (
     EncodeRequest,
     Encoding,
 )
-from megalowbit.quantize.philox import WORD, RandomKey
-from megalowbit.quantize.triton.step_counters import CountedStep
+from megalowbit.quantize.philox import WORD, RandomKey, StoredKey, signed
+from megalowbit.quantize.triton.step_counters import CountedStep, counter_at
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
 TILE = (16, 16)  # rows and 16-groups of a program, for row-major matrices
 NOTHING_DRAWN: Mapping[str, Any] = MappingProxyType({"key_low": 0, "key_high": 0, "step": None, "lag": 0})
-_LONG = 2**64 - 1
 COUNTED_ELEMENTS = 2048  # most elements of a program that counts
 
 
@@ -165,18 +164,21 @@ def as_words(codes: Tensor) -> Tensor:
     return codes.view(torch.int32)
 
 
-def random_arguments(random_key: RandomKey, device: torch.device) -> Mapping[str, Any]:
+def random_arguments(random_key: RandomKey | StoredKey, device: torch.device) -> Mapping[str, Any]:
     """The key as two signed 32-bit numbers, and the micro-batch as a tensor on the device and a difference.
+
+    A key that is stored on the device is in that tensor too.
 
     A fixed type avoids recompilation. A layer's key is the same at each step, and so is the difference. No
     argument of a layer's kernels changes from step to step, except addresses.
     """
+    if isinstance(random_key, StoredKey):
+        return {**NOTHING_DRAWN, "step": random_key.memory}
     key, step = random_key
     if isinstance(step, CountedStep):
         counter, lag = step.counters.at(step, device)
     else:
-        signed = (step & _LONG) - (((step & _LONG) >> 63) << 64)
-        counter, lag = torch.full((), signed, dtype=torch.int64, device=device), 0
+        counter, lag = counter_at(signed(step), device), 0
     return {"key_low": _signed(key), "key_high": _signed(key >> 32), "step": counter, "lag": lag}
 
 

@@ -4,6 +4,9 @@ As an argument of a kernel, the micro-batch would change at each step, and a CUD
 numbers of the step in which it was captured. So a kernel gets the address of a counter, and how far its
 operand lags behind it: 0, or more where a backward runs after a later forward. See docs/decisions/0019.
 
+A counter is two numbers, the micro-batch and 0. The second one is for memory that also holds a key (`StoredKey`
+of `philox`): kernels use the exclusive or of it and of the key that they get as an argument.
+
 The host knows the value of each counter and never reads it. It writes a counter once a micro-batch, when the
 first kernel needs it, in the order of the stream that kernels run in; each stream has a counter, because
 another one would not wait for the write.
@@ -26,7 +29,7 @@ from megalowbit.errors import UserError
 
 @dataclass
 class _Counter:
-    tensor: Tensor  # int64, 0-dim
+    tensor: Tensor  # int64, (2,): the micro-batch and 0
     value: int  # what it holds once the work queued so far is done
 
 
@@ -43,7 +46,7 @@ class StepCounters:
         self._captured: dict[torch.device, _Counter] = {}
 
     def at(self, step: int, device: torch.device) -> tuple[Tensor, int]:
-        """A counter on the device, and what to subtract from it to get `step`.
+        """A counter on the device, and what to subtract from its first number to get `step`.
 
         Raises:
             UserError: a CUDA graph is being captured, and there is no counter yet.
@@ -52,15 +55,15 @@ class StepCounters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             counter = self._of_capture(device)
             if counter.value < now:
-                counter.tensor.add_(now - counter.value)
+                counter.tensor[0].add_(now - counter.value)
         else:
             place = device, _stream(device)
             found = self._counters.get(place)
             if found is None:
-                found = _Counter(torch.full((), now, dtype=torch.int64, device=device), now)
+                found = _Counter(counter_at(now, device), now)
                 self._counters[place] = found
             elif found.value < now:
-                found.tensor.fill_(now)
+                found.tensor[0].fill_(now)
             counter = found
         counter.value = max(counter.value, now)
         return counter.tensor, counter.value - step
@@ -75,6 +78,13 @@ class StepCounters:
                 )
             self._captured[device] = self._counters.pop(places[-1])
         return self._captured[device]
+
+
+def counter_at(step: int, device: torch.device) -> Tensor:
+    """A new counter with this micro-batch, −2⁶³ ≤ step < 2⁶³."""
+    made = torch.zeros(2, dtype=torch.int64, device=device)
+    made[0].fill_(step)
+    return made
 
 
 def _stream(device: torch.device) -> int:
