@@ -19,8 +19,8 @@ Cached quantised weights are copied, because a compiler may reuse the memory of 
 
 These operators must not be captured in a CUDA graph: a replay would neither count the use nor read the
 micro-batch. Where all else of a layer is on the GPU (`may_be_captured`), its operators are `captured_linear`
-and `captured_linear_backward`, which do neither. `draw_keys` runs on the host at each step. It counts the use,
-and writes micro-batch and keys to the device, as one tensor that the two operators read.
+and `captured_linear_backward`, which do neither. `draw_keys` runs on the host at each step. It counts the
+use, and writes micro-batch and keys to the device, as one tensor that the two operators read.
 """
 
 from __future__ import annotations
@@ -144,10 +144,9 @@ def compiled_linear(
     stream = layer.random_stream
     needs_weight = any(part.requires_grad for part in (weight, *(factors or ())))
     forward, step = _forward, None if stream is None else stream.step_tensor
-    is_on_gpu = torch.compiler.is_compiling() and input.device.type == "cuda"
-    if step is not None and is_on_gpu and layer.keeps_nothing_on_host:
-        if may_be_captured(layer.handle, input.device, (input.dtype, weight.dtype)):
-            forward, step = _captured_forward, draw_keys(step, layer.handle, input.device)
+    is_shared = torch.compiler.is_compiling() and step is not None
+    if is_shared and layer.keeps_nothing_on_host and may_be_captured(layer.handle, input.device, input.dtype):
+        forward, step = _captured_forward, draw_keys(step, layer.handle, input.device)
     outputs = forward(
         input,
         weight,
@@ -178,15 +177,17 @@ def _(step: Tensor) -> None:
 
 
 @torch.compiler.assume_constant_result
-def may_be_captured(handle: int, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether forward and backward of a layer may run in a CUDA graph, as far as its recipe decides.
+def may_be_captured(handle: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a layer may run in a CUDA graph, as far as its recipe and the input decide.
 
     Random numbers must come from kernels that read their key in memory. Splits and random transforms draw on
     the host. Products on FP8 tensor cores are counted there, and some of them are subtracted on the device.
     """
     recipe = _layer(handle).recipe
     has_splits = any(getattr(recipe, field) is not None for field in SPLIT_FIELDS)
-    if has_splits or recipe.redraws_signs or recipe.gemm == "fp8" or not set(dtypes) <= set(KERNEL_DTYPES):
+    if has_splits or recipe.redraws_signs or recipe.gemm == "fp8":
+        return False
+    if device.type != "cuda" or dtype not in KERNEL_DTYPES:
         return False
     drawn = [each.quantizer for each in quantizations_of(recipe) if each.quantizer.is_stochastic]
     return all(
@@ -225,7 +226,7 @@ def _captured_context(
     """The context of a use that `draw_keys` has counted; nothing in it depends on the step or is counted."""
     context = layer.context(Use(0, 0, False, False), compute_dtype=compute_dtype, needs_grad=needs_grad)
     roles = _drawn_roles(layer.recipe)
-    return replace(context, random_key=lambda role, _device: StoredKey(keys[roles.index(role)]))
+    return replace(context, random_key=lambda role, _device: StoredKey(keys.select(0, roles.index(role))))
 
 
 class _ForwardArguments(NamedTuple):

@@ -25,7 +25,14 @@ from megalowbit.formats.block_format import MXFP4, BlockFormat
 from megalowbit.quantize import reference
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
-from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, Encoding, Fp8Operand, check_parts
+from megalowbit.quantize.encoding import (
+    DecodeRequest,
+    Encoded,
+    EncodeRequest,
+    Encoding,
+    Fp8Operand,
+    check_parts,
+)
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 from megalowbit.quantize.triton import launch_fp8
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
@@ -106,8 +113,9 @@ def can_encode(kernels: Kernels, request: EncodeRequest) -> bool:
 def has_random_kernel(encoding: Encoding, device: torch.device) -> bool:
     """Whether a Triton kernel draws this encoding's random numbers, with a key that may be in memory."""
     kernels = _kernels(_backend_for(device, os.environ.get(BACKEND_VARIABLE, "")), encoding.format)
-    is_triton = kernels is launch_triton or kernels is launch_triton_8bit
-    return is_triton and encoding.has_kernels and kernels.covers(encoding.format, torch.bfloat16)
+    if kernels is None or kernels not in (launch_triton, launch_triton_8bit):
+        return False
+    return encoding.has_kernels and kernels.covers(encoding.format, torch.bfloat16)
 
 
 def decode(request: DecodeRequest) -> Tensor:

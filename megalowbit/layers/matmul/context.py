@@ -24,7 +24,7 @@ from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.siblings import InputForms, shares_input
-from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.philox import RandomKey, StoredKey
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer, takes_row_maximum
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import split
@@ -69,7 +69,7 @@ class MatmulContext:
     Attributes:
         recipe: quantizers of the operands, layout and GEMM.
         compute_dtype: dtype of the GEMMs and of the output.
-        random_key: (role, device) → key of that operand's stochastic rounding.
+        random_key: (role, device) → `RandomKey` of that operand's stochastic rounding, or `StoredKey`.
         hadamard_signs: signs of the random Hadamard transform, if the recipe uses one.
         observe: receives (role, counts, error) of each quantised operand; `None`: nothing is counted.
         count: receives (product, the precision it ran in) of each product; `None`: nothing is counted.
@@ -90,7 +90,7 @@ class MatmulContext:
 
     recipe: Recipe
     compute_dtype: torch.dtype
-    random_key: Callable[[str, torch.device], RandomKey]
+    random_key: Callable[[str, torch.device], Any]
     hadamard_signs: int = 0
     observe: Observe | None = None
     count: Callable[[str, str], None] | None = None
@@ -307,9 +307,10 @@ class MatmulContext:
             return None
         return largest if _is_maximum_of(quantization.quantizer, largest) else None
 
-    def _key(self, quantization: Quantization, x: Tensor) -> RandomKey | None:
+    def _key(self, quantization: Quantization, x: Tensor) -> RandomKey | StoredKey | None:
         is_drawn = quantization.quantizer.is_stochastic and x.numel()
-        return self.random_key(quantization.role, x.device) if is_drawn else None
+        key: RandomKey | StoredKey | None = self.random_key(quantization.role, x.device) if is_drawn else None
+        return key
 
     def _observer(self, quantization: Quantization) -> Observe | None:
         """The observer of this operand's counts, or `None`.

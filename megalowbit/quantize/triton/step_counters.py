@@ -2,10 +2,8 @@
 
 As an argument of a kernel, the micro-batch would change at each step, and a CUDA graph would repeat the
 numbers of the step in which it was captured. So a kernel gets the address of a counter, and how far its
-operand lags behind it: 0, or more where a backward runs after a later forward. See docs/decisions/0019.
-
-A counter is two numbers, the micro-batch and 0. The second one is for memory that also holds a key (`StoredKey`
-of `philox`): kernels use the exclusive or of it and of the key that they get as an argument.
+operand lags behind it: 0, or more where a backward runs after a later forward. See docs/decisions/0019. The
+0 behind the micro-batch is in place of a key, see `philox.StoredKey`.
 
 The host knows the value of each counter and never reads it. It writes a counter once a micro-batch, when the
 first kernel needs it, in the order of the stream that kernels run in; each stream has a counter, because
@@ -30,7 +28,7 @@ from megalowbit.errors import UserError
 @dataclass
 class _Counter:
     tensor: Tensor  # int64, (2,): the micro-batch and 0
-    value: int  # what it holds once the work queued so far is done
+    value: int  # the micro-batch once the work queued so far is done
 
 
 class StepCounters:
@@ -55,7 +53,7 @@ class StepCounters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             counter = self._of_capture(device)
             if counter.value < now:
-                counter.tensor[0].add_(now - counter.value)
+                counter.tensor.select(0, 0).add_(now - counter.value)
         else:
             place = device, _stream(device)
             found = self._counters.get(place)
@@ -63,7 +61,7 @@ class StepCounters:
                 found = _Counter(counter_at(now, device), now)
                 self._counters[place] = found
             elif found.value < now:
-                found.tensor[0].fill_(now)
+                found.tensor.select(0, 0).fill_(now)
             counter = found
         counter.value = max(counter.value, now)
         return counter.tensor, counter.value - step
@@ -83,7 +81,7 @@ class StepCounters:
 def counter_at(step: int, device: torch.device) -> Tensor:
     """A new counter with this micro-batch, −2⁶³ ≤ step < 2⁶³."""
     made = torch.zeros(2, dtype=torch.int64, device=device)
-    made[0].fill_(step)
+    made.select(0, 0).fill_(step)
     return made
 
 
