@@ -173,9 +173,9 @@ def is_plain(*tensors: Tensor | None) -> bool:
     Not plain: subclasses (distributed, asynchronous, fake tensors, wrappers), sparse layouts, zeros without
     memory, and wrappers of `torch.func`. `None` is always plain.
     """
-    if torch._C._is_tracing() or any(map(_needs_operations, _dispatch_modes())):
+    if torch._C._is_tracing() or _functorch.peek_interpreter_stack() is not None:
         return False
-    if _functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() and any(map(_needs_operations, _dispatch_modes())):
         return False
     return all(tensor is None or _has_memory(tensor) for tensor in tensors)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +61,7 @@ class Made(NamedTuple):
     facts: tuple[Tensor, Tensor] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)  # frozen, each use of a layer would take twice as long to set it up
 class MatmulContext:
     """One use of a layer: what its three products need in addition to their tensors.
 
@@ -86,6 +85,7 @@ class MatmulContext:
         probe: inspects operands and products, or `None`; see `slots`.
         probed_maxima: operand → its amax, if the probe has computed it.
         input_forms: quantised forms of the input that sibling layers share, or `None`; see `siblings`.
+        quantizations: the recipe's.
     """
 
     recipe: Recipe
@@ -107,11 +107,10 @@ class MatmulContext:
     probe: Probe | None = None
     probed_maxima: dict[str, Tensor] = field(default_factory=dict)
     input_forms: InputForms | None = None
+    quantizations: Quantizations = field(init=False)
 
-    @cached_property
-    def quantizations(self) -> Quantizations:
-        """The recipe's quantisations."""
-        return quantizations_of(self.recipe)
+    def __post_init__(self) -> None:
+        self.quantizations = quantizations_of(self.recipe)
 
     def exchange_maxima(self, wanted: Iterable[Quantization], operands: Mapping[str, Tensor]) -> None:
         """Exchange the amax of sharded operands with the other ranks before quantising them; collective.

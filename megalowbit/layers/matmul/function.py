@@ -54,8 +54,9 @@ class Forward(NamedTuple):
 
     Attributes:
         output: (…, out_features).
-        input: the operand of grad_weight, packed; `None` if that gradient is not needed.
-        weight: the operand of grad_input, packed; `None` if that gradient is not needed.
+        input: the operand of grad_weight; `None` if that gradient is not needed. To be kept as `to_parts`,
+            without what only the output needed.
+        weight: the operand of grad_input, likewise.
     """
 
     output: Tensor
@@ -115,8 +116,8 @@ def _input_for_backward(
     context: MatmulContext, input: Tensor, split: Callable[[], SplitOperand], forward: MatmulOperand
 ) -> MatmulOperand:
     wanted = context.quantizations.backward_input
-    if wanted == context.quantizations.input:  # the same codes: keep them, drop the decoded operand
-        return forward.packed()
+    if wanted is context.quantizations.input:  # the same codes
+        return forward
     return context.input(input, wanted, split)
 
 
@@ -124,9 +125,9 @@ def _weight_for_backward(
     context: MatmulContext, weight: Tensor, split: Callable[[], SplitOperand], forward: MatmulOperand
 ) -> MatmulOperand:
     wanted = context.quantizations.backward_weight
-    if wanted == context.quantizations.weight:
-        return forward.packed()
-    return context.weight(weight, wanted, lambda: context.quantize(split(), wanted)).packed()
+    if wanted is context.quantizations.weight:
+        return forward
+    return context.weight(weight, wanted, lambda: context.quantize(split(), wanted))
 
 
 # Calls its argument with an fp32 sum and a factor, if the gradient may be added there; see `GradientSums`.
