@@ -25,6 +25,7 @@ from megalowbit.quantize.encoding import (
     Encoding,
 )
 from megalowbit.quantize.philox import WORD, RandomKey, StoredKey, signed
+from megalowbit.quantize.triton.fixed_arguments import FixedArguments, as_stored
 from megalowbit.quantize.triton.step_counters import CountedStep, counter_at
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -46,14 +47,14 @@ def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int
     at most `COUNTED_ELEMENTS`, because a thread would need more registers than there are.
     """
     x, signs = request.x.resolve_neg(), request.signs
-    fixed, programs = _reading(
+    fixed, programs = reading_of(
         x.shape, x.stride(), x.dtype, request.encoding, signs is not None, request.with_counts, tall_rows
     )
     return {**fixed, "x": as_stored(x), "signs": signs or 0}, programs
 
 
 @functools.lru_cache(maxsize=4096)
-def _reading(
+def reading_of(
     shape: tuple[int, int],
     strides: tuple[int, int],
     dtype: torch.dtype,
@@ -122,38 +123,55 @@ def unpacking(
 
 
 def decode_with(
-    kernel: Any, request: DecodeRequest, tile: tuple[int, int], tall_tile: tuple[int, int], **others: Any
+    kernel: Any,
+    request: DecodeRequest,
+    tile: tuple[int, int],
+    tall_tile: tuple[int, int],
+    tensors: dict[str, Tensor | None],
+    **others: Any,
 ) -> Tensor:
-    """Codes × block scale by a kernel of one of the families, which takes `others`; as `reference.decode`."""
-    out = request.new_matrix()
-    packed, programs = unpacking(request.codes, request.rows, request.transpose, tile, tall_tile)
-    block_rows, block_cols = request.format.block or (1, GROUP)
-    launch(
-        kernel,
-        programs,
-        out.device,
-        **packed,
-        **writing(out, request.transpose),
-        **others,
-        cols=request.cols,
-        DTYPE=DTYPES[request.dtype],
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
-    )
+    """Codes × block scale by a kernel of one of the families; as `reference.decode`.
+
+    The kernel takes `tensors` and, as constants or numbers, `others`.
+    """
+    out, words = request.new_matrix(), as_words(request.codes)
+    fixed = _decoding(request[2:7], words.shape[1], tile, tall_tile, tuple(others.items()))
+    launch_fixed(kernel, out.device, fixed, codes=words, out=out, **tensors)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _decoding(
+    request: tuple[Any, ...],
+    words: int,
+    tile: tuple[int, int],
+    tall_tile: tuple[int, int],
+    others: tuple[tuple[str, Any], ...],
+) -> FixedArguments:
+    """What `decode_with` launches besides tensors, for these fields of a `DecodeRequest`."""
+    format, rows, cols, dtype, transpose = request
+    tile_rows, tile_words = tall_tile if transpose else tile
+    block_rows, block_cols = format.block or (1, GROUP)
+    values = {
+        "rows": rows,
+        "words": words,
+        "cols": cols,
+        "row_stride": 1 if transpose else cols,
+        "col_stride": rows if transpose else 1,
+        "TILE_ROWS": tile_rows,
+        "TILE_WORDS": tile_words,
+        "DTYPE": DTYPES[dtype],
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLS": block_cols,
+        **dict(others),
+    }
+    return FixedArguments(values, programs_of(words, rows, tile_words, tile_rows))
 
 
 def writing(out: Tensor, transpose: bool) -> dict[str, Any]:
     """The matrix that a decoding kernel writes, and its strides."""
     row_stride, col_stride = (1, out.shape[1]) if transpose else (out.shape[1], 1)
     return {"out": as_stored(out), "row_stride": row_stride, "col_stride": col_stride}
-
-
-def as_stored(values: Tensor) -> Tensor:
-    """The tensor as passed to kernels: bf16 and FP8 as integers."""
-    if values.dtype == torch.bfloat16:
-        return values.view(torch.int16)
-    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 def as_words(codes: Tensor) -> Tensor:
@@ -221,6 +239,14 @@ def is_interpreted() -> bool:
 def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
     """Run a kernel on the tensors' device, without contraction to fused multiply-add."""
     _plans().launch(kernel, programs, device, arguments)
+
+
+def launch_fixed(kernel: Any, device: torch.device, fixed: FixedArguments, **given: Any) -> None:
+    """As `launch`, with arguments that are kept, and tensors and numbers (of 32 or 64 bits) that are not.
+
+    One `fixed` always comes with the same kernel, dtypes and order of names.
+    """
+    _plans().launch_fixed(kernel, device, fixed, given)
 
 
 @functools.lru_cache(maxsize=1)
