@@ -21,7 +21,6 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
 from typing import Any
 
@@ -56,7 +55,6 @@ LAUNCHER_PARAMETERS = (
     "launch_enter_hook", "launch_exit_hook", "args",
 )  # fmt: skip
 WORDS = 2**31
-NO_CHANGE = nullcontext()  # of the current device
 logger = logging.getLogger("megalowbit")
 
 
@@ -241,16 +239,23 @@ def why_not_bypassed(active: Any) -> str | None:
 
 def launch(kernel: Any, programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
     """Run a kernel on a device, which becomes the current one meanwhile."""
-    with _current(device):
-        plans_of(kernel).launch(programs, arguments)
+    plans = plans_of(kernel)
+    if _is_current(device):
+        plans.launch(programs, arguments)
+    else:
+        with torch.cuda.device(device):
+            plans.launch(programs, arguments)
 
 
 def launch_fixed(kernel: Any, device: torch.device, fixed: FixedArguments, given: dict[str, Any]) -> None:
     """As `launch`, with what is kept and what is not."""
-    with _current(device):
-        plans_of(kernel).launch_fixed(fixed, given)
+    plans = plans_of(kernel)
+    if _is_current(device):
+        plans.launch_fixed(fixed, given)
+    else:
+        with torch.cuda.device(device):
+            plans.launch_fixed(fixed, given)
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    is_other = device.type == "cuda" and torch.cuda.current_device() != device.index
-    return torch.cuda.device(device) if is_other else NO_CHANGE
+def _is_current(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.current_device() == device.index

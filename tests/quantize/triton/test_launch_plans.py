@@ -17,6 +17,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.kernels.launches import all_launches, name_of
 from benchmarks.kernels.stand_in import standing_in
 from megalowbit.quantize.triton import launch_plans
+from megalowbit.quantize.triton.fixed_arguments import FixedArguments
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: kernels cannot be compiled"
@@ -215,6 +216,42 @@ def test_this_version_of_triton_is_checked(stand_in):
     if not triton.__version__.startswith(launch_plans.CHECKED):
         pytest.skip(f"Triton {triton.__version__} is left to itself")
     assert launch_plans.why_not_bypassed(stand_in) is None
+
+
+def fixed_of(given):
+    """What of some arguments is kept, and what is not."""
+    kept = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
+    kept.pop("bias"), kept.pop("seed")
+    others = {name: given[name] for name in ("x", "out", "bias", "seed")}
+    return FixedArguments(kept, 3, words=("out",)), others
+
+
+def test_kept_arguments_give_a_driver_the_same(stand_in, ran):
+    launch_plans.plans_of(copy_kernel).driver = None
+    fixed, given = fixed_of(arguments(x=torch.ones(64, dtype=torch.bfloat16)))
+    changes = [
+        {},
+        {"x": torch.ones(65, dtype=torch.bfloat16)[1:]},
+        {"seed": 2**40},
+        {"seed": -(2**31) - 1},
+        {"bias": torch.ones(1, dtype=torch.bfloat16)},
+        {"bias": torch.ones(2, dtype=torch.bfloat16)[1:]},
+    ]
+    for is_known in (False, True):
+        for change in changes:
+            whole = fixed.complete(given | change)
+            assert (whole["x"].dtype, whole["out"].dtype) == (torch.int16, torch.int32)
+            expected = launched(stand_in, lambda w=whole: triton_launch(copy_kernel, 3, w))
+            ran.clear()
+            found = launched(
+                stand_in,
+                lambda g=given | change: launch_plans.launch_fixed(
+                    copy_kernel, torch.device("cpu"), fixed, g
+                ),
+            )
+            assert found == expected, change
+            assert not ran or not is_known
+    assert len(fixed.plans) == len(changes) - 1  # numbers of 64 bits share one
 
 
 def test_tensors_of_other_classes_are_left_to_triton(stand_in):
