@@ -71,7 +71,9 @@ def encode(request: EncodeRequest) -> Encoded:
     """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
     from megalowbit.quantize.triton import fp4 as kernels
 
-    x, device, tensor_amax = request.x.resolve_neg(), request.x.device, request.tensor_amax
+    if request.x.is_neg():  # its strides may be others once the signs are resolved
+        request = request._replace(x=request.x.resolve_neg())
+    x, device, tensor_amax = request.x, request.x.device, request.tensor_amax
     fp8_dtype, encoded = request.fp8_dtype, new_encoded(request)
     if request.with_exponents or fp8_dtype is not None:
         encoded = encoded._replace(exponents=no_exponents(device))
@@ -119,7 +121,8 @@ def maximum(request: EncodeRequest) -> Tensor:
     Returns:
         Largest finite block maximum, times `q_scalar`: fp32, 0-dim.
     """
-    return _maximum(request.x.resolve_neg(), request.signs, _fixed_of(request).of_amax)
+    request = request._replace(x=request.x.resolve_neg())
+    return _maximum(request.x, request.signs, _fixed_of(request).of_amax)
 
 
 def _maximum(x: Tensor, signs: int | None, fixed: FixedArguments) -> Tensor:
