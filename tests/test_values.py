@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 import megalowbit
 from megalowbit.errors import UserError
+from megalowbit.pretrain.sweep.study.results import Recorded
 from megalowbit.values import SettingsModel, is_count, whole_number
 
 
@@ -89,6 +90,7 @@ def settings_classes():
             if (
                 kind.__module__.startswith("megalowbit.")
                 and kind is not SettingsModel
+                and not issubclass(kind, Recorded)  # read from results, which no person writes
                 and kind.__name__[0] != "_"
             ):
                 yield kind

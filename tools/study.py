@@ -2,11 +2,14 @@ r"""Compare recipes in a study: sizes × texts × lengths × seeds × recipes as
 
     python tools/study.py configs/studies/gap.json --out runs/gap --jobs 2
     python tools/study.py configs/studies/gap.json --out runs/gap --size 0.8M --seed 1 --list
-    python tools/study.py --reproduce docs/results/gap.json 0.8M,python,1500,nvfp4,1
+    python tools/study.py configs/studies/gap.json --out runs/gap --from docs/results/gap.json
+    python tools/study.py --reproduce docs/results/default.json 0.8M,python,1500,nvfp4,3
 
 Each cell of the grid is a run of launch/pretrain.py in its own folder, OUT/cells/NAME. Finished cells are not
-run again, unfinished ones continue: to continue a study, run the same command again. OUT/study.html,
-OUT/study.md and OUT/study.json have the results of all finished cells. docs/studies.md describes the files.
+run again, unfinished ones continue: to continue a study, run the same command again. To continue one of
+another machine, give its study.json with --from. OUT/study.html, OUT/study.md and OUT/study.json have the
+results of all finished cells; if the study has stresses, OUT/instability.md and OUT/instability.json tell
+which recipe broke, and what warned of it. docs/studies.md describes the files.
 """
 
 from __future__ import annotations
@@ -65,6 +68,16 @@ def build_parser() -> argparse.ArgumentParser:
             help=f"run only cells of this {axis}; repeat the flag for several (default: all)",
         )
     parser.add_argument(
+        "--from",
+        dest="kept",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="RESULTS.json",
+        help="study.json files of earlier runs: their cells count as finished if nothing has changed",
+    )
+    parser.add_argument(
         "--list", action="store_true", help="print the cells and which are finished; run nothing"
     )
     parser.add_argument(
@@ -102,6 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise UserError(f"--jobs {options.jobs} must be at least 1")
         if (options.study is None) == (options.reproduce is None):
             raise UserError("name either a STUDY.json or --reproduce RESULTS.json CELL; see --help")
+        if options.kept and (options.reproduce is not None or options.cell is not None):
+            raise UserError("--from goes with STUDY.json, not with --reproduce or --cell: leave it out")
         if options.reproduce is not None:
             return _reproduce(options)
         study = read_study(options.study)
@@ -131,13 +146,18 @@ def _run_one(study: StudySettings, out: Path, name: str) -> int:
 
 
 def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> int:
+    from megalowbit.pretrain.sweep.instability.report import write_instability
     from megalowbit.pretrain.sweep.runs import make_folder
     from megalowbit.pretrain.sweep.study.cells import cells_of, check_folder
     from megalowbit.pretrain.sweep.study.execution import Outcome, raise_failures
-    from megalowbit.pretrain.sweep.study.report import write_report
+    from megalowbit.pretrain.sweep.study.report.written import write_report
 
     every = cells_of(study, out, PROGRAM)
     chosen = _chosen(every, options)
+    if options.kept:
+        check_folder(every)
+        make_folder(out)
+        _take_over(study, chosen, options.kept)
     if options.list:
         for cell in chosen:
             print(f"{'-' if cell.result() is None else 'finished':<10}{cell.name}")
@@ -148,9 +168,27 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
         return _write_job(study, chosen, options)
     outcome = Outcome() if options.report else _execute(study, chosen, options.study.resolve(), options.jobs)
     tables = write_report(study, read_json_object(options.study), every, out)
+    if any(size.stress_of for size in study.sizes):
+        tables += "\n\n" + write_instability(study, every, out)
     print(f"\n{tables}\n\nresults: {out / 'study.html'} and study.json")
     raise_failures(outcome)
     return 0
+
+
+def _take_over(study: StudySettings, chosen: Sequence[Cell], files: Sequence[Path]) -> None:
+    """Copy the chosen cells that earlier studies have finished; print a line for each file."""
+    from megalowbit.pretrain.sweep.study.kept_results import read_kept, take_over
+    from megalowbit.pretrain.sweep.study.results import Origin, made_with
+
+    facts = _write_texts(study, chosen)
+    present = Origin.model_validate(made_with(PROGRAM.parent.parent))
+    for kept in [read_kept(path) for path in files]:
+        count = take_over(kept, chosen, facts, present)
+        known = sum(cell.name in kept.results for cell in chosen)
+        print(
+            f"{kept.path}: {len(kept.results)} cells, {known} of them chosen here, {count} taken over",
+            flush=True,
+        )
 
 
 def _execute(study: StudySettings, chosen: Sequence[Cell], study_file: Path, jobs: int) -> Outcome:
@@ -205,27 +243,37 @@ def _write_job(study: StudySettings, chosen: Sequence[Cell], options: argparse.N
 def _reproduce(options: argparse.Namespace) -> int:
     from megalowbit.pretrain.sweep.study.cells import cell_named
     from megalowbit.pretrain.sweep.study.execution import raise_failures
-    from megalowbit.pretrain.sweep.study.reproduction import check_text, deviations, difference, unpack
+    from megalowbit.pretrain.sweep.study.kept_results import check_text
+    from megalowbit.pretrain.sweep.study.reproduction import (
+        deviations,
+        difference,
+        has_equal_losses,
+        unpack,
+    )
 
     results, name = Path(options.reproduce[0]), options.reproduce[1]
     out = (options.out or Path("runs") / f"{results.stem}-again").resolve()
-    study_file, recorded = unpack(results, name, out)
+    study_file, kept = unpack(results, name, out)
+    recorded = kept.results[name]
     study = read_study(study_file)
     cell = cell_named(study, out, PROGRAM, name)
     if cell.result() is not None:
         raise UserError(f"{cell.path} is finished already: use another --out, so that the cell runs again")
-    check_text(read_json_object(results)["texts"][cell.text], _write_texts(study, [cell])[cell.text])
+    if cell.text not in kept.content.texts:
+        raise UserError(f"{results} does not say what the text {cell.text!r} is: restore the file")
+    check_text(kept.content.texts[cell.text], _write_texts(study, [cell])[cell.text])
     raise_failures(_execute(study, [cell], study_file, 1))
     largest = 0.0
     for what, before, now in deviations(recorded, cell):
         distance = difference(before, now)
         largest = max(largest, distance)
         print(f"  {what:<20}{before:.6f}  {now:.6f}{f'  {now - before:+.2e}' if distance else ''}")
-    if largest > options.within:
-        commit = recorded["made_with"]["commit"]
+    is_exact = not largest and has_equal_losses(recorded, cell)
+    if largest > options.within or not (is_exact or options.within):
+        commit = recorded.made_with.commit
         print(f"{name} differs by up to {largest:.2e} nats from that of commit {commit}")
         return EXIT_OTHER_RESULT
-    print(f"{name} is reproduced {f'to {largest:.2e} nats' if largest else 'exactly'}")
+    print(f"{name} is reproduced {'exactly' if is_exact else f'to {largest:.2e} nats'}")
     return 0
 
 

@@ -16,6 +16,7 @@ import torch
 from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
 from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
+from megalowbit.families.registry import family
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.generation import prepare_for_training, restore_generation, store_generation
 from megalowbit.hf.model import (
@@ -27,6 +28,7 @@ from megalowbit.hf.model import (
     save_hf,
 )
 from megalowbit.hf.new_folder import refuse_existing
+from megalowbit.hf.outliers import plant
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.tokenizer_files import TEMPLATES
@@ -65,7 +67,7 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
 
     Args:
         settings: the `"model"` section.
-        seed: seed of random weights, which are the same on every rank.
+        seed: seed of random weights and of planted outliers, which are the same on every rank.
         device: `"cpu"`, or `"meta"` for a model of the same shapes without weights (a dry run).
 
     Raises:
@@ -83,6 +85,8 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
         model = load_weights(read_config(settings), _checkpoint_of(settings), dtype=torch.float32)
     if settings.config is None and device != "meta":
         refuse_nonfinite(model, str(_source(settings)))
+    if settings.outliers is not None and device != "meta":
+        plant(model, family(model.config.model_type), settings.outliers, seed=seed)
     prepare_for_training(model)
     model.loss_type = "ForCausalLM"  # transformers finds none for GPT2LMHeadModel
     return model.train()

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megalowbit.errors import UserError
+from megalowbit.hf.outliers import OutlierSettings
 from megalowbit.values import SettingsModel
 
 
@@ -28,6 +29,10 @@ class ModelSettings(SettingsModel):
     overrides: dict[str, Any] = Field(
         default_factory=dict,
         description='fields of the Hugging Face configuration to change, such as `{"resid_pdrop": 0.0}`',
+    )
+    outliers: OutlierSettings | None = Field(
+        default=None,
+        description="multiply a few channels of the weights at the start, to test a recipe; off unless set",
     )
 
     @model_validator(mode="after")

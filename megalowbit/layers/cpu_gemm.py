@@ -123,7 +123,7 @@ def _read(path: Path) -> str | None:
         name = read_json_object(path).get("gemm")
     except (ValueError, OSError):
         return None
-    return name if name in DTYPES else None
+    return name if isinstance(name, str) and name in DTYPES else None
 
 
 def measure() -> dict[str, float]:

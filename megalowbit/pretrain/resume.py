@@ -93,6 +93,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             "run": {"overflow_retries": 0, "deterministic": False},
             "watchdog": {"silence": EngineSettings().watchdog.silence},
             "telemetry": {"count_every": 1},  # not today's default
+            "oscillation_reset": {"reset": True},
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }
@@ -113,12 +114,16 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
 
 
 def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved configuration, with keys of earlier versions renamed to their present names."""
+    """A resolved configuration with today's keys: earlier ones are renamed, and later ones have no effect."""
     block = config.get("megalowbit")
-    section = block.get("speculation") if isinstance(block, Mapping) else None
-    if not isinstance(block, Mapping) or not isinstance(section, Mapping):
+    if not isinstance(block, Mapping):
         return dict(config)
-    return {**config, "megalowbit": {**block, "speculation": with_current_keys(section)}}
+    block, section, model = dict(block), block.get("speculation"), block.get("model")
+    if isinstance(section, Mapping):
+        block["speculation"] = with_current_keys(section)
+    if isinstance(model, Mapping) and "config" in model:
+        block["model"] = {"outliers": None, **model}
+    return {**config, "megalowbit": block}
 
 
 def _may_change(key: str) -> bool:

@@ -6,6 +6,21 @@ from pathlib import Path
 
 from launchers import training_text, write_config
 
+# of a finished cell that has recorded nothing
+RESULT = {
+    "settings": {"cell": {}, "config": {}, "model": None, "text": {}},
+    "losses": [],
+    "tokens": 0,
+    "skipped_steps": 0,
+    "diverged_at": None,
+    "heldout": None,
+    "cost": {"wall_seconds": 4.0, "cpu_seconds": 2.0, "steps": 0, "seconds_of_steps": 3.0, "threads": 1},
+    "made_with": {
+        **{"commit": "abc", "python": "3.11.0", "torch": "2.9.0+cpu", "transformers": "5.0.0"},
+        **{"machine": "x86_64", "processor": "one", "command": ["study.py", "gap.json", "--cell", "name"]},
+    },
+}
+
 
 def write_study(folder: Path, steps: int) -> Path:
     """Write a study of two recipes and two seeds with its configuration and its text, and return its path."""

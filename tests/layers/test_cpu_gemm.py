@@ -58,7 +58,7 @@ def test_a_machine_is_measured_once(fresh, monkeypatch):
     assert json.loads(path.read_text())["gemm"] == "fp32"
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"gemm": "int3"}', "[]", "{}"])
+@pytest.mark.parametrize("content", ["", "{", '{"gemm": "int3"}', '{"gemm": ["fp32"]}', "[]", "{}"])
 def test_a_damaged_file_is_measured_again(fresh, monkeypatch, content):
     measured(monkeypatch, 10.0, 5.0)
     cpu_gemm.cpu_gemm()

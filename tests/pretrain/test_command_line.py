@@ -101,11 +101,11 @@ def test_data_of_a_run_on_many_processes_is_prepared_by_one(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "== processes\n4 (1 × 4: data 1, tensor 4), the fewest that fit this configuration"),
+        ([], "== processes\n4 (1 × 4: data 1, tensor 4), the smallest process grid of this configuration"),
         (["--processes", "8"], "== processes\n8 (2 × 4: data 2, tensor 4)\n"),
         (
             ["--set", "gradient_accumulation_steps=16", "--set", "train_micro_batch_size_per_gpu=2"],
-            "== processes\n16 (4 × 4: data 4, tensor 4), the fewest",
+            "== processes\n16 (4 × 4: data 4, tensor 4), the smallest",
         ),
     ],
 )

@@ -5,8 +5,8 @@ A master near the border of two cells moves little, but its quantised weight may
     Σ |Q(w_t) - Q(w_{t-1})| / Σ |w_t - w_{t-1}|
 
 is then far above 1 (TetraJet-v2, arXiv:2510.27527). `reset` sets such masters to Q(w), the middle of their
-cell. Q is the quantizer of the layer's forward product, applied to the master rounded to the model's dtype,
-as in the forward.
+cell; `found` only measures. Q is the quantizer of the layer's forward product, applied to the master rounded
+to the model's dtype, as in the forward.
 
 Masters are read and written through DeepSpeed's functions for full values, which work at every ZeRO stage.
 From stage 1 on, every measurement gathers them. Under tensor parallelism a rank measures its shards, which
@@ -38,11 +38,11 @@ class Oscillation(NamedTuple):
 
     Attributes:
         ratio: Σ of all quantised paths / Σ of all paths of masters; 0 if no master has moved.
-        reset: share of the elements whose masters were reset.
+        share: share of the elements whose ratio reached the threshold.
     """
 
     ratio: float
-    reset: float
+    share: float
 
 
 @dataclass
@@ -88,19 +88,26 @@ class OscillationWindow:
 
     @torch.no_grad()
     def reset(self, threshold: float) -> Oscillation:
-        """Set masters with a ratio of `threshold` or more to the middle of their cell; reads the device."""
-        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        """Set masters with a ratio of `threshold` or more to the middle of their cell; see `found`."""
         for path in self._paths:
             is_reset = path.ratio() >= threshold
             safe_set_full_fp32_param(path.layer.weight, torch.where(is_reset, path.quantized, path.master))
             if path.layer.weight_slot is not None:  # in an fp32 model the master is the weight
                 path.layer.weight_slot.clear()
-            counted = path.quantized_length, path.master_length, is_reset, torch.ones_like(path.master)
+        return self.found(threshold)
+
+    @torch.no_grad()
+    def found(self, threshold: float) -> Oscillation:
+        """What the steps so far have shown; reads the device."""
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        for path in self._paths:
+            is_above = path.ratio() >= threshold
+            counted = path.quantized_length, path.master_length, is_above, torch.ones_like(path.master)
             sums += torch.stack([each.sum(dtype=torch.float64) for each in counted]).to(self._device)
         if process_group.world_size() > 1:  # data-parallel ranks count the same, so shares are not affected
             collectives.all_reduce(sums)
-        quantized, moved, reset, elements = sums.tolist()
-        return Oscillation(quantized / moved if moved else 0.0, reset / elements if elements else 0.0)
+        quantized, moved, above, elements = sums.tolist()
+        return Oscillation(quantized / moved if moved else 0.0, above / elements if elements else 0.0)
 
 
 def check_measurable(recipe: Recipe) -> None:

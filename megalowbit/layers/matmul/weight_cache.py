@@ -6,8 +6,8 @@ codes and scales, row-major as `quantizations` describes), and a second one of t
 its own copy. The decoded operand of the GEMM is not kept.
 
 After every update of the weights, the caller must run `WeightCache.clear`. Entries also record the weight's
-memory address and version, but optimizers that write through `.data` change neither. Two kinds of weights
-depend on clearing alone:
+storage, address and version, but optimizers that write through `.data` change none of them. Two kinds of
+weights depend on clearing alone:
 
 - Weights that ZeRO 3 gathers for each use: their address differs each time.
 - Shards of a tensor-parallel layer. Ranks exchange the amax of what they are about to quantise, so all must
@@ -23,6 +23,7 @@ inference mode only, because autograd cannot save it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -48,6 +49,10 @@ class WeightSlot:
 
     def __init__(self) -> None:
         self._entries: dict[tuple[str, str], Entry] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copied or pickled slot is empty: it belongs to another weight."""
+        return {"_entries": {}}
 
     def get(
         self,
@@ -110,7 +115,9 @@ def _key(weight: Tensor, *, until_cleared: bool) -> Key:
     if until_cleared:
         return weight.shape, weight.dtype
     version = None if weight.is_inference() else weight._version
-    return weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype
+    # references to one storage are equal while it lives; an address alone may be that of a freed weight
+    storage = weakref.ref(weight.untyped_storage())
+    return storage, weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype
 
 
 class WeightCache:

@@ -1,8 +1,8 @@
 """OsciReset: measures weights that oscillate between quantised numbers, and moves masters off the border.
 
 TetraJet-v2 (arXiv:2510.27527) does this in the later part of training: every `period` steps, the paths of
-weights are measured for `window` steps, and masters whose ratio reaches `threshold` are reset.
-`engine/parameters/oscillation.py` measures and resets.
+weights are measured for `window` steps, and masters whose ratio reaches `threshold` are reset,
+unless `reset` is off. `engine/parameters/oscillation.py` measures and resets.
 
 A window is not part of a checkpoint. If a run is resumed or rolled back inside of a window, that window is
 dropped, so such a run does not repeat the bits of one that was not interrupted.
@@ -58,6 +58,10 @@ class OscillationResetSettings(SettingsModel):
         description="a master is set to the middle of its cell if the quantised weight has moved at least "
         "this many times as far as the master",
     )
+    reset: bool = Field(
+        default=True,
+        description="false: only measure, and record the share of the weights that reach `threshold`",
+    )
 
     @field_validator("start", mode="before")
     @classmethod
@@ -91,7 +95,7 @@ class OscillationReset(Component):
         self._first, self._total_steps = settings.first(total_steps), total_steps
         self._window: OscillationWindow | None = None
         self._found: Oscillation | None = None  # of the window that ended before the current step
-        self._shares: list[float] = []  # reset at the end of each window since the start of the process
+        self._shares: list[float] = []  # at the threshold in each window since the start of the process
 
     @classmethod
     def build(cls, settings: OscillationResetSettings, parts: RunParts) -> OscillationReset:
@@ -112,7 +116,7 @@ class OscillationReset(Component):
         end = settings.first(run.steps) + settings.window
         if end >= run.steps:
             raise UserError(
-                f"{KEY} would reset weights after step {end} for the first time, but megalowbit.run.steps is "
+                f"{KEY} would end its first window after step {end}, but megalowbit.run.steps is "
                 f"{run.steps}: lower start or window, or leave oscillation_reset out"
             )
 
@@ -127,7 +131,8 @@ class OscillationReset(Component):
         settings = self._settings
         return (
             f"weights   measured for {settings.window} steps every {settings.period} from step {self._first} "
-            f"on; reset if they oscillate at a ratio of {settings.threshold:g} or more"
+            f"on; {'reset' if settings.reset else 'counted'} if they oscillate at a ratio of "
+            f"{settings.threshold:g} or more"
         )
 
     def before_step(self, step: int) -> str | None:
@@ -139,25 +144,28 @@ class OscillationReset(Component):
         if self._window is not None:
             self._window.measure()
         if self._window is not None and since == self._settings.window % self._settings.period:
-            self._found, self._window = self._window.reset(self._settings.threshold), None
-            self._shares.append(self._found.reset)
+            end = self._window.reset if self._settings.reset else self._window.found
+            self._found, self._window = end(self._settings.threshold), None
+            self._shares.append(self._found.share)
         if since == 0 and step + self._settings.window < self._total_steps:
             self._window = OscillationWindow(self._module)
         if self._found is None:
             return None
         return (
             f"oscillation in {self._settings.window} steps to {step}: quantised weights moved "
-            f"{self._found.ratio:.3g} times as far as masters; {self._found.reset:.3%} of the weights reset"
+            f"{self._found.ratio:.3g} times as far as masters; {self._found.share:.3%} of the weights "
+            f"{'reset' if self._settings.reset else f'at a ratio of {self._settings.threshold:g} or more'}"
         )
 
     def facts(self, known: Facts) -> Facts:
-        """Of the window that ended before the step: ratio of all paths, share of weights that were reset."""
+        """Of the window that ended before the step: ratio of all paths, share of weights that oscillate."""
         if self._found is None:
             return {}
-        return {"oscillation/ratio": self._found.ratio, "oscillation/reset_share": self._found.reset}
+        found: Facts = {"oscillation/ratio": self._found.ratio, "oscillation/share": self._found.share}
+        return {**found, "oscillation/reset_share": self._found.share} if self._settings.reset else found
 
     def summary(self) -> Summary:
-        """Windows of this process, and the mean share of the weights that they reset."""
+        """Windows of this process, and the mean share of the weights that oscillate."""
         if not self._shares:
             return Summary()
         mean = sum(self._shares) / len(self._shares)

@@ -31,7 +31,9 @@ from megalowbit.pretrain.estimate.saved_tensors import largest_recipes
 from megalowbit.pretrain.job import check_all_projections_seen
 from megalowbit.speculation.settings import SpeculationSettings
 
-SIZED_TO_FIT = ", the fewest that fit this configuration; use --processes for another number"
+SIZED_TO_FIT = (
+    ", the smallest process grid of this configuration, whatever the memory; --processes sets another number"
+)
 
 UPPER_BOUND_NOTE = (
     "\n  upper bound: saved for backward assumes the candidate precisions that keep the most memory"

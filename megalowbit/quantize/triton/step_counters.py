@@ -50,6 +50,13 @@ class StepCounters:
             UserError: a CUDA graph is being captured, and there is no counter yet.
         """
         now = int(self._step)
+        with torch.inference_mode(False):  # a counter made in an evaluation is written in training
+            counter = self._at_now(now, device)
+        counter.value = max(counter.value, now)
+        return counter.tensor, counter.value - step
+
+    def _at_now(self, now: int, device: torch.device) -> _Counter:
+        """The counter, whose tensor holds at least this micro-batch."""
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             counter = self._of_capture(device)
             if counter.value < now:
@@ -63,8 +70,7 @@ class StepCounters:
             elif found.value < now:
                 found.tensor.select(0, 0).fill_(now)
             counter = found
-        counter.value = max(counter.value, now)
-        return counter.tensor, counter.value - step
+        return counter
 
     def _of_capture(self, device: torch.device) -> _Counter:
         if device not in self._captured:

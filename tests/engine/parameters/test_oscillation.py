@@ -59,12 +59,15 @@ def test_masters_that_oscillate_are_set_to_the_middle_of_their_cell_and_no_other
     for step in (1, 2, 3):
         safe_set_full_fp32_param(first, weight_at(step))
         window.measure()
+    measured = window.found(4.0)
+    assert torch.equal(safe_get_full_fp32_param(first), weight_at(3))
     found = window.reset(4.0)
+    assert found == measured
     expected = weight_at(3)
     expected[0, 1], expected[1, 1] = 1.0, 2.0
     assert torch.equal(safe_get_full_fp32_param(first), expected)
     assert torch.equal(safe_get_full_fp32_param(last), untouched)
-    assert found.reset == 2 / (5 * 32 + 3 * 5)
+    assert found.share == 2 / (5 * 32 + 3 * 5)
     lengths = PATHS.diff(dim=1).abs().sum(1)
     assert found.ratio == pytest.approx(float((lengths * torch.tensor(RATIOS)).sum() / lengths.sum()))
     # the next step updates the masters that were reset

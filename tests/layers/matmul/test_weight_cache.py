@@ -1,5 +1,7 @@
 import copy
+import io
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -159,6 +161,32 @@ def test_another_tensor_of_the_same_version_and_shape_is_another_weight():
     for weight in (one, other, other):
         factor = slot.get(weight, "weight", name, lambda w=weight: MatmulOperand(quantizer(name).quantize(w)))
         assert torch.equal(factor.tensor.dequantize(), weight)
+
+
+def test_a_weight_that_gets_the_memory_of_a_freed_one_is_another_weight():
+    """As with `functional_call` and weights that are made for one call."""
+    slot, name, memory = WeightSlot(), "nvfp4e2m1bnosr", numpy.zeros((32, 32), numpy.float32)
+    for number in (0.375, 0.75, 1.5):
+        memory[...] = number
+        weight = torch.from_numpy(memory)  # a new storage at the same address
+        assert (weight.data_ptr(), weight._version) == (memory.ctypes.data, 0)
+        kept = slot.get(weight, "weight", name, lambda w=weight: MatmulOperand(quantizer(name).quantize(w)))
+        assert torch.equal(kept.tensor.dequantize(), weight)
+        assert slot.find(weight.view(32, 32), "weight", name) is not None
+        del weight, kept
+
+
+def test_a_saved_model_has_no_cache():
+    model, data = model_and_data()
+    cache = cache_weights(model)
+    expected = model.eval()(data[0])
+    assert len(cache) > 0
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert all(layer.weight_slot is None for layer in bit_layers(loaded).values())
+    assert torch.equal(loaded(data[0]), expected)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", {"base": "nvfp4", "layout": "per_gemm"}])

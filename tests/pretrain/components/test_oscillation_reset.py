@@ -33,6 +33,7 @@ def test_windows_are_recorded_and_change_the_weights_from_then_on(resolve, tmp_p
     for row in found.values():
         assert row["oscillation/ratio"] > 0.3
         assert 0.001 < row["oscillation/reset_share"] < 0.5
+        assert row["oscillation/share"] == row["oscillation/reset_share"]
     assert "measured for 2 steps every 3 from step 1 on; reset" in lines[0]
     assert "oscillation in 2 steps to 3: quantised weights moved" in lines[1]
     losses = [[row["loss"] for row in each] for each in (rows, plain)]
@@ -41,6 +42,25 @@ def test_windows_are_recorded_and_change_the_weights_from_then_on(resolve, tmp_p
     summary = json.loads((tmp_path / "own" / "summary.json").read_text())["oscillation_reset"]
     shares = [row["oscillation/reset_share"] for row in found.values()]
     assert summary == {"windows": 2, "mean_share": pytest.approx(sum(shares) / 2)}
+
+
+def test_windows_without_a_reset_change_nothing_and_find_the_same_at_first(resolve, tmp_path, capsys):
+    for name, section in (("plain", "null"), ("reset", SETTINGS), ("measured", {**SETTINGS, "reset": False})):
+        run(
+            resolve(LENGTH, f"{KEY}={section if section == 'null' else json.dumps(section)}"), tmp_path / name
+        )
+    rows = {
+        name: [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
+        for name in ("plain", "reset", "measured")
+    }
+    assert [row["loss"] for row in rows["measured"]] == [row["loss"] for row in rows["plain"]]
+    measured = {row["step"]: row for row in rows["measured"] if "oscillation/share" in row}
+    assert list(measured) == [4, 7]
+    assert measured[4]["oscillation/share"] == rows["reset"][3]["oscillation/reset_share"] > 0
+    assert not any("oscillation/reset_share" in row for row in rows["measured"])
+    printed = capsys.readouterr().out
+    assert "counted if they oscillate" in printed
+    assert "of the weights at a ratio of 4 or more" in printed
 
 
 def test_a_window_with_a_resume_in_it_is_dropped(resolve, tmp_path):
@@ -57,8 +77,8 @@ def test_a_window_with_a_resume_in_it_is_dropped(resolve, tmp_path):
     ("settings", "steps", "message"),
     [
         ({"window": 5, "period": 4}, 100, "window = 5 is above .*period = 4: lower window"),
-        ({}, 100, "after step 120 for the first time, but megalowbit.run.steps is 100"),
-        ({"start": 50}, 100, "after step 100 for the first time"),
+        ({}, 100, "first window after step 120, but megalowbit.run.steps is 100"),
+        ({"start": 50}, 100, "first window after step 100"),
     ],
 )
 def test_windows_that_do_not_fit_are_rejected(settings, steps, message):

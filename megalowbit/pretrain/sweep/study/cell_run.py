@@ -6,45 +6,39 @@ begins again. Its training loss is recorded for every step, so that marks and wi
 
 from __future__ import annotations
 
-import fcntl
 import os
-import platform
 import resource
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from megalowbit.durable_files import open_regular
-from megalowbit.errors import TransientError, UserError
+from pydantic import ValidationError
+
+from megalowbit.errors import UserError
+from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.command_line import main as pretrain
 from megalowbit.pretrain.sweep.runs import RANK_VARIABLES, free_port
-from megalowbit.pretrain.sweep.study.cells import LOCKS, RESULT, SETTINGS, Cell
+from megalowbit.pretrain.sweep.study.cells import RESULT, SETTINGS, Cell, locked
 from megalowbit.pretrain.sweep.study.evaluation import heldout_losses
+from megalowbit.pretrain.sweep.study.results import Recorded, made_with
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 
 FORMAT = 1
+PARTS = "parts.json"
 
 
-@contextmanager
-def locked(cell: Cell) -> Iterator[None]:
-    """Hold the cell's lock, which ends with the process.
+class Part(Recorded):
+    """What a part of a run took, from its start to a stop signal or its end."""
 
-    Raises:
-        TransientError: another process runs the cell.
-    """
-    folder = cell.folder / LOCKS
-    folder.mkdir(parents=True, exist_ok=True)
-    with open_regular(folder / cell.name, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TransientError(f"{cell.name} is run by another process: wait for it") from None
-        yield
+    steps: int
+    wall_seconds: float
+    cpu_seconds: float
+
+
+class Parts(Recorded):
+    """The file `parts.json` of a cell."""
+
+    parts: list[Part]
 
 
 def run_cell(cell: Cell, text: TextFacts) -> bool:
@@ -64,19 +58,27 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
             return True
         if not is_known:
             cell.write(SETTINGS, settings)
+        parts = _earlier_parts(cell)
         started, cpu_started, first = time.perf_counter(), _cpu_seconds(), len(cell.run.rows())
         code = _train(cell)
         run = cell.run
         diverged = run.diverged_at()
         rows = run.rows()
-        if len(rows) < cell.steps and not code:
-            return False  # stopped by a signal, perhaps after a loss that was not finite
+        part = Part(
+            steps=max(0, len(rows) - first),
+            wall_seconds=time.perf_counter() - started,
+            cpu_seconds=_cpu_seconds() - cpu_started,
+        )
+        parts.append(part)
+        if len(rows) < cell.steps and not code:  # stopped by a signal, perhaps after a loss of NaN
+            cell.write(PARTS, {"parts": [each.model_dump() for each in parts]})
+            return False
         if code and diverged is None:
             raise UserError(f"{cell.name} has failed with exit code {code}: see its log")
         cost = {
-            "wall_seconds": time.perf_counter() - started,
-            "cpu_seconds": _cpu_seconds() - cpu_started,
-            "steps": len(rows) - min(first, len(rows)),  # that these seconds were for
+            "wall_seconds": sum(each.wall_seconds for each in parts),
+            "cpu_seconds": sum(each.cpu_seconds for each in parts),
+            "steps": sum(each.steps for each in parts),  # fewer than all if a part was killed
             "seconds_of_steps": sum(_seconds(row, rows) for row in rows),
             "threads": int(os.environ.get("OMP_NUM_THREADS", "0")),
         }
@@ -98,6 +100,17 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
         )
         tidy(cell)
         return True
+
+
+def _earlier_parts(cell: Cell) -> list[Part]:
+    """The parts of the run that were stopped by a signal; a part that was killed could not be recorded."""
+    path = cell.path / PARTS
+    if not path.exists():
+        return []
+    try:
+        return Parts.model_validate(read_json_object(path)).parts
+    except ValidationError:
+        raise UserError(f"{path} is damaged: remove it, and the CPU time of the cell is unknown") from None
 
 
 def tidy(cell: Cell) -> None:
@@ -127,37 +140,3 @@ def _seconds(row: dict[str, Any], rows: list[dict[str, Any]]) -> float:
     """Seconds of a step by its recorded rate."""
     rate = row.get("tokens_per_second")
     return rows[-1]["tokens"] / len(rows) / rate if rate else 0.0
-
-
-def made_with(root: Path) -> dict[str, Any]:
-    """Commit, versions and machine."""
-    import torch
-    import transformers
-
-    return {
-        "commit": commit(root),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "processor": _processor(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-    }
-
-
-def commit(root: Path) -> str | None:
-    """The commit of the code, with `-dirty` if files differ from it; None outside a repository."""
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError:  # no git
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -8,20 +8,24 @@ configuration count by their contents.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalowbit.durable_files import atomic_file
-from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.durable_files import atomic_file, open_regular
+from megalowbit.errors import TransientError, UserError, shown, unknown_name
 from megalowbit.json_text import is_finite_number, read_json_object
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import with_current_names
 from megalowbit.pretrain.sweep.runs import Run
+from megalowbit.pretrain.sweep.study.results import Result, block_of, result_of
 from megalowbit.pretrain.sweep.study.study_file import RecipeEntry, Replica, Size, StudySettings
 from megalowbit.pretrain.sweep.study.texts import HELD_OUT, TRAIN, TextFacts
 
@@ -29,10 +33,6 @@ CELLS, TEXTS, LOGS, LOCKS = "cells", "texts", "logs", "locks"
 SETTINGS, RESULT = "cell.json", "result.json"
 # No event files and no counts, which take time. A study may set them again.
 LEAN = {"megalowbit.telemetry.tensorboard": False, "megalowbit.telemetry.overflow": False}
-RESULT_KEYS: dict[str, Any] = {
-    "settings": dict, "losses": list, "tokens": int, "skipped_steps": int, "diverged_at": int | None,
-    "heldout": dict | None, "cost": dict, "made_with": dict,
-}  # fmt: skip
 REMOVED_PATHS = (("model", "config"), ("data", "corpus"), ("data", "cache_dir"))
 
 
@@ -104,19 +104,21 @@ class Cell:
             "megalowbit.data.text_field": "text",
             "megalowbit.checkpoint.export_hf": True,  # the held-out loss is that of the exported weights
         }
+        stressed = {} if self.size.stress_of is None else self.study.size(self.size.stress_of).set
         values: dict[str, Any] = {}
-        for changes in (LEAN, self.study.set, self.size.set, repeated, self.entry.set, own):
+        for changes in (LEAN, self.study.set, stressed, self.size.set, repeated, self.entry.set, own):
             for key, value in changes.items():
                 values.pop(key, None)  # a later key may contain an earlier one, so the order counts
                 values[key] = value
         given = tuple(f"{key}={json.dumps(value)}" for key, value in values.items())
-        if self.lr_factor == 1:
+        factor = self.lr_factor * self.size.lr_factor
+        if factor == 1:
             return given
         key = "optimizer.params.lr"
         lr = self._load(given).parts.deepspeed.get("optimizer", {}).get("params", {}).get("lr")
         if not is_finite_number(lr):
             raise UserError(f"{self.name}: lr_factor needs a number as {key}, not {shown(lr)}")
-        return (*given, f"{key}={json.dumps(lr * self.lr_factor)}")
+        return (*given, f"{key}={json.dumps(lr * factor)}")
 
     @cached_property
     def config(self) -> PretrainConfig:
@@ -147,11 +149,8 @@ class Cell:
 
     def settings(self, text: TextFacts) -> dict[str, Any]:
         """Everything on which the result depends, except the code and the machine."""
-        config = json.loads(json.dumps(self.config.to_dict()))
-        block = config["megalowbit"]
-        model = block["model"].get("config")
-        for section, key in REMOVED_PATHS:
-            block[section].pop(key, None)
+        resolved = self.config.to_dict()
+        model = resolved["megalowbit"]["model"].get("config")
         return {
             "cell": {
                 "size": self.size.name,
@@ -162,7 +161,7 @@ class Cell:
                 "lr_factor": self.lr_factor,
                 "replica_of": self.entry.of if isinstance(self.entry, Replica) else None,
             },
-            "config": config,
+            "config": _without_paths(resolved),
             "model": None if model is None else read_json_object(Path(model)),
             "text": {"train_sha256": text.train_sha256, "heldout_sha256": text.heldout_sha256},
         }
@@ -171,25 +170,56 @@ class Cell:
         """Compare with the settings that a run in this folder was started with; False if there is none.
 
         Raises:
-            UserError: there is one with other settings, which are named.
+            UserError: there is one with other settings, which are named, or they are damaged.
         """
         path = self.path / SETTINGS
         if not path.exists():
             return False
         saved = read_json_object(path)
-        saved = {**saved, "config": with_current_names(saved["config"])}
-        found = [
-            f"{key} = {shown(now)} (was {shown(before)})" for key, before, now in differences(saved, settings)
-        ]
-        if found:
-            more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        for key in ("cell", "config", "text"):
+            if not isinstance(saved.get(key), dict):
+                raise UserError(
+                    f"{path} has no settings ({key!r} is missing or damaged): remove {self.path} to run the "
+                    "cell again"
+                )
+        if found := self.changed_settings(saved, settings):
             raise UserError(
-                f"{self.path} was run with other settings: {'; '.join(found[:3])}{more}: change them back, "
-                "or choose another --out"
+                f"{self.path} was run with other settings: {found}: change them back, or choose another --out"
             )
         return True
 
-    def result(self) -> dict[str, Any] | None:
+    def changed_settings(self, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+        """What differs between recorded settings and present ones, up to three of them; empty if nothing.
+
+        A setting that is not recorded had the value that is the default now, as in checkpoints.
+        """
+        saved = {**saved, "config": with_current_names(saved["config"])}
+        found = list(differences(saved, settings))
+        if any(where.startswith("config.") and before == MISSING for where, before, _ in found):
+            found = list(differences({**saved, "config": self._with_defaults(saved["config"])}, settings))
+        shown_ones = [f"{key} = {shown(now)} (was {shown(before)})" for key, before, now in found]
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        return f"{'; '.join(shown_ones[:3])}{more}"
+
+    def _with_defaults(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A recorded configuration with the settings that were added since, at their defaults."""
+        given, present = json.loads(json.dumps(config)), self.config.to_dict()["megalowbit"]
+        for section, key in REMOVED_PATHS:
+            given["megalowbit"][section][key] = present[section][key]
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "config.json"
+            path.write_text(json.dumps(given), encoding="utf-8")
+            try:
+                return _without_paths(load_checked_config(path, [], world_size=1).to_dict())
+            except UserError:  # a setting is gone: the differences name it
+                return dict(config)
+
+    @property
+    def block(self) -> int:
+        """Number of steps in the means of losses that are kept."""
+        return block_of(self.study.window, self.study.marks, self.steps)
+
+    def result(self) -> Result | None:
         """The result; None if the cell is not finished.
 
         Raises:
@@ -198,14 +228,19 @@ class Cell:
         path = self.path / RESULT
         if not path.exists():
             return None
-        found = read_json_object(path)
-        wrong = [key for key, kind in RESULT_KEYS.items() if not isinstance(found.get(key, ...), kind)]
-        if wrong:
+        return result_of(read_json_object(path), str(path), f"remove {self.path} to run the cell again")
+
+    def check_block(self, result: Result, where: str) -> None:
+        """Check that the means of the study's windows can be computed from a kept result.
+
+        Raises:
+            UserError: they cannot; begins with `where`.
+        """
+        kept = result.loss_means(self.block).block
+        if self.block % kept:
             raise UserError(
-                f"{path} is no result of this version ({wrong[0]!r} is missing or damaged): remove "
-                f"{self.path} to run the cell again"
+                f"{where} has means of {kept} steps: make `window` and `marks` of the study multiples of it"
             )
-        return found
 
     def write(self, name: str, value: Mapping[str, Any]) -> None:
         """Write a JSON file into the cell's folder, atomically."""
@@ -235,7 +270,7 @@ def cells_of(study: StudySettings, folder: Path, program: Path) -> list[Cell]:
             program=program,
         )
         for size in study.sizes
-        for steps in study.steps
+        for steps in size.steps or study.steps
         for seed in study.seeds
         for text in study.texts
         for entry, factor in entries
@@ -260,6 +295,23 @@ def check_folder(cells: Sequence[Cell]) -> None:
         )
 
 
+@contextmanager
+def locked(cell: Cell) -> Iterator[None]:
+    """Hold the cell's lock, which ends with the process.
+
+    Raises:
+        TransientError: another process runs the cell.
+    """
+    folder = cell.folder / LOCKS
+    folder.mkdir(parents=True, exist_ok=True)
+    with open_regular(folder / cell.name, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TransientError(f"{cell.name} is run by another process: wait for it") from None
+        yield
+
+
 def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> Cell:
     """The cell with this name.
 
@@ -270,6 +322,13 @@ def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> 
     if name not in known:
         raise unknown_name("cell", name, known)
     return known[name]
+
+
+def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    copied: dict[str, Any] = json.loads(json.dumps(config))
+    for section, key in REMOVED_PATHS:
+        copied["megalowbit"][section].pop(key, None)
+    return copied
 
 
 MISSING = "nothing"

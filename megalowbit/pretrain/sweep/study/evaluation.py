@@ -7,6 +7,7 @@ at most `sequence_length` tokens before it, and the sum is taken in float64.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +41,17 @@ def heldout_losses(config: PretrainConfig, weights: Path, heldout: Path) -> dict
         heldout: the held-out text.
 
     Returns:
-        `bf16` and `own`, and the number of `tokens` that were predicted.
+        `bf16` and `own`, None if not finite, and the number of `tokens` that were predicted.
     """
     tokens = read_tokens(config.settings.data, heldout)
     length = config.settings.data.sequence_length
-    losses = {}
+    losses: dict[str, float | None] = {}
     for name, recipe in (("bf16", recipe_of("bf16")), ("own", final_recipe(config))):
         model = build_model(ModelSettings(checkpoint=weights), seed=0)
         model = model.to(device=this_device(), dtype=torch.bfloat16).eval()
         convert(model, recipe, seed=config.settings.run.seed, rank=0)
-        losses[name] = mean_loss(model, tokens, length)
+        loss = mean_loss(model, tokens, length)
+        losses[name] = loss if math.isfinite(loss) else None
     return {**losses, "tokens": len(tokens) - 1}
 
 

@@ -2,63 +2,47 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError, unknown_name
-from megalowbit.json_text import read_json_object
-from megalowbit.pretrain.sweep.study.analysis import Finished
 from megalowbit.pretrain.sweep.study.cells import Cell
+from megalowbit.pretrain.sweep.study.kept_results import KeptStudy, read_kept
+from megalowbit.pretrain.sweep.study.results import Result
 from megalowbit.pretrain.sweep.study.study_file import MODEL_CONFIG
-from megalowbit.pretrain.sweep.study.texts import TextFacts
 
+LISTS = ("sizes", "recipes", "replicas")
 BASE, MODEL, STUDY = "base.json", "model.json", "study-file.json"
 
 
-def unpack(results: Path, name: str, folder: Path) -> tuple[Path, Mapping[str, Any]]:
+def unpack(results: Path, name: str, folder: Path) -> tuple[Path, KeptStudy]:
     """Write the study of a `study.json` into a folder, as files that can be run.
 
     Returns:
-        The path of the study's file, and the recorded result of the cell `name`.
+        The path of the study's file, and what was read.
 
     Raises:
         UserError: `results` is no such file, or has no such cell.
     """
-    data = read_json_object(results)
-    missing = [key for key in ("study", "base", "model", "texts", "cells") if key not in data]
-    if missing:
-        raise UserError(f"{results} has no {missing[0]!r}: name a study.json that tools/study.py has written")
-    if name not in data["cells"]:
-        raise unknown_name("cell", name, data["cells"])
-    base, model = data["base"], data["cells"][name].get("model", data["model"])
-    study = {**data["study"], "base": BASE}
+    kept = read_kept(results)
+    if name not in kept.results:
+        raise unknown_name("cell", name, kept.results)
+    base, model = copy.deepcopy(kept.content.base), kept.results[name].settings.model
+    study = {**copy.deepcopy(kept.content.study), "base": BASE}
     if model is not None:
-        base["megalowbit"]["model"]["config"] = MODEL
-        for entry in (study, *study["sizes"], *study["recipes"], *study.get("replicas", ())):
+        base.setdefault("megalowbit", {}).setdefault("model", {})["config"] = MODEL
+        entries = [each for key in LISTS for each in study.get(key, ())]
+        for entry in (study, *entries):
             entry.get("set", {}).pop(MODEL_CONFIG, None)  # the path of a file that may be gone
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, value in ((BASE, base), (MODEL, model), (STUDY, study)):
         with atomic_file(folder / file_name) as file:
             file.write(json.dumps(value, indent=1) + "\n")
-    return folder / STUDY, data["cells"][name]
-
-
-def check_text(recorded: Mapping[str, Any], facts: TextFacts) -> None:
-    """Compare a text with the recorded one.
-
-    Raises:
-        UserError: it is another text, perhaps because of another version.
-    """
-    for key in ("train_sha256", "heldout_sha256"):
-        if recorded[key] != getattr(facts, key):
-            raise UserError(
-                f"the text is not that of the study: {facts.description}, not {recorded['description']}: "
-                "install that version"
-            )
+    return folder / STUDY, kept
 
 
 def difference(before: float, now: float) -> float:
@@ -68,14 +52,25 @@ def difference(before: float, now: float) -> float:
     return abs(now - before)
 
 
-def deviations(recorded: Mapping[str, Any], cell: Cell) -> Iterator[tuple[str, float, float]]:
-    """What was recorded and what was found: name, before, now. NaN: the run has diverged."""
+def deviations(recorded: Result, cell: Cell) -> Iterator[tuple[str, float, float]]:
+    """What was recorded and what was found: name, before, now. NaN: there is none, or it is not finite."""
     result = cell.result()
     if result is None:
         raise UserError(f"{cell.name} is not finished: see its log")
-    again = Finished(cell, result)
-    for step, before in recorded["losses"].items():
-        yield f"loss to {step}", math.nan if before is None else before, again.loss_to(int(step))
-    if recorded["heldout"] is not None:
-        for precision in ("bf16", "own"):
-            yield f"held out, {precision}", recorded["heldout"][precision], again.heldout(precision)
+    before = recorded.loss_means(cell.block)
+    now = result.loss_means(before.block)
+    window, steps = cell.study.window, cell.steps
+    for step in sorted({*range(window, steps, window), *(m for m in cell.study.marks if m < steps), steps}):
+        yield f"loss to {step}", before.mean_to(step, window), now.mean_to(step, window)
+    for precision in ("bf16", "own"):
+        both = [getattr(each.heldout, precision, None) for each in (recorded, result)]
+        one, other = (math.nan if each is None else each for each in both)
+        yield f"held out, {precision}", one, other
+
+
+def has_equal_losses(recorded: Result, cell: Cell) -> bool:
+    """Whether the losses of all steps have the same bits, by their SHA-256."""
+    result = cell.result()
+    return (
+        result is not None and recorded.loss_means(cell.block).sha256 == result.loss_means(cell.block).sha256
+    )

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from megalowbit.errors import Problems, UserError, invalid_settings, shown, unknown_name
 from megalowbit.json_text import read_json_object
+from megalowbit.pretrain.sweep.instability.settings import InstabilitySettings
 from megalowbit.values import SettingsModel, unit
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
@@ -40,9 +41,18 @@ class NamedEntry(SettingsModel):
 
 
 class Size(NamedEntry):
-    """A model."""
+    """A model, or another one under stress."""
 
     set: dict[str, Any] = Field(default_factory=dict, description="overrides of the base configuration")
+    stress_of: str | None = Field(
+        default=None, description="name of the size that is stressed; its `set` comes before this one"
+    )
+    lr_factor: float = Field(
+        default=1.0, gt=0, allow_inf_nan=False, description="factor of the learning rate of all recipes"
+    )
+    steps: tuple[int, ...] = Field(
+        default=(), description="lengths of runs, in place of the study's", json_schema_extra=unit("steps")
+    )
 
 
 class Text(NamedEntry):
@@ -107,6 +117,13 @@ class StudySettings(SettingsModel):
         json_schema_extra=unit("bytes"),
     )
     keep_weights: bool = Field(default=False, description="keep the trained weights of each cell, in `hf/`")
+    instability: InstabilitySettings = Field(
+        default=InstabilitySettings(), description="limits of the report on sizes with `stress_of`"
+    )
+
+    def size(self, name: str) -> Size:
+        """The size with that name."""
+        return next(each for each in self.sizes if each.name == name)
 
     def recipe(self, name: str) -> RecipeEntry:
         """The recipe with that name."""
@@ -137,7 +154,7 @@ def study_of(raw: dict[str, Any], where: str, folder: Path) -> StudySettings:
     except ValidationError as error:
         raise _from(where, invalid_settings(error, "", StudySettings)) from None
     problems = Problems()
-    for check in (_check_names, _check_numbers, _check_recipes, _check_texts, _check_keys):
+    for check in (_check_names, _check_numbers, _check_sizes, _check_recipes, _check_texts, _check_keys):
         with problems.collect():
             check(study)
     if problems:
@@ -214,6 +231,20 @@ def _check_numbers(study: StudySettings) -> None:
                 )
         for factor in _repeated(recipe.lr_factors):
             problems.add(UserError(f"recipe {recipe.name!r} has lr factor {factor} twice: remove one"))
+    problems.raise_any()
+
+
+def _check_sizes(study: StudySettings) -> None:
+    problems = Problems()
+    unstressed = [size.name for size in study.sizes if size.stress_of is None]
+    for size in study.sizes:
+        if size.stress_of is not None and size.stress_of not in unstressed:
+            problems.add(unknown_name(f"unstressed size of {size.name!r}:", size.stress_of, unstressed))
+        for value in size.steps:
+            if value < 1:
+                problems.add(UserError(f"size {size.name!r} has {value} steps: use positive numbers"))
+        for value in _repeated(size.steps):
+            problems.add(UserError(f"size {size.name!r} has {value} steps twice: remove one"))
     problems.raise_any()
 
 

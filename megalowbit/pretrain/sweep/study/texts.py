@@ -117,6 +117,9 @@ def facts_in(folder: Path) -> TextFacts | None:
             f"{path} has no {missing[0]!r}, so another version wrote it: use another --out, or remove "
             f"{folder} to write the text again"
         )
+    wrong = [each.name for each in fields(TextFacts) if type(recorded[each.name]).__name__ != each.type]
+    if wrong:
+        raise UserError(f"{path} is damaged ({wrong[0]!r}): remove {folder} to write the text again")
     return TextFacts(**{name: recorded[name] for name in names})
 
 

@@ -66,6 +66,34 @@ def test_a_killed_cell_continues_to_the_same_result_and_other_settings_are_refus
     assert result(out, name) == whole
 
 
+@pytest.mark.slow
+def test_a_stopped_cell_adds_up_its_cpu_time(study, tmp_path, capsys):
+    raw = json.loads(study.read_text())
+    study.write_text(json.dumps({**raw, "steps": [60], "seeds": [1], "marks": []}))
+    out = tmp_path / "out"
+    (out / "logs").mkdir(parents=True)
+    cells = cells_of(read_study(study), out, ROOT / "launch" / "pretrain.py")
+    log = out / "logs" / "first.log"
+    process = execution.starter(ROOT / TOOL, study)(cells[1], log)
+    while not (seen := metrics(cells[1].path)) or seen[-1]["step"] < 5:
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.005)
+    process.terminate()
+    assert process.wait() == execution.EXIT_STOPPED
+    (part,) = json.loads((cells[1].path / "parts.json").read_text())["parts"]
+    assert part["steps"] == len(metrics(cells[1].path)) < 60
+    done = call_main(TOOL, study, "--out", out, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    cost = result(out, cells[1].name)["cost"]
+    assert cost["steps"] == 60
+    assert cost["cpu_seconds"] > part["cpu_seconds"] > 0
+    assert cost["wall_seconds"] > part["wall_seconds"] > 0
+    (row,) = json.loads((out / "study.json").read_text())["groups"][0]["rows"]
+    assert row["cpu"] == pytest.approx(
+        cost["cpu_seconds"] / result(out, cells[0].name)["cost"]["cpu_seconds"]
+    )
+
+
 def test_a_cell_that_another_process_runs_is_left_to_it(study, tmp_path):
     cell = cells_of(read_study(study), tmp_path / "out", ROOT / "launch" / "pretrain.py")[0]
     (tmp_path / "out" / "locks").mkdir(parents=True)

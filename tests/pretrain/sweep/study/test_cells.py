@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from studies import RESULT
 
 from launchers import write_config
 from megalowbit.errors import UserError
@@ -12,8 +13,10 @@ from megalowbit.layers.recipe import recipe, recipes
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
 from megalowbit.pretrain.sweep.study.evaluation import final_recipe
+from megalowbit.pretrain.sweep.study.kept_results import to_kept
 from megalowbit.pretrain.sweep.study.reproduction import unpack
-from megalowbit.pretrain.sweep.study.study_file import read_study
+from megalowbit.pretrain.sweep.study.results import result_of
+from megalowbit.pretrain.sweep.study.study_file import read_study, study_of
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 
 ROOT = Path(__file__).parents[4]
@@ -79,6 +82,26 @@ def test_a_cell_has_the_overrides_of_study_size_and_recipe(tmp_path):
     assert half.parts.deepspeed["optimizer"]["params"]["lr"] == 1.5e-3
 
 
+def test_a_stress_has_the_set_of_its_size_first_and_its_own_lengths_and_learning_rate(tmp_path):
+    wide = {"name": "wide", "set": {"megalowbit.model.overrides": {"n_embd": 64}, "gradient_clipping": 0.5}}
+    hot = {
+        "name": "hot",
+        "stress_of": "wide",
+        "lr_factor": 4,
+        "steps": [8],
+        "set": {"gradient_clipping": 2.0},
+    }
+    study = study_in(tmp_path, sizes=[wide, hot])
+    names = [cell.name for cell in cells_of(study, tmp_path, ROOT) if cell.size.name == "hot"]
+    assert len(names) == 8
+    assert {name.split(",")[2] for name in names} == {"8"}
+    config = named(study, tmp_path, "hot,t,8,nvfp4@lr0.5,1").config
+    assert config.settings.model.overrides == {"n_embd": 64}
+    assert config.parts.deepspeed["gradient_clipping"] == 2.0
+    assert config.parts.deepspeed["optimizer"]["params"]["lr"] == 3e-3 * 2
+    assert config.settings.run.steps == 8
+
+
 def test_a_later_override_wins_over_one_inside_it(tmp_path):
     sizes = [{"name": "small", "set": {"megalowbit.recipe.keep_last": 1}}]
     study = study_in(tmp_path, set={"megalowbit.recipe": {"base": "mxfp4"}}, sizes=sizes)
@@ -86,23 +109,29 @@ def test_a_later_override_wins_over_one_inside_it(tmp_path):
 
 
 def test_the_model_of_a_size_is_in_the_results(tmp_path):
+    """Also if only the sizes name a model; its file may be gone when a cell is run again."""
     study_in(tmp_path)
-    model = json.loads((tmp_path / "model.json").read_text())
+    model, base = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("model", "tiny"))
     (tmp_path / "other.json").write_text(json.dumps({**model, "n_head": 4}))
-    data = {
-        "study": {"sizes": [{"name": "s", "set": {"megalowbit.model.config": "other.json"}}], "recipes": []},
-        "base": {"megalowbit": {"model": {"config": "model.json"}}},
-        "model": model,
-        "texts": {},
-        "cells": {"one": {"model": {**model, "n_head": 4}}, "two": {}},
-    }
+    del base["megalowbit"]["model"]
+    (tmp_path / "tiny.json").write_text(json.dumps(base))
+    sizes = [
+        {"name": name, "set": {"megalowbit.model.config": str(tmp_path / f"{name}.json")}}
+        for name in ("model", "other")
+    ]
+    raw = {**json.loads((tmp_path / "study.json").read_text()), "sizes": sizes}
+    study = study_of(raw, "study", tmp_path)
+    cells = {}
+    for size in ("model", "other"):
+        cell = named(study, tmp_path, f"{size},t,6,bf16,1")
+        cells[cell.name] = (cell, result_of({**RESULT, "settings": cell.settings(FACTS)}, "", ""))
+    data = {"format": 2, "study": raw, "base": base, "model": None, "texts": {}, **to_kept(cells, ROOT)}
     (tmp_path / "results.json").write_text(json.dumps(data))
-    for name, num_heads in (("one", 4), ("two", model["n_head"])):
-        path, _ = unpack(tmp_path / "results.json", name, tmp_path / name)
-        assert json.loads(path.read_text())["sizes"] == [{"name": "s", "set": {}}]
-        base = json.loads((tmp_path / name / "base.json").read_text())
-        config = tmp_path / name / base["megalowbit"]["model"]["config"]
-        assert json.loads(config.read_text())["n_head"] == num_heads
+    (tmp_path / "other.json").unlink()
+    for size, num_heads in (("model", model["n_head"]), ("other", 4)):
+        path, _ = unpack(tmp_path / "results.json", f"{size},t,6,bf16,1", tmp_path / f"again-{size}")
+        again = named(read_study(path), tmp_path, f"{size},t,6,bf16,1")
+        assert again.settings(FACTS)["model"]["n_head"] == num_heads
 
 
 def test_a_mistake_in_a_recipe_is_named_with_the_cell(tmp_path):
@@ -152,7 +181,7 @@ def test_every_recipe_of_a_shipped_study_resolves(path):
     distinct = {(cell.size.name, cell.label): cell for cell in reversed(cells)}
     assert len(distinct) >= len(study.sizes) * len(study.recipes)
     for cell in distinct.values():
-        assert cell.config.settings.run.steps == study.steps[0]
+        assert cell.config.settings.run.steps == (cell.size.steps or study.steps)[0]
 
 
 FORWARD, BACKWARD = {"input", "weight"}, {"backward_input", "backward_weight"}

@@ -51,6 +51,18 @@ MISTAKES = [
         "unknown recipe of replica 'x': 'nvfp': did you mean 'nvfp4'?",
     ),
     ({"sizes": [{"name": "a/b"}]}, "sizes.0.name = 'a/b' is not valid"),
+    (
+        {"sizes": [{"name": "small"}, {"name": "hot", "stress_of": "smal"}]},
+        "unknown unstressed size of 'hot': 'smal': did you mean 'small'? known: small",
+    ),
+    (
+        {"sizes": [{"name": "a", "stress_of": "b"}, {"name": "b", "stress_of": "a"}]},
+        "unknown unstressed size of 'a': 'b'",
+    ),
+    ({"sizes": [{"name": "s", "steps": [0]}]}, "size 's' has 0 steps: use positive numbers"),
+    ({"sizes": [{"name": "s", "steps": [5, 5]}]}, "size 's' has 5 steps twice: remove one"),
+    ({"sizes": [{"name": "s", "lr_factor": 0}]}, "sizes.0.lr_factor = 0"),
+    ({"instability": {"gap": 0}}, "instability.gap = 0"),
     ({"seeds": []}, "seeds is empty: list at least one"),
     ({"seeds": [1, 1]}, "seeds has 1 twice: remove one"),
     ({"steps": [0]}, "steps has 0: use positive numbers"),

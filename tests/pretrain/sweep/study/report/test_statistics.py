@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from megalowbit.pretrain.sweep.study.statistics import (
+from megalowbit.pretrain.sweep.study.report.statistics import (
     Estimate,
     compare_all,
     holm,

@@ -1,19 +1,15 @@
-import html.parser
-import json
 import math
 import statistics
 from pathlib import Path
 
 import pytest
+from studies import RESULT
 
 from megalowbit.errors import UserError
-from megalowbit.pretrain.sweep.study.analysis import groups_of
 from megalowbit.pretrain.sweep.study.cells import cells_of
-from megalowbit.pretrain.sweep.study.curves import picture, ticks
-from megalowbit.pretrain.sweep.study.page import page
-from megalowbit.pretrain.sweep.study.report import to_json
+from megalowbit.pretrain.sweep.study.report.analysis import groups_of
+from megalowbit.pretrain.sweep.study.report.tables import interval, markdown, notes
 from megalowbit.pretrain.sweep.study.study_file import study_of
-from megalowbit.pretrain.sweep.study.tables import interval, markdown, notes
 
 STEPS = 20
 SWEPT = [{"name": "bf16", "lr_factors": [1, 2]}, {"name": "good", "lr_factors": [1, 2]}]
@@ -27,7 +23,7 @@ STUDY = {
     "baseline": "bf16",
     "replicas": [{"name": "again", "of": "good", "lr_factor": 1.000001}],
     "window": 5,
-    "marks": [10, 40],
+    "marks": [10, 12, 40],
 }
 # gap to bf16 from step 11 on, by text and seed
 GAPS = {"good": 0.01, "bad": 0.05, "good@lr2": 0.2, "again": 0.011}
@@ -40,15 +36,13 @@ def result_of(cell, **more):
     gap = GAPS.get(cell.label, 0.0) * (1 + 0.01 * cell.seed) * (1.4 if cell.text == "two" else 1)
     losses = [3 + shift + each + (gap if step >= 10 else 0.0) for step, each in enumerate(noise)]
     own = 0.002 if cell.label != "bf16" else 0.0
+    cpu = 2.0 if cell.label == "bf16" else 3.0
     return {
-        "settings": {"cell": {"size": cell.size.name}, "config": {}},
+        **RESULT,
         "losses": losses,
         "tokens": 640,
-        "skipped_steps": 0,
-        "diverged_at": None,
         "heldout": {"bf16": 3 + shift + gap / 2, "own": 3 + shift + gap / 2 + own, "tokens": 99},
-        "cost": {"cpu_seconds": 2.0 if cell.label == "bf16" else 3.0, "steps": STEPS, "wall_seconds": 4.0},
-        "made_with": {"commit": "abc"},
+        "cost": {**RESULT["cost"], "cpu_seconds": cpu, "steps": STEPS},
         **more,
     }
 
@@ -57,7 +51,7 @@ def result_of(cell, **more):
 def cells(tmp_path):
     (tmp_path / "base.json").write_text('{"megalowbit": {}}')
     study = study_of(STUDY, "study", tmp_path)
-    cells = cells_of(study, tmp_path, Path(__file__).parents[4] / "launch" / "pretrain.py")
+    cells = cells_of(study, tmp_path, Path(__file__).parents[5] / "launch" / "pretrain.py")
     for cell in cells:
         cell.write("result.json", result_of(cell))
     return cells
@@ -73,13 +67,13 @@ def test_gaps_are_taken_within_pairs_and_all_texts_give_one_value_a_seed(cells):
     assert set(rows) == {"good", "good@lr2", "bad"}
     good = rows["good"]
     expected = [0.01 * 1.2 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
-    assert list(good.gaps) == [10, 20]  # 40 is after the end
+    assert list(good.gaps) == [10, 12, 20]  # 40 is after the end
     assert good.gaps[10].mean == pytest.approx(0, abs=1e-12)
     assert good.gaps[20].mean == pytest.approx(statistics.mean(expected))
     half = 4.3026527 * statistics.stdev(expected) / math.sqrt(3)
     assert good.gaps[20].high == pytest.approx(statistics.mean(expected) + half)
     assert good.gaps[20].num_pairs == 3
-    ends = [statistics.mean(cell.result()["losses"][15:]) for cell in cells if cell.label == "bf16"]
+    ends = [statistics.mean(cell.result().losses[15:]) for cell in cells if cell.label == "bf16"]
     assert good.percent.mean == pytest.approx(100 * statistics.mean(expected) / statistics.mean(ends))
     assert good.heldout_bf16.mean == pytest.approx(statistics.mean(expected) / 2)
     assert good.forward_noise.mean == pytest.approx(0.002)
@@ -94,9 +88,7 @@ def test_recipes_are_ranked_only_if_separated_and_replicas_give_the_noise_floor(
     drift = [0.001 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
     assert group.noise_floor() == pytest.approx(math.sqrt(statistics.mean(x**2 for x in drift)))
     baseline = [
-        statistics.mean(cell.result()["losses"][15:])
-        for cell in cells
-        if cell.name.startswith("s,one,20,bf16")
+        statistics.mean(cell.result().losses[15:]) for cell in cells if cell.name.startswith("s,one,20,bf16")
     ]
     assert group.seed_deviation() == pytest.approx(statistics.stdev(baseline))
     found = {(each["lower"], each["higher"]) for each in group.to_dict()["separated"]}
@@ -140,7 +132,7 @@ def test_recipes_are_compared_at_their_best_learning_rates_within_pairs(cells):
 def test_the_cpu_time_of_an_interrupted_run_is_unknown(cells):
     for cell in cells:
         if cell.label == "good" and cell.seed != 1:
-            cost = {"cpu_seconds": 90.0, "steps": 3, "wall_seconds": 100.0}  # of the last three steps
+            cost = {**RESULT["cost"], "cpu_seconds": 90.0, "steps": 3}  # of the last three steps
             cell.write("result.json", result_of(cell, cost=cost))
     (row,) = [row for row in group_of(cells, "one").rows if row.label == "good"]
     assert row.cpu == pytest.approx(1.5)  # of seed 1
@@ -190,53 +182,3 @@ def test_cells_with_other_numbers_of_tokens_are_not_compared(cells):
     cells[3].write("result.json", result_of(cells[3], tokens=320))
     with pytest.raises(UserError, match=r"different numbers of tokens \(.*640; .*320\)"):
         groups_of(cells[0].study, cells)
-
-
-class Reader(html.parser.HTMLParser):
-    """Collects tags, and checks that they close in order."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.tags, self.links = [], [], []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.links += [value for name, value in attributes if name in ("src", "href")]
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
-def test_the_page_stands_alone_and_has_a_row_and_a_line_for_each_recipe(cells, tmp_path):
-    groups = groups_of(cells[0].study, cells)
-    data = to_json(cells[0].study, STUDY, cells, groups, tmp_path)
-    assert json.loads(json.dumps(data, allow_nan=False))["unfinished"] == 0
-    text = page("<tiny>", groups, data)
-    reader = Reader()
-    reader.feed(text)
-    assert reader.open == []
-    assert "script" not in reader.tags
-    assert reader.links == []
-    assert "<tiny>" not in text
-    assert reader.tags.count("polyline") == 3 * 3
-    assert reader.tags.count("tr") == 3 * (1 + 3 + 1)
-    assert "prefers-color-scheme: dark" in text
-    assert "@media print" in text
-    assert "no pair is finished" in page("empty", [], data)
-
-
-def test_a_picture_has_round_ticks_and_points_in_proportion():
-    assert ticks(0, 1500) == [0, 500, 1000, 1500]
-    assert ticks(-0.004, 0.031) == pytest.approx([0, 0.01, 0.02, 0.03])
-    assert ticks(2, 2) == [2]
-    svg = picture({"a": {100: 0.0, 200: 0.02}, "b": {100: 0.01, 200: 0.01}}, noise=None, title="t")
-    first, second = (part.partition('"')[0].split() for part in svg.split('points="')[1:])
-    (left, bottom), (right, top) = (tuple(map(float, point.split(","))) for point in first)
-    assert right > left > 100
-    assert float(second[0].split(",")[1]) == pytest.approx((top + bottom) / 2, abs=0.1)
-    assert picture({}, noise=None, title="t") == ""

@@ -1,7 +1,7 @@
 """Texts of numbers; test_analysis.py has whole tables."""
 
-from megalowbit.pretrain.sweep.study.statistics import Estimate
-from megalowbit.pretrain.sweep.study.tables import interval, markdown, signed
+from megalowbit.pretrain.sweep.study.report.statistics import Estimate
+from megalowbit.pretrain.sweep.study.report.tables import interval, markdown, signed
 
 
 def test_an_interval_is_marked_if_it_contains_zero():

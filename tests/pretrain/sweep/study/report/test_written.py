@@ -2,17 +2,14 @@ import json
 from pathlib import Path
 
 from programs import call_main
+from studies import RESULT
 
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.study_file import read_study
 from megalowbit.pretrain.sweep.study.texts import write_text
 
 TOOL = "tools/study.py"
-PROGRAM = Path(__file__).parents[4] / "launch" / "pretrain.py"
-RESULT = {
-    **{"settings": {}, "losses": [], "tokens": 0, "skipped_steps": 0, "diverged_at": None},
-    **{"heldout": None, "cost": {}, "made_with": {}},
-}
+PROGRAM = Path(__file__).parents[5] / "launch" / "pretrain.py"
 
 
 def test_cells_of_another_study_or_with_other_settings_are_not_reported(study, tmp_path, capsys):

@@ -8,7 +8,6 @@ them, because results of one seed on several texts are no independent draws of a
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,8 @@ from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import Cell
-from megalowbit.pretrain.sweep.study.statistics import Comparison, Estimate, compare_all
+from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all
+from megalowbit.pretrain.sweep.study.results import LossMeans, Result, block_of
 from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, RecipeEntry, StudySettings
 
 CURVE_POINTS = 40
@@ -30,7 +30,7 @@ class Finished:
     """A finished cell and its result."""
 
     cell: Cell
-    result: Mapping[str, Any]
+    result: Result
 
     @property
     def key(self) -> Key:
@@ -40,26 +40,33 @@ class Finished:
     @property
     def is_diverged(self) -> bool:
         """Whether the run has diverged."""
-        return self.result["diverged_at"] is not None
+        return self.result.diverged_at is not None
+
+    @cached_property
+    def losses(self) -> LossMeans:
+        """The training losses, in blocks."""
+        return self.result.loss_means(self.cell.block)
 
     def loss_to(self, step: int) -> float:
-        """Mean training loss of the window that ends with this step; NaN if the run has diverged by then."""
-        losses, diverged_at = self.result["losses"], self.result["diverged_at"]
+        """Mean training loss of the window that ends with this step; NaN if the run has diverged by then.
+
+        `step` is a multiple of the cell's block.
+        """
+        diverged_at = self.result.diverged_at
         if diverged_at is not None and step >= diverged_at:
             return math.nan
-        window = losses[max(0, step - self.cell.study.window) : step]
-        finite = [loss for loss in window if loss is not None]
-        return statistics.fmean(finite) if finite and len(losses) >= step else math.nan
+        return self.losses.mean_to(step, self.cell.study.window)
 
     def heldout(self, precision: str) -> float:
-        """Held-out loss in `bf16` or `own` precision; NaN if the run diverged."""
-        losses = self.result["heldout"]
-        return math.nan if losses is None else losses[precision]
+        """Held-out loss in `bf16` or `own` precision; NaN if the run diverged or it is not finite."""
+        losses = self.result.heldout
+        loss = None if losses is None else getattr(losses, precision)
+        return math.nan if loss is None else loss
 
     def cpu_seconds(self) -> float:
-        """CPU seconds of a step; NaN if the run was interrupted, because they are those of its last part."""
-        cost, steps = self.result["cost"], len(self.result["losses"])
-        return cost["cpu_seconds"] / steps if steps and cost["steps"] == steps else math.nan
+        """CPU seconds of a step; NaN if a part of the run was killed, because those of that part are lost."""
+        cost, steps = self.result.cost, self.losses.steps
+        return cost.cpu_seconds / steps if steps and cost.steps == steps else math.nan
 
 
 @dataclass(frozen=True)
@@ -91,13 +98,13 @@ class Row:
     curve: Mapping[int, float]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values, for JSON; the curve follows from the losses of the cells."""
         values = {name: value for name, value in vars(self).items() if not isinstance(value, Mapping)}
         plain = {
             name: value.to_dict() if isinstance(value, Estimate) else value for name, value in values.items()
         }
         gaps = {str(mark): gap.to_dict() for mark, gap in self.gaps.items()}
-        return {**plain, "gaps": gaps, "curve": {str(step): gap for step, gap in self.curve.items()}}
+        return {**plain, "gaps": gaps}
 
 
 @dataclass(frozen=True)
@@ -153,23 +160,48 @@ class Group:
         found = {key: value(own[key]) - value(peer[key]) for key in own if key in peer}
         return list(self._by_seed(found).values())
 
+    @property
+    def texts(self) -> set[str]:
+        """The texts of its cells."""
+        return {text for cells in self.members.values() for text, _ in cells}
+
+    def differences_at_end(self, label: str) -> list[float]:
+        """The finite gaps of a recipe to the baseline at the end, one for each seed."""
+        found = self.differences(label, self.study.baseline, _loss_to(self.steps))
+        return [each for each in found if not math.isnan(each)]
+
     def _by_seed(self, values: Mapping[Key, float]) -> dict[int, float]:
         """The mean over the group's texts for each seed that has a finite value for all of them."""
-        texts = {text for cells in self.members.values() for text, _ in cells}
+        texts = self.texts
         found: dict[int, list[float]] = {}
         for (_, seed), value in values.items():
             if not math.isnan(value):
                 found.setdefault(seed, []).append(value)
         return {seed: statistics.fmean(each) for seed, each in found.items() if len(each) == len(texts)}
 
-    def noise_floor(self) -> float | None:
-        """The largest root mean square of a replica's gaps at the end; None without replicas."""
+    @cached_property
+    def drifts(self) -> list[float]:
+        """What replicas differ by at the end, one number for each single pair."""
         found = []
         for replica in self.study.replicas:
-            values = self.differences(replica.name, replica.of, _loss_to(self.steps))
-            if values:
-                found.append(math.sqrt(statistics.fmean(value**2 for value in values)))
-        return max(found, default=None)
+            own, peer = self.members.get(replica.name, {}), self.members.get(replica.of, {})
+            found += [own[k].loss_to(self.steps) - peer[k].loss_to(self.steps) for k in own if k in peer]
+        return [each for each in found if not math.isnan(each)]
+
+    def noise_floor(self) -> float | None:
+        """The root mean square of what replicas differ by, over all of them; None without replicas."""
+        return math.sqrt(statistics.fmean(each**2 for each in self.drifts)) if self.drifts else None
+
+    @cached_property
+    def num_mixed_pairs(self) -> int:
+        """Pairs of a recipe and the baseline whose cells were made on different processors."""
+        pairs = [
+            (cells[key], self.baseline[key])
+            for cells in self.members.values()
+            for key in cells
+            if key in self.baseline
+        ]
+        return sum(one.result.made_with.processor != other.result.made_with.processor for one, other in pairs)
 
     def seed_deviation(self) -> float | None:
         """Standard deviation of the baseline's loss at the end over seeds, mean over texts."""
@@ -245,6 +277,8 @@ class Group:
             "rows": [row.to_dict() for row in self.rows],
             "noise": [row.to_dict() for row in self.noise],
             "noise_floor": self.noise_floor(),
+            "noise_pairs": len(self.drifts),
+            "mixed_pairs": self.num_mixed_pairs,
             "deviation_over_seeds": self.seed_deviation(),
             "separated": [
                 {
@@ -291,13 +325,26 @@ class Group:
         return _estimate(self.differences(label, reference, value))
 
     def _curve(self, label: str, reference: str) -> dict[int, float]:
-        first = min(self.study.window, self.steps)
-        count = min(CURVE_POINTS, self.steps - first + 1)
-        steps = sorted(
-            {round(first + number * (self.steps - first) / max(1, count - 1)) for number in range(count)}
-        )
+        block = block_of(self.study.window, self.study.marks, self.steps)
+        every = range(min(self.study.window, self.steps), self.steps + 1, block)
+        count = min(CURVE_POINTS, len(every))
+        steps = [every[round(number * (len(every) - 1) / max(1, count - 1))] for number in range(count)]
         means = {step: _mean(self.differences(label, reference, _loss_to(step))) for step in steps}
         return {step: mean for step, mean in means.items() if mean is not None}
+
+
+def finished_cells(cells: Sequence[Cell]) -> list[Finished]:
+    """The cells that are finished, with their results.
+
+    Raises:
+        UserError: a result is damaged, or was kept in blocks that do not fit the study's windows.
+    """
+    found = []
+    for cell in cells:
+        if (result := cell.result()) is not None:
+            cell.check_block(result, cell.name)
+            found.append(Finished(cell, result))
+    return found
 
 
 def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
@@ -306,9 +353,9 @@ def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
     Raises:
         UserError: cells that would be compared have not read the same number of tokens.
     """
-    finished = [Finished(cell, result) for cell in cells if (result := cell.result()) is not None]
+    finished = finished_cells(cells)
     found = []
-    for size, steps in itertools.product((each.name for each in study.sizes), study.steps):
+    for size, steps in dict.fromkeys((cell.size.name, cell.steps) for cell in cells):
         here = [each for each in finished if each.cell.size.name == size and each.cell.steps == steps]
         _check_equal_tokens(here)
         texts = [text.name for text in study.texts if any(each.cell.text == text.name for each in here)]
@@ -324,7 +371,7 @@ def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
 
 
 def _check_equal_tokens(cells: Sequence[Finished]) -> None:
-    counts = {each.result["tokens"]: each.cell.name for each in cells if not each.is_diverged}
+    counts = {each.result.tokens: each.cell.name for each in cells if not each.is_diverged}
     if len(counts) > 1:
         listed = "; ".join(f"{name}: {tokens:,}" for tokens, name in counts.items())
         raise UserError(f"cells of one size and length have read different numbers of tokens ({listed})")

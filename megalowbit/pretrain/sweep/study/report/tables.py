@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megalowbit.pretrain.sweep.study.analysis import Group, Row
-from megalowbit.pretrain.sweep.study.statistics import Estimate
+from megalowbit.pretrain.sweep.study.report.analysis import Group, Row
+from megalowbit.pretrain.sweep.study.report.sizes import SizeTrends
+from megalowbit.pretrain.sweep.study.report.statistics import Estimate
 
 
 def markdown(groups: Sequence[Group]) -> str:
     """A table for each group, and the lines below it."""
     return "\n\n".join(
-        "\n".join([f"**{group.title}**", "", *_table(group), "", *notes(group)]) for group in groups
+        "\n".join([f"**{group.title}**", "", *_table(_rows(group)), "", *notes(group)]) for group in groups
     )
 
 
@@ -52,9 +53,15 @@ def notes(group: Group) -> list[str]:
         )
     floor, deviation = group.noise_floor(), group.seed_deviation()
     if floor is not None:
-        found.append(f"Noise floor: replicas differ by {floor:.4f} (root mean square of single pairs).")
+        pairs = f"root mean square of {len(group.drifts)} pairs"
+        found.append(f"Noise floor: replicas differ by {floor:.4f} ({pairs}).")
     if deviation is not None:
         found.append(f"Standard deviation of {group.study.baseline} over seeds: {deviation:.4f}.")
+    if group.num_mixed_pairs:
+        found.append(
+            f"The two cells of {group.num_mixed_pairs} pairs were made on different processors, which "
+            "differ in the last bits; this adds noise as that of replicas."
+        )
     comparisons = group.comparisons()
     separated = [each for each in comparisons if each.is_separated]
     if separated:
@@ -96,8 +103,48 @@ def signed(value: float) -> str:
     return f"{value:+.4f}"
 
 
-def _table(group: Group) -> list[str]:
-    rows = [headings(group), *(cells(group, row) for row in (*group.rows, *group.noise))]
+def _rows(group: Group) -> list[list[str]]:
+    return [headings(group), *(cells(group, row) for row in (*group.rows, *group.noise))]
+
+
+TREND_HEADINGS = ["recipe", "gap there", "exponent b [95 %]", "p of the law", "what the data support"]
+
+
+def trends_markdown(trends: Sequence[SizeTrends]) -> str:
+    """A table of power laws for each length and text, and a line below it."""
+    return "\n\n".join(
+        "\n".join(
+            [f"**{each.title}**", "", *_table([TREND_HEADINGS, *trend_rows(each)]), "", trend_note(each)]
+        )
+        for each in trends
+    )
+
+
+def trend_rows(trends: SizeTrends) -> list[list[str]]:
+    """The texts of the rows."""
+    found = []
+    for label, law in trends.laws.items():
+        exponent = "–" if law.exponent is None else f"{law.exponent:+.2f}"
+        if law.exponent is not None and law.p_of_fit is not None:
+            low = "-∞" if law.low is None else f"{law.low:+.2f}"
+            high = "+∞" if law.high is None else f"{law.high:+.2f}"
+            exponent += f" [{low}, {high}]"
+        p = "–" if law.p_of_fit is None else f"{law.p_of_fit:.2f}"
+        found.append([label, signed(law.gap), exponent, p, law.conclusion])
+    return found
+
+
+def trend_note(trends: SizeTrends) -> str:
+    """What the table of power laws means."""
+    law = next(iter(trends.laws.values()))
+    sizes = ", ".join(f"{size / 1e6:.2f}" for size in law.estimates)
+    return (
+        f"Gaps at the end to {trends.baseline}, fitted as gap = A·(N / {law.size / 1e6:.2f}M)^b at N = "
+        f"{sizes} million parameters, with equal tokens. The laws hold between these sizes only."
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |"

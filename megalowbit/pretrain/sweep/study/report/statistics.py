@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CONFIDENCE = 0.95
+FRACTION_TERMS = 200
 
 
 def probability_within(t: float, dof: int) -> float:
@@ -44,6 +45,27 @@ def t_quantile(confidence: float, dof: int) -> float:
         else:
             high = middle
     return high
+
+
+def f_exceeds(value: float, dof: int, dof_of_noise: int) -> float:
+    """P(F > value) for the F distribution: a regularised incomplete beta function."""
+    x = dof_of_noise / (dof_of_noise + dof * value)
+    return regularised_beta(x, dof_of_noise / 2, dof / 2)
+
+
+def regularised_beta(x: float, a: float, b: float) -> float:
+    """I_x(a, b) by its continued fraction, evaluated from its end: Abramowitz and Stegun, 26.5.8."""
+    if not 0 < x < 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
+        return 1 - regularised_beta(1 - x, b, a)
+    fraction = 1.0
+    for m in range(FRACTION_TERMS, 0, -1):
+        odd = -(a + m - 1) * (a + b + m - 1) * x / ((a + 2 * m - 2) * (a + 2 * m - 1))
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        fraction = 1 + odd / (1 + even / fraction)
+    logarithm = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    return math.exp(logarithm + a * math.log(x) + b * math.log1p(-x)) / (a * fraction)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Which recipe breaks under which stress, and what the telemetry showed before."""

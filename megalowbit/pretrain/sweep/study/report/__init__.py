@@ -1,0 +1,1 @@
+"""What the results of a study show, as tables, pictures, a page and a JSON file."""

@@ -1,0 +1,77 @@
+"""How the gap of each recipe depends on the size of the model, for studies with at least three sizes.
+
+Sizes are compared at one length: equal tokens, whatever the size. N counts all parameters of the model,
+embeddings included, tied ones once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megalowbit.hf.checkpoint import build_model
+from megalowbit.pretrain.sweep.study.cells import Cell
+from megalowbit.pretrain.sweep.study.report.analysis import Group
+from megalowbit.pretrain.sweep.study.report.power_law import LEAST_SIZES, PowerLaw, fit
+from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS
+
+
+@dataclass(frozen=True)
+class SizeTrends:
+    """Power laws at one length, on one text or all.
+
+    Attributes:
+        baseline: what the gaps are to.
+        steps: length of the runs.
+        text: name of the text, or `all`.
+        laws: recipe → its power law.
+    """
+
+    baseline: str
+    steps: int
+    text: str
+    laws: Mapping[str, PowerLaw]
+
+    @property
+    def title(self) -> str:
+        """`Gap over sizes, 1500 steps, all texts`."""
+        texts = "all texts" if self.text == ALL_TEXTS else f"text {self.text}"
+        return f"Gap over sizes, {self.steps} steps, {texts}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        laws = {label: law.to_dict() for label, law in self.laws.items()}
+        return {"steps": self.steps, "text": self.text, "laws": laws}
+
+
+def count_parameters(cells: Sequence[Cell]) -> dict[str, int]:
+    """Name of a size → number of parameters."""
+    first = {cell.size.name: cell for cell in reversed(cells)}
+    return {
+        name: build_model(cell.config.settings.model, seed=0, device="meta").num_parameters()
+        for name, cell in first.items()
+    }
+
+
+def trends_of(groups: Sequence[Group], parameters: Mapping[str, int]) -> list[SizeTrends]:
+    """The power laws of all recipes that have gaps at three sizes.
+
+    Args:
+        groups: of a study.
+        parameters: name of a size → number of parameters.
+    """
+    found = []
+    for steps, text in dict.fromkeys((group.steps, group.text) for group in groups):
+        here = [group for group in groups if (group.steps, group.text) == (steps, text)]
+        if len({frozenset(group.texts) for group in here}) > 1:
+            continue  # "all" would mean other texts at other sizes
+        gaps: dict[str, dict[int, list[float]]] = {}
+        for group in here:
+            for row in group.rows:
+                if values := group.differences_at_end(row.label):
+                    gaps.setdefault(row.label, {})[parameters[group.size]] = values
+        laws = {label: fit(values) for label, values in gaps.items() if len(values) >= LEAST_SIZES}
+        if laws:
+            found.append(SizeTrends(here[0].study.baseline, steps, text, laws))
+    return found

@@ -1,0 +1,116 @@
+"""Losses in blocks, and what is recorded about the origin of a result."""
+
+import hashlib
+import math
+import random
+import statistics
+import struct
+from pathlib import Path
+
+import pytest
+from studies import RESULT
+
+from megalowbit.errors import UserError
+from megalowbit.pretrain.sweep.study.results import (
+    VERSIONS,
+    LossMeans,
+    Origin,
+    block_of,
+    command_of,
+    made_with,
+    result_of,
+)
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize("block", [1, 5, 25])
+@pytest.mark.parametrize("num_steps", [200, 188])
+def test_means_of_windows_follow_from_blocks(block, num_steps):
+    draw = random.Random(block)
+    losses = [None if draw.random() < 0.1 else draw.uniform(1, 5) for _ in range(num_steps)]
+    losses[50:100] = [None] * 50  # whole blocks without a loss
+    kept = LossMeans.of(losses, block)
+    for window in (25, 50, 100):
+        for step in range(25, num_steps + 1, 25):
+            finite = [loss for loss in losses[max(0, step - window) : step] if loss is not None]
+            found = kept.mean_to(step, window)
+            if finite:
+                assert found == pytest.approx(statistics.fmean(finite), abs=1e-9)
+            else:
+                assert math.isnan(found)
+    assert math.isnan(kept.mean_to(225, 25))  # after the end
+    if block == 25:
+        with pytest.raises(ValueError, match="step and window must be multiples of 25: 30, 25"):
+            kept.mean_to(30, 25)
+
+
+def test_the_sum_shows_a_change_of_one_bit_that_means_do_not():
+    losses = [2.0] * 50
+    changed = [*losses[:-1], math.nextafter(2.0, 3.0)]
+    before, after = LossMeans.of(losses, 25), LossMeans.of(changed, 25)
+    assert before.means == after.means
+    assert before.sha256 != after.sha256
+    assert before.sha256 == hashlib.sha256(struct.pack("<d", 2.0) * 50).hexdigest()
+    assert before.sha256 == LossMeans.of(losses, 10).sha256
+
+
+def test_blocks_divide_windows_marks_and_steps():
+    assert block_of(150, (300, 600, 2000), 1500) == 25  # the mark at 2,000 is after the end
+    assert block_of(150, (300, 600, 2000), 3000) == 25
+    assert block_of(100, (), 1500) == 25
+    assert block_of(12, (40,), 100) == 4
+    assert block_of(7, (), 15) == 1
+
+
+DAMAGED = [
+    ("losses", ["x"]),
+    ("losses", {}),
+    ("losses", {"block": 0, "steps": 0, "means": [], "lost": [], "sha256": ""}),
+    ("losses", {"block": 5, "steps": 11, "means": [1.0, 1.0], "lost": [], "sha256": ""}),
+    ("settings", {"cell": {}}),
+    ("tokens", -1),
+    ("tokens", True),
+    ("diverged_at", 1.5),
+    ("heldout", {}),
+    ("heldout", {"bf16": "2", "own": 1.0, "tokens": 3}),
+    ("cost", {}),
+    ("cost", {**RESULT["cost"], "cpu_seconds": math.nan}),
+    ("made_with", {}),
+    ("made_with", {**RESULT["made_with"], "torch": None}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), DAMAGED, ids=str)
+def test_damage_is_one_line_that_names_the_key(key, value):
+    with pytest.raises(UserError) as caught:
+        result_of({**RESULT, key: value}, "a/result.json", "remove it")
+    message = str(caught.value)
+    assert message.startswith(f"a/result.json is no result of this version ('{key}")
+    assert message.endswith("' is missing or damaged): remove it")
+    assert "pydantic" not in message
+    assert "\n" not in message
+    result_of(RESULT, "", "")  # undamaged
+
+
+def test_versions_are_compared_without_the_build_and_if_both_have_them():
+    origin = Origin.model_validate(RESULT["made_with"])  # without numpy and DeepSpeed
+    present = Origin.model_validate(made_with(ROOT))
+    assert all(getattr(present, name) for name in VERSIONS)
+    same = {"torch": "2.9.0+cu130", "transformers": origin.transformers, "python": "3.14", "processor": "two"}
+    assert origin.other_version(present.model_copy(update=same)) is None
+    other = present.model_copy(update={**same, "torch": "2.9.1+cpu"})
+    assert origin.other_version(other) == ("torch", "2.9.0", "2.9.1")
+    assert present.other_version(present.model_copy(update={"numpy": "1.0"})) == (
+        *("numpy", present.numpy),
+        "1.0",
+    )
+
+
+def test_a_command_has_no_folders_of_the_machine():
+    root = Path("/home/somebody/megalowbit")
+    study = f"{root}/configs/studies/gap.json"
+    given = [f"{root}/tools/study.py", study, "--out", "/data/runs/gap", "-j", "2"]
+    expected = ["study.py", "configs/studies/gap.json", "--out", "gap", "-j", "2"]
+    assert command_of(given, root) == expected
+    assert command_of(expected, root) == expected
