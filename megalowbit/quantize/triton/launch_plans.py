@@ -4,10 +4,11 @@ Triton binds arguments, specialises them, formats a key, and checks globals at e
 launch of a specialisation is Triton's; its compiled kernel is kept under a key at least as fine as Triton's:
 types of all arguments, constants, dtypes, whether pointers are divisible by 16, integers that Triton
 specialises, widths of the others, and the device. Later launches call the compiled kernel's own launcher with
-the same grid, stream and arguments. Options are the same for all launches.
+the same grid, stream and arguments. A launch with options of its own, such as `num_warps`, is Triton's.
 
 This relies on Triton's internals. It is done only for NVIDIA GPUs and versions in `CHECKED`, and only if the
-functions that it replaces read what they read in those versions. While hooks of a profiler are set, or
+functions that it replaces read what they read in those versions; another `JITFunction.run` is looked at
+again, and gets new plans. While hooks of a profiler are set, or
 Triton's debug or instrumentation options, launches are Triton's. Triton's check that globals of a kernel have
 not changed is left out. The interpreter is not affected.
 
@@ -110,6 +111,7 @@ class KernelPlans:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.driver: Any = None
+        self.run: Any = None  # `JITFunction.run` when the plans were made
         self.is_bypassed = False
         self.layouts: dict[tuple[type, ...], Layout] = {}
         self._is_compiled = isinstance(kernel, JITFunction)  # not interpreted
@@ -119,7 +121,7 @@ class KernelPlans:
     def launch_fixed(self, fixed: FixedArguments, given: dict[str, Any]) -> None:
         """Launch on the current device and stream, by the plan in `fixed` if there is one."""
         active = driver.active if self._is_compiled else None
-        key: list[Any] = [active, None if active is None else active.get_current_device()]
+        key: list[Any] = [active, None if active is None else active.get_current_device(), JITFunction.run]
         for value in given.values():
             if type(value) is int:
                 key.append(-WORDS <= value < WORDS)  # kernels do not specialise these further
@@ -149,18 +151,20 @@ class KernelPlans:
             self.kernel[(programs,)](**arguments)
             return None
         active = driver.active
-        if active is not self.driver:
-            self.driver, self.layouts, self.is_bypassed = active, {}, _may_bypass(active)
+        if active is not self.driver or JITFunction.run is not self.run:
+            self.driver, self.run, self.layouts = active, JITFunction.run, {}
+            self.is_bypassed = _may_bypass(active, self.run)
         if not self.is_bypassed or is_observed() or self.kernel.pre_run_hooks:
             self.kernel[(programs,)](**arguments, **OPTIONS)
             return None
         values, device = self._values_of(arguments), active.get_current_device()
         layout = self.layout(values)
         key = layout.key(values, device)
-        compiled = layout.compiled.get(key)
-        if compiled is None or len(arguments) != len(values):
+        has_options = len(arguments) != len(values)  # such as `num_warps`, which keys do not have
+        compiled = None if has_options else layout.compiled.get(key)
+        if compiled is None:
             compiled = self.kernel[(programs,)](**arguments, **OPTIONS)
-            if layout.is_known and type(compiled) is CompiledKernel:
+            if layout.is_known and not has_options and type(compiled) is CompiledKernel:
                 if len(layout.compiled) >= MOST_PLANS:
                     layout.compiled.clear()
                 layout.compiled[key] = compiled
@@ -209,7 +213,8 @@ def _has_calls(hook: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _may_bypass(active: Any) -> bool:
+def _may_bypass(active: Any, _run: Any) -> bool:
+    """Whether plans may be used on this driver, with this `JITFunction.run`."""
     reason = why_not_bypassed(active)
     if reason is not None:
         logger.info("kernels are launched by Triton's own launcher, which takes longer: %s", reason)

@@ -1,5 +1,6 @@
 """A launch that by-passes Triton's binder gives a driver what Triton's own launch gives it."""
 
+import copy
 import logging
 import os
 import re
@@ -12,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernels.launches import all_launches, name_of
@@ -206,7 +208,7 @@ def test_other_internals_are_left_to_triton_and_logged_once(stand_in, monkeypatc
     assert launch_plans.why_not_bypassed(stand_in) is not None
     with caplog.at_level(logging.INFO, "megalowbit"):
         launch_plans._may_bypass.cache_clear()
-        assert [launch_plans._may_bypass(stand_in) for _ in range(2)] == [False, False]
+        assert [launch_plans._may_bypass(stand_in, JITFunction.run) for _ in range(2)] == [False, False]
     launch_plans._may_bypass.cache_clear()
     assert len(caplog.records) == 1
     assert re.search(reason, caplog.text)
@@ -252,6 +254,126 @@ def test_kept_arguments_give_a_driver_the_same(stand_in, ran):
             assert found == expected, change
             assert not ran or not is_known
     assert len(fixed.plans) == len(changes) - 1  # numbers of 64 bits share one
+
+
+def planned_twice(given):
+    """Make a plan, for whole arguments and for kept ones; returns how to launch by either."""
+    fixed, others = fixed_of(given)
+    cpu = torch.device("cpu")
+    ways = (
+        lambda: plan_launch(copy_kernel, 3, given),
+        lambda: launch_plans.launch_fixed(copy_kernel, cpu, fixed, others),
+    )
+    for way in ways * 3:
+        way()
+    return ways
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_a_plan_belongs_to_one_device(stand_in, ran, monkeypatch, way):
+    given = arguments()
+    launch, functions = planned_twice(given)[way], []
+    ran.clear()
+    for device in (0, 1, 0, 1):
+        monkeypatch.setattr(stand_in, "get_current_device", lambda device=device: device)
+        monkeypatch.setattr(stand_in, "get_current_stream", lambda index: 0x100 + index)
+        (found,) = launched(stand_in, launch)
+        assert found.stream == 0x100 + device
+        functions.append(found.function)
+    assert functions[0] == functions[2] != functions[1] == functions[3]
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_a_plan_belongs_to_one_driver(stand_in, ran, way):
+    launch = planned_twice(arguments())[way]
+    ran.clear()
+    launch()
+    assert not ran
+    driver.set_active(copy.copy(stand_in))
+    try:
+        launch()
+    finally:
+        driver.set_active(stand_in)
+    assert ran == [copy_kernel]
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_launches_are_on_the_device_of_their_tensors(stand_in, monkeypatch, way):
+    current, found = [0], []
+
+    class On:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current.append(self.device.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", On)
+    name = ("launch", "launch_fixed")[way]
+    monkeypatch.setattr(launch_plans.KernelPlans, name, lambda *_: found.append(current[-1]))
+    for index in (0, 1, 0):
+        getattr(launch_plans, name)(copy_kernel, *(() if way else (3,)), torch.device("cuda", index), *(
+            (FixedArguments({}, 3), {}) if way else ({},)
+        ))  # fmt: skip
+    assert found == [0, 1, 0]
+    assert current == [0]
+
+
+def exit_hook(_metadata):
+    """A profiler's."""
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (knobs.runtime, "debug", True),
+        (knobs.compilation, "instrumentation_mode", "fpsan"),
+        (knobs.runtime, "add_stages_inspection_hook", lambda *_: ("", "")),
+        (knobs.runtime, "launch_exit_hook", exit_hook),
+    ],
+    ids=["debug", "instrumentation", "stages", "exit hook"],
+)
+def test_what_must_see_or_change_each_launch_gets_tritons(monkeypatch, stand_in, way, owner, name, value):
+    launch = planned_twice(arguments())[way]
+    triton_launches = []
+    monkeypatch.setattr(
+        type(copy_kernel), "__getitem__", lambda self, _grid: lambda **named: triton_launches.append(named)
+    )
+    launch()
+    assert not triton_launches
+    monkeypatch.setattr(owner, name, value)
+    launch()
+    assert len(triton_launches) == 1
+
+
+def test_a_launch_with_options_makes_no_plan_and_uses_none(stand_in, ran):
+    launch_plans.plans_of(copy_kernel).driver = None
+    given, blocks = arguments(), []
+    for options in ({"num_warps": 8}, {}, {"num_warps": 8}, {}):
+        (found,) = launched(stand_in, lambda options=options: plan_launch(copy_kernel, 3, given | options))
+        blocks.append(found.block[0])
+    assert blocks == [256, 128, 256, 128]
+    assert len(ran) == 3  # all but the last one
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_another_run_of_triton_is_not_bypassed(stand_in, monkeypatch, way):
+    launch, seen, run = planned_twice(arguments())[way], [], JITFunction.run
+
+    def watching(self, *args, **kwargs):
+        seen.append(self)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", watching)
+    for _ in range(2):
+        launch()
+    assert seen == [copy_kernel] * 2
 
 
 def test_tensors_of_other_classes_are_left_to_triton(stand_in):
