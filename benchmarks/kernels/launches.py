@@ -83,7 +83,7 @@ class ProductRequest(NamedTuple):
     product: Tensor
     left: Fp8Side
     right: Fp8Side
-    declined: Tensor
+    counts: Tensor
 
 
 class FactorRequest(NamedTuple):
@@ -185,9 +185,9 @@ def product_requests(x: Tensor) -> dict[str, ProductRequest]:
         )
         size = x.shape[1 if is_turned else 0]
         for dtype in (BF16, FP32):
-            out, declined = torch.empty(size, size, dtype=dtype), torch.zeros((), dtype=torch.int32)
+            out, counts = torch.empty(size, size, dtype=dtype), torch.zeros(2, dtype=torch.int32)
             requests[f"{product} of mxfp4e2m1bnosr, {str(dtype)[6:]}"] = ProductRequest(
-                out, left, right, declined
+                out, left, right, counts
             )
     return requests
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
 from megalowbit.layers.compiled import compiled_linear, register
 from megalowbit.layers.matmul.context import MatmulContext
@@ -343,8 +344,9 @@ class BitLinear(SplitLinear):
             hadamard_signs=self._hadamard_signs(stream, recipe, use),
             observe=None if observer is None else partial(self._observe, observer),
             count=self._product_counts.add,
-            declined=self._product_counts.declined,
-            weights=self.weight_slot,
+            fp8_counts=self._product_counts.on_device,
+            # a graph would repeat a look-up, and keep codes in memory that only its replays write
+            weights=None if cuda_graphs.is_capturing(self.weight.device) else self.weight_slot,
             # ZeRO 3 gathers the weight to another address for each use
             keeps_until_cleared=self.shards is not None or hasattr(self.weight, "ds_id"),
             is_replay=use.is_replay,
@@ -357,10 +359,15 @@ class BitLinear(SplitLinear):
             input_forms=input_forms,
         )
 
-    @staticmethod
-    def _hadamard_signs(stream: RandomStream, recipe: Recipe, use: Use) -> int:
+    def _hadamard_signs(self, stream: RandomStream, recipe: Recipe, use: Use) -> int:
         if not recipe.hadamard:
             return 0
+        if recipe.redraws_signs:
+            cuda_graphs.refuse(
+                self.weight.device,
+                f"the signs of the Hadamard transform, which {self.title} draws for each micro-batch",
+                "run this layer outside of the graph, or choose a recipe without ':eden'",
+            )
         return stream.hadamard_signs(use.step if recipe.redraws_signs else None)
 
     def random_key(self, use: Use, role: str, device: torch.device) -> RandomKey:

@@ -72,7 +72,8 @@ class MatmulContext:
         hadamard_signs: signs of the random Hadamard transform, if the recipe uses one.
         observe: receives (role, counts, error) of each quantised operand; `None`: nothing is counted.
         count: receives (product, the precision it ran in) of each product; `None`: nothing is counted.
-        declined: (product, device) → number of the products counted as FP8 that the device declined, there.
+        fp8_counts: (product, device) → counts there of the products about which the device decides, see
+            `ProductCounts.on_device`; `count` does not get these.
         weights: the layer's slot in the weight cache, or `None`.
         keeps_until_cleared: `until_cleared` of `WeightSlot.get`.
         is_replay: whether this forward repeats an earlier one, whose operands were already reported.
@@ -94,7 +95,7 @@ class MatmulContext:
     hadamard_signs: int = 0
     observe: Observe | None = None
     count: Callable[[str, str], None] | None = None
-    declined: Callable[[str, torch.device], Tensor] | None = None
+    fp8_counts: Callable[[str, torch.device], Tensor] | None = None
     weights: WeightSlot | None = None
     keeps_until_cleared: bool = False
     is_replay: bool = False
