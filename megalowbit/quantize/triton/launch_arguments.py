@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalowbit import cuda_graphs
 from megalowbit.formats.block_format import GROUP
 from megalowbit.quantize.encoding import (
     COUNT_NAMES,
@@ -189,13 +190,19 @@ def random_arguments(random_key: RandomKey | StoredKey, device: torch.device) ->
 
     A fixed type avoids recompilation. A layer's key is the same at each step, and so is the difference. No
     argument of a layer's kernels changes from step to step, except addresses.
+
+    Raises:
+        UserError: a CUDA graph is being captured, and the micro-batch is only a number, so replays would
+            repeat it.
     """
     if isinstance(random_key, StoredKey):
         return {**NOTHING_DRAWN, "step": random_key.memory}
     key, step = random_key
     if isinstance(step, CountedStep):
-        counter, lag = step.counters.at(step, device)
+        counter, lag, change = step.counters.at(step, device)
+        key ^= change
     else:
+        cuda_graphs.refuse(device, "the random numbers of this key", "take keys from a RandomStream")
         counter, lag = counter_at(signed(step), device), 0
     return {"key_low": _signed(key), "key_high": _signed(key >> 32), "step": counter, "lag": lag}
 
