@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from benchmarks.kernels.launches import launching, name_of
+from megalowbit import cuda_graphs
 from megalowbit.quantize import backends
 from megalowbit.quantize.triton import step_counters
 
@@ -181,16 +182,20 @@ def _bytes(tensor: Tensor) -> int:
 
 
 @contextmanager
-def counting(*, is_capturing: bool = False) -> Iterator[AbsentGpu]:
+def counting(*, capture: int | None = None, gpu: AbsentGpu | None = None) -> Iterator[AbsentGpu]:
     """What runs inside runs on the GPU that is not there, and is recorded.
 
-    With `is_capturing`, a CUDA graph is being captured, as far as torch says.
+    With `capture`, a CUDA graph is being captured, as far as torch says, and this is the capture's number.
     """
-    gpu = AbsentGpu()
+    gpu = AbsentGpu() if gpu is None else gpu
     with ExitStack() as stack:
         # a GPU with Triton, whose tensors are plain memory
         stack.enter_context(patch.object(torch.cuda, "_lazy_init", lambda: None))
-        stack.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: is_capturing))
+        stack.enter_context(
+            patch.object(cuda_graphs, "is_capturing", lambda device: _is_gpu(device) and capture is not None)
+        )
+        stack.enter_context(patch.object(cuda_graphs, "_number", lambda _stream: capture))
+        stack.enter_context(patch.object(cuda_graphs, "_stream", lambda _device: 0))
         stack.enter_context(patch.object(torch.cuda, "get_device_capability", lambda _device=None: (9, 0)))
         stack.enter_context(patch.object(step_counters, "_stream", lambda _device: 0))
         stack.enter_context(patch.object(backends, "_backend_for", lambda *_: "triton"))

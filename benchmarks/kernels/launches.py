@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from megalowbit.quantize import triton as kernel_package
 from megalowbit.quantize.encoding import E4M3, E5M2, DecodeRequest, Encoded, EncodeRequest
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.triton import launch_arguments, launch_fp4, launch_fp8, launch_fp32_scales
+from megalowbit.quantize.triton.fixed_arguments import FixedArguments
 from megalowbit.quantize.triton.launch_fp8 import Fp8Side
 from megalowbit.spectral import triton as factor_package
 from megalowbit.spectral.orthogonal import LEAST_SHARE, SHIFT, STRONG_SHIFT
@@ -81,7 +83,7 @@ class ProductRequest(NamedTuple):
     product: Tensor
     left: Fp8Side
     right: Fp8Side
-    declined: Tensor
+    counts: Tensor
 
 
 class FactorRequest(NamedTuple):
@@ -183,9 +185,9 @@ def product_requests(x: Tensor) -> dict[str, ProductRequest]:
         )
         size = x.shape[1 if is_turned else 0]
         for dtype in (BF16, FP32):
-            out, declined = torch.empty(size, size, dtype=dtype), torch.zeros((), dtype=torch.int32)
+            out, counts = torch.empty(size, size, dtype=dtype), torch.zeros(2, dtype=torch.int32)
             requests[f"{product} of mxfp4e2m1bnosr, {str(dtype)[6:]}"] = ProductRequest(
-                out, left, right, declined
+                out, left, right, counts
             )
     return requests
 
@@ -259,15 +261,17 @@ def name_of(kernel: Any) -> str:
 @contextmanager
 def launching(instead: Callable[..., None]) -> Iterator[None]:
     """Call `instead` wherever a launcher would launch, with the arguments of `launch_arguments.launch`."""
-    launch = launch_arguments.launch
-    replaced = [module for module in launcher_modules() if getattr(module, "launch", None) is launch]
-    for module in replaced:
-        module.launch = instead
-    try:
+
+    def complete(kernel: Any, device: torch.device, fixed: FixedArguments, **given: Any) -> None:
+        instead(kernel, fixed.programs, device, **fixed.complete(given))
+
+    with ExitStack() as stack:
+        for name, replacement in (("launch", instead), ("launch_fixed", complete)):
+            own = getattr(launch_arguments, name)
+            for module in launcher_modules():
+                if getattr(module, name, None) is own:
+                    stack.enter_context(patch.object(module, name, replacement))
         yield
-    finally:
-        for module in replaced:
-            module.launch = launch
 
 
 def captured(requests: dict[str, Request]) -> list[Launch]:

@@ -43,9 +43,10 @@ def run_layer(
     )
     done = forward_products(context, x, w, None, keeps_input=True, keeps_weight=True)
     dtypes = Dtypes(torch.bfloat16, torch.bfloat16, None)
-    backward_products(
-        context, g, done.input, done.weight, in_features=sizes[1], dtypes=dtypes, needs_bias=False
-    )
+    assert done.input is not None  # requested, as is the weight
+    assert done.weight is not None
+    kept = done.input.packed(), done.weight.packed()
+    backward_products(context, g, *kept, in_features=sizes[1], dtypes=dtypes, needs_bias=False)
 
 
 def plain_layer(tokens: int, inputs: int, outputs: int) -> list[Kernel]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
 from megalowbit.layers.compiled import compiled_linear, register
 from megalowbit.layers.matmul.context import MatmulContext
@@ -174,6 +175,12 @@ class BitLinear(SplitLinear):
     def shards(self) -> ShardedOperands | None:
         """Which operands are shards of a tensor-parallel layer; `None`: none."""
         return None
+
+    @property
+    def keeps_nothing_on_host(self) -> bool:
+        """Whether a use of the layer changes nothing on the host but its number of uses."""
+        is_observed = self.training and self.observer is not None
+        return not is_observed and self.weight_slot is None and self.shards is None
 
     @property
     def title(self) -> str:
@@ -353,12 +360,13 @@ class BitLinear(SplitLinear):
         return MatmulContext(
             recipe=recipe,
             compute_dtype=compute_dtype,
-            random_key=partial(self._random_key, stream, use),
+            random_key=partial(self.random_key, use),
             hadamard_signs=self._hadamard_signs(stream, recipe, use),
             observe=None if observer is None else partial(self._observe, observer),
             count=self._product_counts.add,
-            declined=self._product_counts.declined,
-            weights=self.weight_slot,
+            fp8_counts=self._product_counts.on_device,
+            # a graph would repeat a look-up, and keep codes in memory that only its replays write
+            weights=None if cuda_graphs.is_capturing(self.weight.device) else self.weight_slot,
             # ZeRO 3 gathers the weight to another address for each use
             keeps_until_cleared=self.shards is not None or hasattr(self.weight, "ds_id"),
             is_replay=use.is_replay,
@@ -371,14 +379,21 @@ class BitLinear(SplitLinear):
             input_forms=input_forms,
         )
 
-    @staticmethod
-    def _hadamard_signs(stream: RandomStream, recipe: Recipe, use: Use) -> int:
+    def _hadamard_signs(self, stream: RandomStream, recipe: Recipe, use: Use) -> int:
         if not recipe.hadamard:
             return 0
+        if recipe.redraws_signs:
+            cuda_graphs.refuse(
+                self.weight.device,
+                f"the signs of the Hadamard transform, which {self.title} draws for each micro-batch",
+                "run this layer outside of the graph, or choose a recipe without ':eden'",
+            )
         return stream.hadamard_signs(use.step if recipe.redraws_signs else None)
 
-    def _random_key(self, stream: RandomStream, use: Use, role: str, device: torch.device) -> RandomKey:
+    def random_key(self, use: Use, role: str, device: torch.device) -> RandomKey:
         """The key of an operand's random numbers in one use."""
+        stream = self.random_stream or self._layer_stream.stream
+        assert stream is not None  # created by begin_use
         stream.check(device)
         is_shared = OPERANDS[role] == "weight"
         shard = None if self.shards is None else self.shards.shard_of(role)

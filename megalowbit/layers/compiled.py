@@ -16,6 +16,11 @@ An operator takes tensors and plain values only. Therefore
   memory also keeps the layer alive until then.
 
 Cached quantised weights are copied, because a compiler may reuse the memory of an operator's results.
+
+These operators must not be captured in a CUDA graph: a replay would neither count the use nor read the
+micro-batch. Where all else of a layer is on the GPU (`may_be_captured`), its operators are `captured_linear`
+and `captured_linear_backward`, which do neither. `draw_keys` runs on the host at each step. It counts the
+use, and writes micro-batch and keys to the device, as one tensor that the two operators read.
 """
 
 from __future__ import annotations
@@ -23,24 +28,31 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import Dtypes, backward_products, forward_products
+from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.matmul.use_counter import Use, is_recomputing
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
+from megalowbit.quantize.backends import KERNEL_DTYPES, has_random_kernel
+from megalowbit.quantize.philox import RandomKey, StoredKey, signed
+from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.quantize.random_stream import RandomStream, check_advance
 
 SAVED_LENGTH = 4  # entries of a saved handle: a `Use`
-_TAGS = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # do not merge, do not replay
+ON_HOST = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # do not merge, do not replay
+ON_DEVICE = (torch.Tag.nondeterministic_seeded,)
 
 
 class CompiledLayer(Protocol):
@@ -58,6 +70,10 @@ class CompiledLayer(Protocol):
         """in_features and out_features."""
 
     @property
+    def keeps_nothing_on_host(self) -> bool:
+        """Whether a use of the layer changes nothing on the host but its number of uses."""
+
+    @property
     def title(self) -> str:
         """The layer's name in messages."""
 
@@ -66,6 +82,9 @@ class CompiledLayer(Protocol):
 
     def context(self, use: Use, *, compute_dtype: torch.dtype, needs_grad: bool) -> MatmulContext:
         """The context of one use of the layer."""
+
+    def random_key(self, use: Use, role: str, device: torch.device) -> RandomKey:
+        """The key of an operand's random numbers in one use."""
 
 
 @functools.lru_cache(maxsize=1)
@@ -124,12 +143,16 @@ def compiled_linear(
     has_graph = torch.is_grad_enabled()
     stream = layer.random_stream
     needs_weight = any(part.requires_grad for part in (weight, *(factors or ())))
-    outputs = _forward(
+    forward, step = _forward, None if stream is None else stream.step_tensor
+    is_shared = torch.compiler.is_compiling() and step is not None
+    if is_shared and layer.keeps_nothing_on_host and may_be_captured(layer.handle, input.device, input.dtype):
+        forward, step = _captured_forward, draw_keys(step, layer.handle, input.device)
+    outputs = forward(
         input,
         weight,
         bias,
         *(factors or (None, None, None)),
-        None if stream is None else stream.step_tensor,
+        step,
         layer.handle,
         compute_dtype,
         has_graph and needs_weight,
@@ -153,8 +176,64 @@ def _(step: Tensor) -> None:
     del step
 
 
+@torch.compiler.assume_constant_result
+def may_be_captured(handle: int, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a layer may run in a CUDA graph, as far as its recipe and the input decide.
+
+    Random numbers must come from kernels that read their key in memory. Splits and random transforms draw on
+    the host. Products on FP8 tensor cores are counted there, and some of them are subtracted on the device.
+    """
+    recipe = _layer(handle).recipe
+    has_splits = any(getattr(recipe, field) is not None for field in SPLIT_FIELDS)
+    if has_splits or recipe.redraws_signs or recipe.gemm == "fp8":
+        return False
+    if device.type != "cuda" or dtype not in KERNEL_DTYPES:
+        return False
+    drawn = [each.quantizer for each in quantizations_of(recipe) if each.quantizer.is_stochastic]
+    return all(
+        isinstance(each, BlockQuantizer) and has_random_kernel(each.encoding, device) for each in drawn
+    )
+
+
+def _drawn_roles(recipe: Recipe) -> list[str]:
+    """The roles whose keys `draw_keys` writes, in order."""
+    return list(dict.fromkeys(each.role for each in quantizations_of(recipe) if each.quantizer.is_stochastic))
+
+
+@torch.library.custom_op("megalowbit::draw_keys", mutates_args=(), tags=ON_HOST)
+def draw_keys(step: Tensor, handle: int, device: torch.device) -> Tensor:
+    """Count a use of a layer, and write the keys of its random numbers to the device.
+
+    Returns:
+        int64 (roles, 2): in each row the micro-batch and a key, a `StoredKey`.
+    """
+    layer = _layer(handle)
+    use = layer.begin_use(int(step))
+    keys = [layer.random_key(use, role, device).key for role in _drawn_roles(layer.recipe)]
+    rows = [(signed(use.step), signed(key)) for key in keys]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2).to(device, copy=True)
+
+
+@draw_keys.register_fake
+def _(step: Tensor, handle: int, device: torch.device) -> Tensor:
+    del step
+    return torch.empty((len(_drawn_roles(_layer(handle).recipe)), 2), dtype=torch.int64, device=device)
+
+
+def _captured_context(
+    layer: CompiledLayer, keys: Tensor, compute_dtype: torch.dtype, *, needs_grad: bool
+) -> MatmulContext:
+    """The context of a use that `draw_keys` has counted; nothing in it depends on the step or is counted."""
+    context = layer.context(Use(0, 0, False, False), compute_dtype=compute_dtype, needs_grad=needs_grad)
+    roles = _drawn_roles(layer.recipe)
+    return replace(context, random_key=lambda role, _device: StoredKey(keys.select(0, roles.index(role))))
+
+
 class _ForwardArguments(NamedTuple):
-    """Arguments of the forward operator; `step` is the micro-batch if the layer shares a stream."""
+    """Arguments of the forward operators.
+
+    `step` is the micro-batch if the layer shares a stream; for `captured_linear`, what `draw_keys` returns.
+    """
 
     input: Tensor
     weight: Tensor
@@ -175,20 +254,20 @@ class _ForwardArguments(NamedTuple):
             return None
         return WeightFactors(self.u, self.s, self.v)
 
+    @property
+    def keys(self) -> Tensor | None:
+        """What `draw_keys` returned, for `captured_linear`."""
+        return self.step if self.step is not None and self.step.dim() else None
 
-@torch.library.custom_op(
-    "megalowbit::linear",
-    mutates_args=(),
-    tags=_TAGS,
-    schema="(Tensor input, Tensor weight, Tensor? bias, Tensor? u, Tensor? s, Tensor? v, Tensor? step, "
-    "SymInt handle, ScalarType compute_dtype, bool keeps_input, bool keeps_weight, bool needs_grad) "
-    "-> Tensor[]",
-)
-def _forward(*values: Any) -> list[Tensor]:
+
+def _run_forward(*values: Any) -> list[Tensor]:
     given = _ForwardArguments(*values)
     layer = _layer(given.handle)
-    use = layer.begin_use(None if given.step is None else int(given.step))
-    context = layer.context(use, compute_dtype=given.compute_dtype, needs_grad=given.needs_grad)
+    if given.keys is None:
+        use = layer.begin_use(None if given.step is None else int(given.step))
+        context = layer.context(use, compute_dtype=given.compute_dtype, needs_grad=given.needs_grad)
+    else:
+        context = _captured_context(layer, given.keys, given.compute_dtype, needs_grad=given.needs_grad)
     result = forward_products(
         context,
         given.input,
@@ -200,18 +279,16 @@ def _forward(*values: Any) -> list[Tensor]:
     )
     if not given.needs_grad:
         return [result.output]
-    saved = _SavedHandle.tensor(use, layer)
     parts = parts_of(result.input, is_shared=False)
     parts += parts_of(result.weight, is_shared=context.weights is not None)
-    return [result.output, saved, *parts]
+    return [result.output, *([_SavedHandle.tensor(use, layer)] if given.keys is None else []), *parts]
 
 
-@_forward.register_fake
-def _(*values: Any) -> list[Tensor]:
+def _fake_forward(*values: Any) -> list[Tensor]:
     given = _ForwardArguments(*values)
     layer, input, weight = _layer(given.handle), given.input, given.weight
     outputs = [input.new_empty((*input.shape[:-1], weight.shape[0]), dtype=given.compute_dtype)]
-    if given.needs_grad:
+    if given.needs_grad and given.keys is None:
         outputs.append(torch.empty(SAVED_LENGTH, dtype=torch.int64, device="cpu"))
     if given.keeps_input:
         kept = template(layer.recipe, "input", layer.sizes, input.shape, input.dtype)
@@ -223,7 +300,7 @@ def _(*values: Any) -> list[Tensor]:
 
 
 class _BackwardArguments(NamedTuple):
-    """Arguments of the backward operator; `saved` is what forward returned after its output."""
+    """Arguments of the backward operators; `saved` is the saved handle, or keys, and then the kept parts."""
 
     grad_output: Tensor
     saved: list[Tensor]
@@ -239,15 +316,7 @@ class _BackwardArguments(NamedTuple):
     needs_input: bool
 
 
-@torch.library.custom_op(
-    "megalowbit::linear_backward",
-    mutates_args=(),
-    tags=_TAGS,
-    schema="(Tensor grad_output, Tensor[] saved, Tensor[] factors, SymInt handle, ScalarType compute_dtype, "
-    "SymInt[] input_shape, SymInt[] weight_shape, ScalarType input_dtype, ScalarType weight_dtype, "
-    "ScalarType? bias_dtype, bool needs_weight, bool needs_input) -> Tensor[]",
-)
-def _backward(*values: Any) -> list[Tensor]:
+def _run_backward(*values: Any) -> list[Tensor]:
     given = _BackwardArguments(*values)
     layer = _layer(given.handle)
     if given.handle != layer.handle:
@@ -255,9 +324,13 @@ def _backward(*values: Any) -> list[Tensor]:
             f"the recipe of {layer.title} was changed between a compiled forward and its backward: "
             "change it after backward"
         )
-    saved_handle, *parts = given.saved
-    step, number, is_replay, is_training = saved_handle.tolist()
-    use = Use(step, number, bool(is_replay), bool(is_training))
+    first, *parts = given.saved
+    if first.dim() == 2:
+        context = _captured_context(layer, first, given.compute_dtype, needs_grad=True)
+    else:
+        step, number, is_replay, is_training = first.tolist()
+        use = Use(step, number, bool(is_replay), bool(is_training))
+        context = layer.context(use, compute_dtype=given.compute_dtype, needs_grad=True)
     input = weight = None
     if given.needs_weight:
         kept = template(layer.recipe, "input", layer.sizes, given.input_shape, given.input_dtype)
@@ -266,7 +339,7 @@ def _backward(*values: Any) -> list[Tensor]:
         kept = template(layer.recipe, "weight", layer.sizes, given.weight_shape, given.weight_dtype)
         weight, _ = kept.filled(parts)
     gradients = backward_products(
-        layer.context(use, compute_dtype=given.compute_dtype, needs_grad=True),
+        context,
         given.grad_output,
         input,
         weight,
@@ -278,8 +351,7 @@ def _backward(*values: Any) -> list[Tensor]:
     return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
-@_backward.register_fake
-def _(*values: Any) -> list[Tensor]:
+def _fake_backward(*values: Any) -> list[Tensor]:
     given = _BackwardArguments(*values)
     new_empty, gradients = given.grad_output.new_empty, []
     if given.needs_input:
@@ -301,9 +373,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
     bias_dtype = bias.dtype if bias is not None and bias.requires_grad else None
     ctx.dtypes = Dtypes(given.input.dtype, given.weight.dtype, bias_dtype)
     ctx.needs = given.keeps_input, given.keeps_weight
+    ctx.backward = _backward if given.keys is None else _captured_backward
     if given.needs_grad:
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*factors, *output[1:])
+        ctx.save_for_backward(*factors, *([] if given.keys is None else [given.keys]), *output[1:])
 
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -315,7 +388,7 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...
     if grad_output is not None and any(wanted):
         saved = ctx.saved_tensors  # once: checkpointing computes them when they are asked for
         gradients = iter(
-            _backward(
+            ctx.backward(
                 grad_output,
                 list(saved[ctx.num_factors :]),
                 list(saved[: ctx.num_factors]),
@@ -332,4 +405,30 @@ def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...
     return (*found, None, None, None, None, None, None)
 
 
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+def _forward_operator(name: str, tags: Sequence[torch.Tag]) -> CustomOpDef:
+    schema = (
+        "(Tensor input, Tensor weight, Tensor? bias, Tensor? u, Tensor? s, Tensor? v, Tensor? step, "
+        "SymInt handle, ScalarType compute_dtype, bool keeps_input, bool keeps_weight, bool needs_grad) "
+        "-> Tensor[]"
+    )
+    made = torch.library.custom_op(name, _run_forward, mutates_args=(), tags=tags, schema=schema)
+    made.register_fake(_fake_forward)
+    made.register_autograd(_gradients, setup_context=_setup_context)
+    return made
+
+
+def _backward_operator(name: str, tags: Sequence[torch.Tag]) -> CustomOpDef:
+    schema = (
+        "(Tensor grad_output, Tensor[] saved, Tensor[] factors, SymInt handle, ScalarType compute_dtype, "
+        "SymInt[] input_shape, SymInt[] weight_shape, ScalarType input_dtype, ScalarType weight_dtype, "
+        "ScalarType? bias_dtype, bool needs_weight, bool needs_input) -> Tensor[]"
+    )
+    made = torch.library.custom_op(name, _run_backward, mutates_args=(), tags=tags, schema=schema)
+    made.register_fake(_fake_backward)
+    return made
+
+
+_forward = _forward_operator("megalowbit::linear", ON_HOST)
+_backward = _backward_operator("megalowbit::linear_backward", ON_HOST)
+_captured_forward = _forward_operator("megalowbit::captured_linear", ON_DEVICE)
+_captured_backward = _backward_operator("megalowbit::captured_linear_backward", ON_DEVICE)

@@ -25,7 +25,14 @@ from megalowbit.formats.block_format import MXFP4, BlockFormat
 from megalowbit.quantize import reference
 from megalowbit.quantize.cpu import fp4 as kernels_cpu
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
-from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, Fp8Operand, check_parts
+from megalowbit.quantize.encoding import (
+    DecodeRequest,
+    Encoded,
+    EncodeRequest,
+    Encoding,
+    Fp8Operand,
+    check_parts,
+)
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 from megalowbit.quantize.triton import launch_fp8
 from megalowbit.quantize.triton import launch_fp32_scales as launch_triton_8bit
@@ -103,6 +110,14 @@ def can_encode(kernels: Kernels, request: EncodeRequest) -> bool:
     return is_common and kernels.covers(encoding.format, request.operand_dtype or torch.bfloat16)
 
 
+def has_random_kernel(encoding: Encoding, device: torch.device) -> bool:
+    """Whether a Triton kernel draws this encoding's random numbers, with a key that may be in memory."""
+    kernels = _kernels(_backend_for(device, os.environ.get(BACKEND_VARIABLE, "")), encoding.format)
+    if kernels is None or kernels not in (launch_triton, launch_triton_8bit):
+        return False
+    return encoding.has_kernels and kernels.covers(encoding.format, torch.bfloat16)
+
+
 def decode(request: DecodeRequest) -> Tensor:
     """Codes × block scale with the device's backend; same result as `reference.decode`.
 
@@ -158,11 +173,14 @@ def is_plain(*tensors: Tensor | None) -> bool:
     Not plain: subclasses (distributed, asynchronous, fake tensors, wrappers), sparse layouts, zeros without
     memory, and wrappers of `torch.func`. `None` is always plain.
     """
-    if torch._C._is_tracing() or any(map(_needs_operations, _dispatch_modes())):
+    if torch._C._is_tracing() or _functorch.peek_interpreter_stack() is not None:
         return False
-    if _functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() and any(map(_needs_operations, _dispatch_modes())):
         return False
-    return all(tensor is None or _has_memory(tensor) for tensor in tensors)
+    for tensor in tensors:  # noqa: SIM110 -- a generator takes twice as long, and each operand asks
+        if tensor is not None and not _has_memory(tensor):
+            return False
+    return True
 
 
 def is_selective_checkpoint() -> bool:

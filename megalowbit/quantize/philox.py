@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WORD = 0xFFFFFFFF
+from megalowbit import cuda_graphs
+
+WORD, LONG = 2**32 - 1, 2**64 - 1
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
@@ -31,7 +33,22 @@ class RandomKey(NamedTuple):
     step: int = 0
 
 
+class StoredKey(NamedTuple):
+    """A `RandomKey` in a device's memory, which Triton kernels read; other backends do not take it.
+
+    Attributes:
+        memory: int64 (2,), contiguous: step and key, both as `signed` numbers.
+    """
+
+    memory: Tensor
+
+
 NO_KEY = RandomKey(0)  # for rounding to nearest, which draws nothing
+
+
+def signed(number: int) -> int:
+    """The int64 that has the same 64 bits."""
+    return (number & LONG) - (((number & LONG) >> 63) << 64)
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: int) -> tuple[Tensor, ...]:
@@ -62,7 +79,16 @@ def _multiply(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 
 def random_words(num_groups: int, random_key: RandomKey, device: torch.device) -> Tensor:
-    """Random 32-bit words of groups 0 … num_groups - 1: int64 (num_groups, 4)."""
+    """Random 32-bit words of groups 0 … num_groups - 1: int64 (num_groups, 4).
+
+    Raises:
+        UserError: a CUDA graph is being captured, whose replays would repeat the words.
+    """
+    cuda_graphs.refuse(
+        device,
+        "random numbers that no Triton kernel draws",
+        "run this layer outside of the graph, or with a quantizer that has a kernel (docs/formats.md)",
+    )
     group = torch.arange(num_groups, dtype=torch.int64, device=device)
     step = random_key.step
     steps = (torch.full_like(group, part) for part in (step & WORD, step >> 32 & WORD))

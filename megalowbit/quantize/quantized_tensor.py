@@ -55,7 +55,10 @@ class Operand(Protocol):
         """The 2-D matrix to multiply, without `operand_scale`."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")  # in place of tensors that are elsewhere
+
+
+@dataclass(kw_only=True, eq=False, repr=False)  # frozen, it would take twice as long to make
 class QuantizedTensor:
     """A tensor in a block format.
 
@@ -135,15 +138,15 @@ class QuantizedTensor:
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
         """The tensors (codes, scales, tensor scale, exponents), and a copy of this object without them."""
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        optional = (self.tensor_scale, self.exponents)
-        rest = self._with(
-            nothing,
-            nothing,
-            None if self.tensor_scale is None else nothing,
-            None if self.exponents is None else nothing,
-        )
-        return (self.codes, self.scales, *(part for part in optional if part is not None)), rest
+        parts = [self.codes, self.scales]
+        tensor_scale = exponents = None
+        if self.tensor_scale is not None:
+            parts.append(self.tensor_scale)
+            tensor_scale = NOTHING
+        if self.exponents is not None:
+            parts.append(self.exponents)
+            exponents = NOTHING
+        return tuple(parts), self._with(NOTHING, NOTHING, tensor_scale, exponents)
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> QuantizedTensor:
         """Inverse of `to_parts`; call it on the second result of that."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
 from megalowbit.formats.block_format import NVFP4
 from megalowbit.quantize import backends
@@ -160,9 +161,11 @@ class RandomStream:
 
         Raises:
             RuntimeError: see `check_rounding`.
+            UserError: a CUDA graph is being captured.
         """
         if device.type in self._checked or device.type == "meta":
             return
+        cuda_graphs.refuse(device, "the test of stochastic rounding", "run one step first, as the warm-up")
         with _disable_current_modes():
             check_rounding(device, encode)
         self._checked.add(device.type)

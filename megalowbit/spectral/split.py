@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
@@ -127,7 +128,8 @@ def split(
         random_key: key for starts, samples and stochastic rounding.
 
     Raises:
-        UserError: `broadcast_dim` is not a leading axis of x, or a gain function returns an invalid result.
+        UserError: `broadcast_dim` is not a leading axis of x, or a gain function returns an invalid result. A
+            CUDA graph is being captured, and the split computes factors.
     """
     rows, cols = matrix_shape(x.shape)
     matrix = x.detach().reshape(rows, cols)
@@ -219,6 +221,11 @@ def _factors(
     random_key: RandomKey,
 ) -> LowRank:
     """New or stored factors of a matrix; updates the state for the next use."""
+    cuda_graphs.refuse(
+        matrix.device,
+        "the choice of a split's factors, and read directions that later steps replace",
+        "run this layer outside of the graph, or split with the method 'mean'",
+    )
     kept = state.begin(step, is_replay=is_replay)
     fitting = kept.fitting(rank, matrix.shape[1], matrix)
     is_due = kept.is_due(step, settings.refresh_every)

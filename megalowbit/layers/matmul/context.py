@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.siblings import InputForms, shares_input
-from megalowbit.quantize.philox import RandomKey
+from megalowbit.quantize.philox import RandomKey, StoredKey
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer, takes_row_maximum
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import split
@@ -62,18 +61,19 @@ class Made(NamedTuple):
     facts: tuple[Tensor, Tensor] | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)  # frozen, each use of a layer would take twice as long to set it up
 class MatmulContext:
     """One use of a layer: what its three products need in addition to their tensors.
 
     Attributes:
         recipe: quantizers of the operands, layout and GEMM.
         compute_dtype: dtype of the GEMMs and of the output.
-        random_key: (role, device) → key of that operand's stochastic rounding.
+        random_key: (role, device) → `RandomKey` of that operand's stochastic rounding, or `StoredKey`.
         hadamard_signs: signs of the random Hadamard transform, if the recipe uses one.
         observe: receives (role, counts, error) of each quantised operand; `None`: nothing is counted.
         count: receives (product, the precision it ran in) of each product; `None`: nothing is counted.
-        declined: (product, device) → number of the products counted as FP8 that the device declined, there.
+        fp8_counts: (product, device) → counts there of the products about which the device decides, see
+            `ProductCounts.on_device`; `count` does not get these.
         weights: the layer's slot in the weight cache, or `None`.
         keeps_until_cleared: `until_cleared` of `WeightSlot.get`.
         is_replay: whether this forward repeats an earlier one, whose operands were already reported.
@@ -86,15 +86,16 @@ class MatmulContext:
         probe: inspects operands and products, or `None`; see `slots`.
         probed_maxima: operand → its amax, if the probe has computed it.
         input_forms: quantised forms of the input that sibling layers share, or `None`; see `siblings`.
+        quantizations: the recipe's.
     """
 
     recipe: Recipe
     compute_dtype: torch.dtype
-    random_key: Callable[[str, torch.device], RandomKey]
+    random_key: Callable[[str, torch.device], Any]
     hadamard_signs: int = 0
     observe: Observe | None = None
     count: Callable[[str, str], None] | None = None
-    declined: Callable[[str, torch.device], Tensor] | None = None
+    fp8_counts: Callable[[str, torch.device], Tensor] | None = None
     weights: WeightSlot | None = None
     keeps_until_cleared: bool = False
     is_replay: bool = False
@@ -107,11 +108,10 @@ class MatmulContext:
     probe: Probe | None = None
     probed_maxima: dict[str, Tensor] = field(default_factory=dict)
     input_forms: InputForms | None = None
+    quantizations: Quantizations = field(init=False)
 
-    @cached_property
-    def quantizations(self) -> Quantizations:
-        """The recipe's quantisations."""
-        return quantizations_of(self.recipe)
+    def __post_init__(self) -> None:
+        self.quantizations = quantizations_of(self.recipe)
 
     def exchange_maxima(self, wanted: Iterable[Quantization], operands: Mapping[str, Tensor]) -> None:
         """Exchange the amax of sharded operands with the other ranks before quantising them; collective.
@@ -310,9 +310,10 @@ class MatmulContext:
             return None
         return largest if _is_maximum_of(quantization.quantizer, largest) else None
 
-    def _key(self, quantization: Quantization, x: Tensor) -> RandomKey | None:
+    def _key(self, quantization: Quantization, x: Tensor) -> RandomKey | StoredKey | None:
         is_drawn = quantization.quantizer.is_stochastic and x.numel()
-        return self.random_key(quantization.role, x.device) if is_drawn else None
+        key: RandomKey | StoredKey | None = self.random_key(quantization.role, x.device) if is_drawn else None
+        return key
 
     def _observer(self, quantization: Quantization) -> Observe | None:
         """The observer of this operand's counts, or `None`.

@@ -123,7 +123,7 @@ def multiply(
     transpose_right: bool,
     out_dtype: torch.dtype,
     bias: Tensor | None = None,
-    declined: Callable[[torch.device], Tensor] | None = None,
+    counts: Callable[[torch.device], Tensor] | None = None,
 ) -> Tensor | None:
     """Multiply in FP8, with the arguments of `gemms.multiply`; `None` if the host knows that bf16 has to.
 
@@ -135,7 +135,7 @@ def multiply(
         transpose_right: refers to the stored matrix.
         out_dtype: see there.
         bias: see there.
-        declined: device → int32, 0-dim, there: increased by 1 if the device multiplies in bf16; or `None`.
+        counts: device → int32 (2,) there, see `launch_fp8.correct`; called if the device decides. Or `None`.
 
     Raises:
         UserError: the device has no FP8.
@@ -170,13 +170,12 @@ def multiply(
             use_fast_accum=False,
         )
         if not is_decided_here:
-            counter = (declined or _new_counter)(product.device)
-            launch_fp8.correct(product, sides[0], sides[1], counter)
+            launch_fp8.correct(product, sides[0], sides[1], (counts or _new_counts)(product.device))
         return finish(product, None, bias, out_dtype)
 
 
-def _new_counter(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int32, device=device)
+def _new_counts(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def _scale_format(tensor: OperandTensor) -> str | None:

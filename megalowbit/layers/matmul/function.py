@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalowbit import cuda_graphs
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
@@ -54,8 +55,9 @@ class Forward(NamedTuple):
 
     Attributes:
         output: (…, out_features).
-        input: the operand of grad_weight, packed; `None` if that gradient is not needed.
-        weight: the operand of grad_input, packed; `None` if that gradient is not needed.
+        input: the operand of grad_weight; `None` if that gradient is not needed. To be kept as `to_parts`,
+            without what only the output needed.
+        weight: the operand of grad_input, likewise.
     """
 
     output: Tensor
@@ -115,8 +117,8 @@ def _input_for_backward(
     context: MatmulContext, input: Tensor, split: Callable[[], SplitOperand], forward: MatmulOperand
 ) -> MatmulOperand:
     wanted = context.quantizations.backward_input
-    if wanted == context.quantizations.input:  # the same codes: keep them, drop the decoded operand
-        return forward.packed()
+    if wanted is context.quantizations.input:  # the same codes
+        return forward
     return context.input(input, wanted, split)
 
 
@@ -124,9 +126,9 @@ def _weight_for_backward(
     context: MatmulContext, weight: Tensor, split: Callable[[], SplitOperand], forward: MatmulOperand
 ) -> MatmulOperand:
     wanted = context.quantizations.backward_weight
-    if wanted == context.quantizations.weight:
-        return forward.packed()
-    return context.weight(weight, wanted, lambda: context.quantize(split(), wanted)).packed()
+    if wanted is context.quantizations.weight:
+        return forward
+    return context.weight(weight, wanted, lambda: context.quantize(split(), wanted))
 
 
 # Calls its argument with an fp32 sum and a factor, if the gradient may be added there; see `GradientSums`.
@@ -303,9 +305,15 @@ def _add_grad_weight(
         is_added = add_split_product(total, add, *sides, signs=_signs(context, product), **settings)
     else:
         is_added = add()
-    if is_added and context.count is not None and context.probe is None:  # for a probe it runs once more
-        context.count(product, "bf16")
+    if is_added and context.probe is None:  # for a probe it runs once more
+        _count(context, product, "bf16", total.device)
     return is_added
+
+
+def _count(context: MatmulContext, product: str, path: str, device: torch.device) -> None:
+    """Count a product; one that is captured does not run now, and its replays are not seen."""
+    if context.count is not None and not cuda_graphs.is_capturing(device):
+        context.count(product, path)
 
 
 def _decoded(
@@ -358,20 +366,27 @@ def _gemm(
         "out_dtype": out_dtype,
         "bias": bias,
     }
-    result, path = None, context.recipe.gemm
+    result, path, is_counted_there = None, context.recipe.gemm, False
+    fp8_counts = context.fp8_counts
+
+    def counts_there(device: torch.device) -> Tensor:
+        nonlocal is_counted_there
+        assert fp8_counts is not None  # passed on only then
+        is_counted_there = True
+        return fp8_counts(product, device)
+
     if path == "fp8" and context.compute_dtype != torch.float64:
-        declined = context.declined and functools.partial(context.declined, product)
-        result = fp8_product.multiply(
-            left, right, **arguments, dtypes=fp8_product.DTYPES[product], declined=declined
-        )
+        counts = None if fp8_counts is None else counts_there
+        dtypes = fp8_product.DTYPES[product]
+        result = fp8_product.multiply(left, right, **arguments, dtypes=dtypes, counts=counts)
     elif path == "fp4":
         result = native_fp4.multiply(left, right, out_dtype=out_dtype, bias=bias)
     if result is None:
         path = "bf16"
         arguments |= {"compute_dtype": context.compute_dtype, "total": total}
         result = multiply(left.tensor, right.tensor, **arguments)
-    if context.count is not None:
-        context.count(product, path)
+    if not is_counted_there:
+        _count(context, product, path, result.device)
     return result
 
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalowbit import cuda_graphs
 from megalowbit.quantize.random_stream import RandomStream
 
 
@@ -97,40 +98,51 @@ class LayerStream:
 
 
 class ProductCounts:
-    """How many of a layer's products ran in each precision; the device counts what it decides."""
+    """How many of a layer's products ran in each precision; the device counts what it decides.
+
+    In replays of a CUDA graph, only the device counts.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, dict[str, int]] = {}
-        self._declined: dict[tuple[str, torch.device], Tensor] = {}
+        self._on_device: dict[tuple[str, torch.device], Tensor] = {}
 
     def add(self, product: str, precision: str) -> None:
-        """Count a product."""
+        """Count a product whose precision the host knows."""
         precisions = self._counts.setdefault(product, {})
         precisions[precision] = precisions.get(precision, 0) + 1
 
-    def declined(self, product: str, device: torch.device) -> Tensor:
-        """How many products counted as FP8 the device computed in bf16: int32, 0-dim, which it increases."""
+    def on_device(self, product: str, device: torch.device) -> Tensor:
+        """How many products the device decided about, and how many of them it computed in bf16.
+
+        Returns:
+            int32 (2,), which the device increases.
+
+        Raises:
+            UserError: a CUDA graph is being captured, and the layer has not run before.
+        """
         key = product, device
-        if key not in self._declined:
-            self._declined[key] = torch.zeros((), dtype=torch.int32, device=device)
-        return self._declined[key]
+        if key not in self._on_device:
+            cuda_graphs.refuse(
+                device, "setting the counts of FP8 products to 0", "run one step first, as the warm-up"
+            )
+            self._on_device[key] = torch.zeros(2, dtype=torch.int32, device=device)
+        return self._on_device[key]
 
     def table(self) -> dict[str, dict[str, int]]:
         """Product → precision → number; waits for devices that have decided about products."""
         table = {product: dict(precisions) for product, precisions in self._counts.items()}
-        for (product, _), tensor in self._declined.items():
-            number = int(tensor)
-            if number:
-                precisions = table[product]
-                precisions["bf16"] = precisions.get("bf16", 0) + number
-                precisions["fp8"] -= number
-                if not precisions["fp8"]:
-                    del precisions["fp8"]
+        for (product, _), tensor in self._on_device.items():
+            decided, declined = tensor.tolist()
+            for precision, number in (("fp8", decided - declined), ("bf16", declined)):
+                if number:
+                    precisions = table.setdefault(product, {})
+                    precisions[precision] = precisions.get(precision, 0) + number
         return table
 
     def __getstate__(self) -> dict[str, Any]:
         """State for copies and pickles: numbers only, because a copy may run on another device."""
-        return {"_counts": self.table(), "_declined": {}}
+        return {"_counts": self.table(), "_on_device": {}}
 
 
 def _draw_seed() -> int:

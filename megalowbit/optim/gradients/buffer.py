@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from megalowbit.cuda_graphs import capture_of
 from megalowbit.errors import UserError
 from megalowbit.optim.kernels import cpu as cpu_kernels
 
@@ -78,6 +79,7 @@ class GradBuffer:
         self._aliases: dict[int, tuple[torch.Tensor, int]] = {}
         self._aliased: set[int] = set()  # ids of parameters whose `.grad` is this alias
         self._stream = _stream_of(self.flat)
+        self._captured: tuple[int, Any] | None = None  # the last capture, and its stream
         for parameter in reversed(unique):
             _leave_buffer(parameter)
             view = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
@@ -216,7 +218,9 @@ class GradBuffer:
     def _may_bypass_autograd(self, parameter: torch.nn.Parameter, accumulator: Node) -> bool:
         """Whether nothing but this buffer would see a gradient of the current backward.
 
-        A layer on another CUDA stream would not be ordered with other uses of `main_grad`.
+        A layer on another CUDA stream would not be ordered with other uses of `main_grad`. A capture has a
+        stream of its own, and all that a graph does is ordered with what runs before and after its replays.
+        There, the first stream that adds a gradient in a capture takes the place of the buffer's.
         """
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
         hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
@@ -227,9 +231,21 @@ class GradBuffer:
             and (main_grad.dtype, main_grad.device) == (torch.float32, parameter.device)
             and main_grad.shape == parameter.shape
             and not torch.is_anomaly_enabled()
-            and _stream_of(main_grad) == self._stream
+            and self._is_ordered(main_grad)
             and _is_accumulating(accumulator)
         )
+
+    def _is_ordered(self, main_grad: torch.Tensor) -> bool:
+        """Whether what runs now is ordered with other uses of `main_grad`."""
+        stream = _stream_of(main_grad)
+        if stream == self._stream:
+            return True
+        capture = capture_of(main_grad.device)
+        if capture is None:
+            return False
+        if self._captured is None or self._captured[0] != capture:
+            self._captured = capture, stream
+        return bool(self._captured[1] == stream)
 
     @torch.no_grad()
     def _accumulate(self, parameter: torch.nn.Parameter) -> None:

@@ -18,6 +18,7 @@ from megalowbit.quantize.triton.decode import _load_words, _word_tile
 from megalowbit.quantize.triton.fp4 import (
     GROUP,
     _block_maxima,
+    _drawn,
     _expand,
     _load,
     _raise,
@@ -197,8 +198,8 @@ def encode_kernel(
     is_block = (block_row[:, None] < tl.cdiv(rows, BLOCK_ROWS)) & (block_col[None, :] < block_cols)
     fraction = 0
     if IS_STOCHASTIC:
-        now = tl.load(step) - lag
-        fraction = _random_fractions(row, group, groups, key_low, key_high, now)
+        low, high, now = _drawn(key_low, key_high, step, lag)
+        fraction = _random_fractions(row, group, groups, low, high, now)
     if SCALE == "one":
         scale = _scale_of(tl.load(amax), LARGEST)
         if MAXIMUM == "given":

@@ -172,13 +172,22 @@ def amax_kernel(
 
 
 @triton.jit
+def _drawn(key_low, key_high, step, lag):
+    """Key (two words) and micro-batch of the random numbers; `step` is as in `encode_kernel`."""
+    stored = tl.load(step + 1)
+    low = key_low.to(tl.uint32) ^ stored.to(tl.uint32)
+    high = key_high.to(tl.uint32) ^ (stored >> 32).to(tl.uint32)
+    return low, high, tl.load(step) - lag
+
+
+@triton.jit
 def _philox(row, group, groups, key_low, key_high, step):
     """Four random words (uint32) for each 16-group, see `philox`."""
     index = row[:, None].to(tl.int64) * groups + group[None, :]
     c0, c1 = index.to(tl.uint32), (index >> 32).to(tl.uint32)
     c2 = tl.full(c0.shape, 0, tl.uint32) + step.to(tl.uint32)
     c3 = tl.full(c0.shape, 0, tl.uint32) + (step >> 32).to(tl.uint32)
-    return tl.philox_impl(c0, c1, c2, c3, key_low.to(tl.uint32), key_high.to(tl.uint32))
+    return tl.philox_impl(c0, c1, c2, c3, key_low, key_high)
 
 
 @triton.jit
@@ -327,10 +336,10 @@ def encode_kernel(
 ):  # fmt: skip
     """Everything of `reference.encode` but the tensor's maximum, from one read of x.
 
-    The random numbers are those of the micro-batch `step[0] - lag`; `step` is int64, or `None` if nothing is
-    drawn. `codes` are int32 words, `scales` bytes, `exponents` int32 or `None`, a bf16 `operand` is int16;
-    `counts` (programs, 8) int32 and `errors` (programs, 2) fp64 hold one row a program. `OPERAND` is "none",
-    "bf16" or "fp32".
+    The random numbers are those of the micro-batch `step[0] - lag` and of the key xor `step[1]`; `step` is
+    int64 (2,), or `None` if nothing is drawn. `codes` are int32 words, `scales` bytes, `exponents` int32 or
+    `None`, a bf16 `operand` is int16; `counts` (programs, 8) int32 and `errors` (programs, 2) fp64 hold one
+    row a program. `OPERAND` is "none", "bf16" or "fp32".
     """
     row, group, groups = _tile(cols, BLOCK_COLS, TILE_ROWS, TILE_GROUPS)
     values = _load(x, row, group, rows, cols, row_stride, col_stride, signs, DTYPE, HAS_SIGNS)
@@ -349,8 +358,8 @@ def encode_kernel(
         scale, decoded, encode, overflows = _power_of_two(maxima, IS_UP)
     scaled = values * _expand(encode, TILE_ROWS, TILE_GROUPS)[:, :, None]
     if IS_STOCHASTIC:
-        now = tl.load(step) - lag
-        code = _stochastic(scaled, _random_fractions(row, group, groups, key_low, key_high, now))
+        low, high, now = _drawn(key_low, key_high, step, lag)
+        code = _stochastic(scaled, _random_fractions(row, group, groups, low, high, now))
     elif not FOUR_OVER_SIX:
         code = _nearest(scaled)
     factor = _expand(decoded, TILE_ROWS, TILE_GROUPS)[:, :, None]

@@ -146,7 +146,7 @@ def _rounded_to_bf16(numbers):
 
 @triton.jit
 def product_kernel(
-    out, left_codes, left_scales, left_exponents, right_codes, right_scales, right_exponents, declined, m, n,
+    out, left_codes, left_scales, left_exponents, right_codes, right_scales, right_exponents, counts, m, n,
     k, LEFT_SHIFT: tl.constexpr, LEFT_REACH: tl.constexpr, RIGHT_SHIFT: tl.constexpr, RIGHT_REACH:
     tl.constexpr, LEFT_TRANSPOSED: tl.constexpr, RIGHT_TRANSPOSED: tl.constexpr, IS_WIDE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
@@ -154,11 +154,12 @@ def product_kernel(
     """Overwrite `out` (m, n) with left (m, k) · right (k, n) if that does not fit FP8; count it if so.
 
     A transposed operand is stored as (k, m) or (n, k). Codes are int32 words, a bf16 `out` is int16, and
-    `declined` is int32.
+    `counts` are int32: products, and those overwritten.
     """
     fits = _fits(left_exponents, right_exponents, LEFT_SHIFT, LEFT_REACH, RIGHT_SHIFT, RIGHT_REACH)
     program = tl.program_id(0)
-    tl.atomic_add(declined, 1, mask=(program == 0) & (fits == 0))
+    tl.atomic_add(counts, 1, mask=program == 0)
+    tl.atomic_add(counts + 1, 1, mask=(program == 0) & (fits == 0))
     tiles_n = tl.cdiv(n, TILE_N)
     tiles = tl.where(fits, 0, tl.cdiv(m, TILE_M) * tiles_n)
     for tile in range(program, tiles, tl.num_programs(0)):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalowbit import cuda_graphs
 from megalowbit.formats.block_format import GROUP
 from megalowbit.quantize.encoding import (
     COUNT_NAMES,
@@ -24,14 +25,14 @@ from megalowbit.quantize.encoding import (
     EncodeRequest,
     Encoding,
 )
-from megalowbit.quantize.philox import WORD, RandomKey
-from megalowbit.quantize.triton.step_counters import CountedStep
+from megalowbit.quantize.philox import WORD, RandomKey, StoredKey, signed
+from megalowbit.quantize.triton.fixed_arguments import FixedArguments, as_stored
+from megalowbit.quantize.triton.step_counters import CountedStep, counter_at
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
 TILE = (16, 16)  # rows and 16-groups of a program, for row-major matrices
 NOTHING_DRAWN: Mapping[str, Any] = MappingProxyType({"key_low": 0, "key_high": 0, "step": None, "lag": 0})
-_LONG = 2**64 - 1
 COUNTED_ELEMENTS = 2048  # most elements of a program that counts
 
 
@@ -47,14 +48,14 @@ def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int
     at most `COUNTED_ELEMENTS`, because a thread would need more registers than there are.
     """
     x, signs = request.x.resolve_neg(), request.signs
-    fixed, programs = _reading(
+    fixed, programs = reading_of(
         x.shape, x.stride(), x.dtype, request.encoding, signs is not None, request.with_counts, tall_rows
     )
     return {**fixed, "x": as_stored(x), "signs": signs or 0}, programs
 
 
 @functools.lru_cache(maxsize=4096)
-def _reading(
+def reading_of(
     shape: tuple[int, int],
     strides: tuple[int, int],
     dtype: torch.dtype,
@@ -123,38 +124,55 @@ def unpacking(
 
 
 def decode_with(
-    kernel: Any, request: DecodeRequest, tile: tuple[int, int], tall_tile: tuple[int, int], **others: Any
+    kernel: Any,
+    request: DecodeRequest,
+    tile: tuple[int, int],
+    tall_tile: tuple[int, int],
+    tensors: dict[str, Tensor | None],
+    **others: Any,
 ) -> Tensor:
-    """Codes × block scale by a kernel of one of the families, which takes `others`; as `reference.decode`."""
-    out = request.new_matrix()
-    packed, programs = unpacking(request.codes, request.rows, request.transpose, tile, tall_tile)
-    block_rows, block_cols = request.format.block or (1, GROUP)
-    launch(
-        kernel,
-        programs,
-        out.device,
-        **packed,
-        **writing(out, request.transpose),
-        **others,
-        cols=request.cols,
-        DTYPE=DTYPES[request.dtype],
-        BLOCK_ROWS=block_rows,
-        BLOCK_COLS=block_cols,
-    )
+    """Codes × block scale by a kernel of one of the families; as `reference.decode`.
+
+    The kernel takes `tensors` and, as constants or numbers, `others`.
+    """
+    out, words = request.new_matrix(), as_words(request.codes)
+    fixed = _decoding(request[2:7], words.shape[1], tile, tall_tile, tuple(others.items()))
+    launch_fixed(kernel, out.device, fixed, codes=words, out=out, **tensors)
     return out
+
+
+@functools.lru_cache(maxsize=4096)
+def _decoding(
+    request: tuple[Any, ...],
+    words: int,
+    tile: tuple[int, int],
+    tall_tile: tuple[int, int],
+    others: tuple[tuple[str, Any], ...],
+) -> FixedArguments:
+    """What `decode_with` launches besides tensors, for these fields of a `DecodeRequest`."""
+    format, rows, cols, dtype, transpose = request
+    tile_rows, tile_words = tall_tile if transpose else tile
+    block_rows, block_cols = format.block or (1, GROUP)
+    values = {
+        "rows": rows,
+        "words": words,
+        "cols": cols,
+        "row_stride": 1 if transpose else cols,
+        "col_stride": rows if transpose else 1,
+        "TILE_ROWS": tile_rows,
+        "TILE_WORDS": tile_words,
+        "DTYPE": DTYPES[dtype],
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLS": block_cols,
+        **dict(others),
+    }
+    return FixedArguments(values, programs_of(words, rows, tile_words, tile_rows))
 
 
 def writing(out: Tensor, transpose: bool) -> dict[str, Any]:
     """The matrix that a decoding kernel writes, and its strides."""
     row_stride, col_stride = (1, out.shape[1]) if transpose else (out.shape[1], 1)
     return {"out": as_stored(out), "row_stride": row_stride, "col_stride": col_stride}
-
-
-def as_stored(values: Tensor) -> Tensor:
-    """The tensor as passed to kernels: bf16 and FP8 as integers."""
-    if values.dtype == torch.bfloat16:
-        return values.view(torch.int16)
-    return values.view(torch.uint8) if values.dtype.itemsize == 1 else values
 
 
 def as_words(codes: Tensor) -> Tensor:
@@ -165,18 +183,27 @@ def as_words(codes: Tensor) -> Tensor:
     return codes.view(torch.int32)
 
 
-def random_arguments(random_key: RandomKey, device: torch.device) -> Mapping[str, Any]:
+def random_arguments(random_key: RandomKey | StoredKey, device: torch.device) -> Mapping[str, Any]:
     """The key as two signed 32-bit numbers, and the micro-batch as a tensor on the device and a difference.
+
+    A key that is stored on the device is in that tensor too.
 
     A fixed type avoids recompilation. A layer's key is the same at each step, and so is the difference. No
     argument of a layer's kernels changes from step to step, except addresses.
+
+    Raises:
+        UserError: a CUDA graph is being captured, and the micro-batch is only a number, so replays would
+            repeat it.
     """
+    if isinstance(random_key, StoredKey):
+        return {**NOTHING_DRAWN, "step": random_key.memory}
     key, step = random_key
     if isinstance(step, CountedStep):
-        counter, lag = step.counters.at(step, device)
+        counter, lag, change = step.counters.at(step, device)
+        key ^= change
     else:
-        signed = (step & _LONG) - (((step & _LONG) >> 63) << 64)
-        counter, lag = torch.full((), signed, dtype=torch.int64, device=device), 0
+        cuda_graphs.refuse(device, "the random numbers of this key", "take keys from a RandomStream")
+        counter, lag = counter_at(signed(step), device), 0
     return {"key_low": _signed(key), "key_high": _signed(key >> 32), "step": counter, "lag": lag}
 
 
@@ -219,6 +246,14 @@ def is_interpreted() -> bool:
 def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -> None:
     """Run a kernel on the tensors' device, without contraction to fused multiply-add."""
     _plans().launch(kernel, programs, device, arguments)
+
+
+def launch_fixed(kernel: Any, device: torch.device, fixed: FixedArguments, **given: Any) -> None:
+    """As `launch`, with arguments that are kept, and tensors and signed numbers that are not.
+
+    One `fixed` always comes with the same kernel, dtypes and order of names.
+    """
+    _plans().launch_fixed(kernel, device, fixed, given)
 
 
 @functools.lru_cache(maxsize=1)

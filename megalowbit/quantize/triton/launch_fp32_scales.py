@@ -123,8 +123,8 @@ def decode(request: DecodeRequest) -> Tensor:
         request,
         WORD_TILE,
         TALL_WORD_TILE,
+        {"scales": request.scales.contiguous() if format.block else None},
         **_element(format),
-        scales=request.scales.contiguous() if format.block else None,
         TOP=len(format.element.grid) - 1,
     )
 

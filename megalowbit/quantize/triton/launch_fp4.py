@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,17 +24,21 @@ from megalowbit.quantize.encoding import (
     DecodeRequest,
     Encoded,
     EncodeRequest,
+    Encoding,
     new_encoded,
     no_exponents,
 )
 from megalowbit.quantize.triton import launch_fp8
+from megalowbit.quantize.triton.fixed_arguments import FixedArguments
 from megalowbit.quantize.triton.launch_arguments import (
+    DTYPES,
+    NOTHING_DRAWN,
     decode_with,
     is_interpreted,
-    launch,
+    launch_fixed,
     partial_counts,
-    reading,
-    rounding,
+    random_arguments,
+    reading_of,
     with_counts,
 )
 
@@ -67,31 +71,35 @@ def encode(request: EncodeRequest) -> Encoded:
     """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
     from megalowbit.quantize.triton import fp4 as kernels
 
-    encoding, device, tensor_amax = request.encoding, request.x.device, request.tensor_amax
+    if request.x.is_neg():  # its strides may be others once the signs are resolved
+        request = request._replace(x=request.x.resolve_neg())
+    x, device, tensor_amax = request.x, request.x.device, request.tensor_amax
     fp8_dtype, encoded = request.fp8_dtype, new_encoded(request)
     if request.with_exponents or fp8_dtype is not None:
         encoded = encoded._replace(exponents=no_exponents(device))
-    source, programs = reading(request, TALL_ROWS)
-    if encoding.format.has_tensor_scale:
+    fixed = _fixed_of(request)
+    if request.encoding.format.has_tensor_scale:
         if tensor_amax is None:
-            tensor_amax = _maximum(source, programs, device)
+            tensor_amax = _maximum(x, request.signs, fixed.of_amax)
         else:
             tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
-    partial = partial_counts(request, programs)
-    launch(
+    partial = partial_counts(request, fixed.of_encode.programs)
+    is_drawn = request.encoding.is_stochastic
+    launch_fixed(
         kernels.encode_kernel,
-        programs,
         device,
-        **source,
-        **rounding(request, encoded, partial),
+        fixed.of_encode,
+        x=x,
         amax=tensor_amax,
-        scales=encoded.scales.view(torch.uint8),
+        codes=encoded.codes,
+        scales=encoded.scales,
         tensor_scale=encoded.tensor_scale,
         exponents=encoded.exponents,
-        SCALE=encoding.format.scale,
-        IS_UP=encoding.scale_rounding == "up",
-        FOUR_OVER_SIX=encoding.four_over_six,
-        IS_POWER_OF_TWO=encoding.is_power_of_two,
+        operand=encoded.operand,
+        counts=partial[0],
+        errors=partial[1],
+        signs=request.signs or 0,
+        **(random_arguments(request.random_key, device) if is_drawn else NOTHING_DRAWN),
     )
     if fp8_dtype is not None:
         assert encoded.exponents is not None  # made above
@@ -113,30 +121,68 @@ def maximum(request: EncodeRequest) -> Tensor:
     Returns:
         Largest finite block maximum, times `q_scalar`: fp32, 0-dim.
     """
-    source, programs = reading(request, TALL_ROWS)
-    return _maximum(source, programs, request.x.device)
+    request = request._replace(x=request.x.resolve_neg())
+    return _maximum(request.x, request.signs, _fixed_of(request).of_amax)
 
 
-def _maximum(source: dict[str, Any], programs: int, device: torch.device) -> Tensor:
+def _maximum(x: Tensor, signs: int | None, fixed: FixedArguments) -> Tensor:
     from megalowbit.quantize.triton.fp4 import amax_kernel
 
-    largest = torch.zeros((), dtype=torch.int32, device=device)
-    launch(amax_kernel, programs, device, amax=largest, ONE_SCALE=False, **source)
-    return largest.view(torch.float32)
+    largest = torch.zeros((), dtype=torch.float32, device=x.device)  # the kernel raises the bits, as int32
+    launch_fixed(amax_kernel, x.device, fixed, x=x, amax=largest, signs=signs or 0)
+    return largest
+
+
+class _Fixed(NamedTuple):
+    """The arguments of an encoding that are the same in each step of a layer, by kernel."""
+
+    of_amax: FixedArguments
+    of_encode: FixedArguments
+
+
+def _fixed_of(request: EncodeRequest) -> _Fixed:
+    x, operand_dtype = request.x, None if request.fp8_dtype is not None else request.operand_dtype
+    has_signs = request.signs is not None
+    source = x.shape, x.stride(), x.dtype, request.encoding, has_signs, request.with_counts
+    return _fixed(*source, operand_dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fixed(
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    encoding: Encoding,
+    has_signs: bool,
+    with_counts: bool,
+    operand_dtype: torch.dtype | None,
+) -> _Fixed:
+    source, programs = reading_of(shape, strides, dtype, encoding, has_signs, with_counts, TALL_ROWS)
+    choices = {
+        "IS_STOCHASTIC": encoding.is_stochastic,
+        "OPERAND": "none" if operand_dtype is None else DTYPES[operand_dtype],
+        "HAS_COUNTS": with_counts,
+        "SCALE": encoding.format.scale,
+        "IS_UP": encoding.scale_rounding == "up",
+        "FOUR_OVER_SIX": encoding.four_over_six,
+        "IS_POWER_OF_TWO": encoding.is_power_of_two,
+    }
+    return _Fixed(
+        FixedArguments({**source, "ONE_SCALE": False}, programs, words=("amax",)),
+        FixedArguments({**source, **choices}, programs, words=("codes",)),
+    )
 
 
 def decode(request: DecodeRequest) -> Tensor:
     """Codes × block scale; same result as `reference.decode`; requires `covers`."""
     from megalowbit.quantize.triton.decode import decode_kernel
 
-    scales, kind = request.scales.contiguous().view(torch.uint8), request.format.scale
     return decode_with(
         decode_kernel,
         request,
         WORD_TILE,
         TALL_WORD_TILE,
-        scales=scales,
-        tensor_scale=request.tensor_scale,
-        SCALE=kind,
+        {"scales": request.scales.contiguous(), "tensor_scale": request.tensor_scale},
+        SCALE=request.format.scale,
         HAS_TENSOR_SCALE=request.tensor_scale is not None,
     )

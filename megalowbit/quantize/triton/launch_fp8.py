@@ -82,14 +82,14 @@ def decode(
     return Fp8Operand(out, out_scale)
 
 
-def correct(product: Tensor, left: Fp8Side, right: Fp8Side, declined: Tensor) -> None:
+def correct(product: Tensor, left: Fp8Side, right: Fp8Side, counts: Tensor) -> None:
     """Overwrite an FP8 product with the exact one, if the exponents of its operands do not fit.
 
     Args:
         product: contiguous (m, n), fp32, bf16 or fp16.
         left: (m, k), or (k, m) with `transpose`.
         right: (k, n), or (n, k) with `transpose`.
-        declined: int32, 0-dim: increased by 1 if the product is overwritten.
+        counts: int32 (2,): the first is increased by 1, the second too if the product is overwritten.
     """
     from megalowbit.quantize.triton import fp8 as kernels
 
@@ -106,7 +106,7 @@ def correct(product: Tensor, left: Fp8Side, right: Fp8Side, declined: Tensor) ->
         right_codes=as_words(right.codes),
         right_scales=right.scales.contiguous().view(torch.uint8),
         right_exponents=right.exponents,
-        declined=declined,
+        counts=counts,
         m=m,
         n=n,
         k=k,

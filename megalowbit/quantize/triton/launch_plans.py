@@ -4,12 +4,16 @@ Triton binds arguments, specialises them, formats a key, and checks globals at e
 launch of a specialisation is Triton's; its compiled kernel is kept under a key at least as fine as Triton's:
 types of all arguments, constants, dtypes, whether pointers are divisible by 16, integers that Triton
 specialises, widths of the others, and the device. Later launches call the compiled kernel's own launcher with
-the same grid, stream and arguments. Options are the same for all launches.
+the same grid, stream and arguments. A launch with options of its own, such as `num_warps`, is Triton's.
 
 This relies on Triton's internals. It is done only for NVIDIA GPUs and versions in `CHECKED`, and only if the
-functions that it replaces read what they read in those versions. While hooks of a profiler are set, or
+functions that it replaces read what they read in those versions; another `JITFunction.run` is looked at
+again, and gets new plans. While hooks of a profiler are set, or
 Triton's debug or instrumentation options, launches are Triton's. Triton's check that globals of a kernel have
 not changed is left out. The interpreter is not affected.
+
+A launcher that keeps what no tensor's address decides (`FixedArguments`) has a shorter way: the alignment of
+the tensors finds the plan. The compiled kernel takes addresses, so tensors are passed in the dtype they have.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -29,6 +33,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from megalowbit.quantize.triton.fixed_arguments import FixedArguments
 
 CHECKED = ("3.7", "3.8", "3.9")
 OPTIONS = {"enable_fp_fusion": False}  # products and sums are rounded as written
@@ -105,38 +111,66 @@ class KernelPlans:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.driver: Any = None
+        self.run: Any = None  # `JITFunction.run` when the plans were made
         self.is_bypassed = False
         self.layouts: dict[tuple[type, ...], Layout] = {}
         self._is_compiled = isinstance(kernel, JITFunction)  # not interpreted
         if self._is_compiled:
             self._values_of = itemgetter(*kernel.arg_names)
 
-    def launch(self, programs: int, arguments: dict[str, Any]) -> None:
-        """Launch on the current device and stream."""
+    def launch_fixed(self, fixed: FixedArguments, given: dict[str, Any]) -> None:
+        """Launch on the current device and stream, by the plan in `fixed` if there is one."""
+        active = driver.active if self._is_compiled else None
+        key: list[Any] = [active, None if active is None else active.get_current_device(), JITFunction.run]
+        for value in given.values():
+            if type(value) is int:
+                key.append(-WORDS <= value < WORDS)  # kernels do not specialise these further
+            else:
+                key.append(None if value is None else value.data_ptr() & 15 == 0)
+        plan = fixed.plans.get(tuple(key))
+        if active is None or plan is None or is_observed() or self.kernel.pre_run_hooks:
+            compiled = self.launch(fixed.programs, fixed.complete(given))
+            if compiled is not None:
+                places = [self.kernel.arg_names.index(name) for name in given]
+                values = [fixed.values.get(name) for name in self.kernel.arg_names]
+                fixed.plans[tuple(key)] = compiled, places, values
+            return
+        compiled, places, values = plan
+        values = values.copy()
+        for place, value in zip(places, given.values(), strict=True):
+            values[place] = value
+        _run(compiled, fixed.programs, active.get_current_stream(key[1]), values)
+
+    def launch(self, programs: int, arguments: dict[str, Any]) -> CompiledKernel | None:
+        """Launch on the current device and stream.
+
+        Returns:
+            The compiled kernel if later launches of this kind by-pass Triton.
+        """
         if not self._is_compiled:
             self.kernel[(programs,)](**arguments)
-            return
+            return None
         active = driver.active
-        if active is not self.driver:
-            self.driver, self.layouts, self.is_bypassed = active, {}, _may_bypass(active)
+        if active is not self.driver or JITFunction.run is not self.run:
+            self.driver, self.run, self.layouts = active, JITFunction.run, {}
+            self.is_bypassed = _may_bypass(active, self.run)
         if not self.is_bypassed or is_observed() or self.kernel.pre_run_hooks:
             self.kernel[(programs,)](**arguments, **OPTIONS)
-            return
+            return None
         values, device = self._values_of(arguments), active.get_current_device()
         layout = self.layout(values)
         key = layout.key(values, device)
-        compiled = layout.compiled.get(key)
-        if compiled is None or len(arguments) != len(values):
+        has_options = len(arguments) != len(values)  # such as `num_warps`, which keys do not have
+        compiled = None if has_options else layout.compiled.get(key)
+        if compiled is None:
             compiled = self.kernel[(programs,)](**arguments, **OPTIONS)
-            if layout.is_known and type(compiled) is CompiledKernel:
+            if layout.is_known and not has_options and type(compiled) is CompiledKernel:
                 if len(layout.compiled) >= MOST_PLANS:
                     layout.compiled.clear()
                 layout.compiled[key] = compiled
-            return
-        stream, function = active.get_current_stream(device), compiled.function
-        compiled.run(
-            programs, 1, 1, stream, function, compiled.packed_metadata, None, None, None, *values
-        )  # the three are metadata and hooks, of which there are none
+            return None
+        _run(compiled, programs, active.get_current_stream(device), values)
+        return compiled
 
     def layout(self, values: tuple[Any, ...]) -> Layout:
         """The layout of arguments in the kernel's order."""
@@ -145,6 +179,12 @@ class KernelPlans:
         if found is None:
             found = self.layouts[types] = Layout(self.kernel, types)
         return found
+
+
+def _run(compiled: Any, programs: int, stream: int, values: Sequence[Any]) -> None:
+    """Call the compiled kernel's own launcher; the three are metadata and hooks, of which there are none."""
+    metadata = compiled.packed_metadata
+    compiled.run(programs, 1, 1, stream, compiled.function, metadata, None, None, None, *values)
 
 
 def plans_of(kernel: Any) -> KernelPlans:
@@ -173,7 +213,8 @@ def _has_calls(hook: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _may_bypass(active: Any) -> bool:
+def _may_bypass(active: Any, _run: Any) -> bool:
+    """Whether plans may be used on this driver, with this `JITFunction.run`."""
     reason = why_not_bypassed(active)
     if reason is not None:
         logger.info("kernels are launched by Triton's own launcher, which takes longer: %s", reason)
@@ -204,8 +245,22 @@ def why_not_bypassed(active: Any) -> str | None:
 def launch(kernel: Any, programs: int, device: torch.device, arguments: dict[str, Any]) -> None:
     """Run a kernel on a device, which becomes the current one meanwhile."""
     plans = plans_of(kernel)
-    if device.type == "cuda" and torch.cuda.current_device() != device.index:
+    if _is_current(device):
+        plans.launch(programs, arguments)
+    else:
         with torch.cuda.device(device):
             plans.launch(programs, arguments)
+
+
+def launch_fixed(kernel: Any, device: torch.device, fixed: FixedArguments, given: dict[str, Any]) -> None:
+    """As `launch`, with what is kept and what is not."""
+    plans = plans_of(kernel)
+    if _is_current(device):
+        plans.launch_fixed(fixed, given)
     else:
-        plans.launch(programs, arguments)
+        with torch.cuda.device(device):
+            plans.launch_fixed(fixed, given)
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.current_device() == device.index

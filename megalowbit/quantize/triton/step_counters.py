@@ -2,32 +2,60 @@
 
 As an argument of a kernel, the micro-batch would change at each step, and a CUDA graph would repeat the
 numbers of the step in which it was captured. So a kernel gets the address of a counter, and how far its
-operand lags behind it: 0, or more where a backward runs after a later forward. See docs/decisions/0019.
+operand lags behind it: 0, or more where a backward runs after a later forward. See docs/decisions/0019. The
+0 behind the micro-batch is in place of a key, see `philox.StoredKey`.
 
 The host knows the value of each counter and never reads it. It writes a counter once a micro-batch, when the
 first kernel needs it, in the order of the stream that kernels run in; each stream has a counter, because
 another one would not wait for the write.
 
-A graph that is being captured takes over a counter, which nothing else uses from then on. The advance of the
-micro-batch during the capture becomes an addition in the graph. A replay therefore moves on as far as the
-captured step did, whatever the host does meanwhile.
+A graph that is captured has a counter, which starts at 0 before the capture and which only this graph writes.
+The graph adds 1 where it first draws, and then as much as the micro-batch moves on during the capture. So
+each replay has new numbers, whatever the host does meanwhile, and a failed capture changes no other counter.
+The difference to the micro-batch is a constant of the graph.
+
+With one replay for each micro-batch, a graph draws the numbers of layers that are not captured. Two graphs
+that were captured in different micro-batches would reach the same one in different replays. So the keys of a
+graph change with the distance between its micro-batch and that of the first capture: 0 for the first graph,
+and for the backward of the same micro-batch in a graph of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
+from megalowbit.quantize.philox import LONG
+
+ROWS = 64  # counters of captures that are made together; a later step makes others if all are taken
 
 
 @dataclass
 class _Counter:
-    tensor: Tensor  # int64, 0-dim
-    value: int  # what it holds once the work queued so far is done
+    tensor: Tensor  # int64, (2,): the micro-batch - offset, and 0
+    value: int  # the micro-batch once the work queued so far is done; in a graph, in its first replay
+    offset: int = 0
+    key_change: int = 0
+
+
+class DrawnStep(NamedTuple):
+    """How a kernel finds a micro-batch.
+
+    Attributes:
+        counter: int64 (2,) on the device.
+        lag: what to subtract from its first number.
+        key_change: 64 bits; the key is the exclusive or with it.
+    """
+
+    counter: Tensor
+    lag: int
+    key_change: int
 
 
 class StepCounters:
@@ -40,47 +68,61 @@ class StepCounters:
     def __init__(self, step: np.ndarray) -> None:
         self._step = step
         self._counters: dict[tuple[torch.device, int], _Counter] = {}
-        self._captured: dict[torch.device, _Counter] = {}
+        self._captured: dict[tuple[torch.device, int, int], _Counter] = {}
+        self._free: dict[torch.device, list[Tensor]] = {}  # zeros, for captures
+        self._first_captured: dict[torch.device, int] = {}  # the micro-batch
 
-    def at(self, step: int, device: torch.device) -> tuple[Tensor, int]:
-        """A counter on the device, and what to subtract from it to get `step`.
+    def at(self, step: int, device: torch.device) -> DrawnStep:
+        """A counter on the device, and what makes `step` of it.
 
         Raises:
-            UserError: a CUDA graph is being captured, and there is no counter yet.
+            UserError: a CUDA graph is being captured, and no counter is left.
         """
-        now = int(self._step)
+        now, capture = int(self._step), cuda_graphs.capture_of(device)
         with torch.inference_mode(False):  # a counter made in an evaluation is written in training
-            counter = self._at_now(now, device)
-        counter.value = max(counter.value, now)
-        return counter.tensor, counter.value - step
+            counter = self._written(now, device) if capture is None else self._moved_on(now, device, capture)
+        return DrawnStep(counter.tensor, counter.value - counter.offset - step, counter.key_change)
 
-    def _at_now(self, now: int, device: torch.device) -> _Counter:
-        """The counter, whose tensor holds at least this micro-batch."""
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            counter = self._of_capture(device)
-            if counter.value < now:
-                counter.tensor.add_(now - counter.value)
+    def _written(self, now: int, device: torch.device) -> _Counter:
+        """The counter of the current stream, with at least this micro-batch."""
+        place = device, _stream(device)
+        found = self._counters.get(place)
+        if found is not None and found.value >= now:
+            return found
+        if found is None:
+            found = self._counters[place] = _Counter(counter_at(now, device), now)
         else:
-            place = device, _stream(device)
-            found = self._counters.get(place)
-            if found is None:
-                found = _Counter(torch.full((), now, dtype=torch.int64, device=device), now)
-                self._counters[place] = found
-            elif found.value < now:
-                found.tensor.fill_(now)
-            counter = found
-        return counter
+            found.tensor.select(0, 0).fill_(now)
+            found.value = now
+        if not self._free.get(device):
+            self._free[device] = list(torch.zeros(ROWS, 2, dtype=torch.int64, device=device).unbind())
+        return found
 
-    def _of_capture(self, device: torch.device) -> _Counter:
-        if device not in self._captured:
-            places = [place for place in self._counters if place[0] == device]
-            if not places:
+    def _moved_on(self, now: int, device: torch.device, capture: int) -> _Counter:
+        """The counter of a graph, with at least this micro-batch in its first replay."""
+        place = device, _stream(device), capture
+        found = self._captured.get(place)
+        if found is None:
+            if not self._free.get(device):
                 raise UserError(
-                    f"a CUDA graph is captured before stochastic rounding has run on {device}: "
+                    f"a CUDA graph is captured, and no counter for its random numbers is left on {device}: "
                     "run one step first, as the warm-up of a capture"
                 )
-            self._captured[device] = self._counters.pop(places[-1])
-        return self._captured[device]
+            tensor = self._free[device].pop()
+            tensor.select(0, 0).add_(1)
+            change = now - self._first_captured.setdefault(device, now) & LONG
+            found = self._captured[place] = _Counter(tensor, now, now - 1, change)
+        elif found.value < now:
+            found.tensor.select(0, 0).add_(now - found.value)
+            found.value = now
+        return found
+
+
+def counter_at(step: int, device: torch.device) -> Tensor:
+    """A new counter with this micro-batch, −2⁶³ ≤ step < 2⁶³."""
+    made = torch.zeros(2, dtype=torch.int64, device=device)
+    made.select(0, 0).fill_(step)
+    return made
 
 
 def _stream(device: torch.device) -> int:

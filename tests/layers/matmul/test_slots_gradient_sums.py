@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import megalowbit as mlb
 from megalowbit.layers.matmul.gemms import add_product, multiply
+from megalowbit.optim.gradients import buffer as buffer_module
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params
 from megalowbit.quantize.names import quantizer
@@ -383,3 +384,26 @@ def test_half_precision_gemms_of_a_gpu_add_to_fp32(dtype, name):
         for each in (left, right)
     )
     torch.testing.assert_close(total.double(), 1 + 0.5 * a.t() @ b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_capture_adds_on_its_own_stream_and_other_streams_do_not(monkeypatch):
+    streams, captures = ["default"], [None]
+    monkeypatch.setattr(buffer_module, "_stream_of", lambda _tensor: streams[-1])
+    monkeypatch.setattr(buffer_module, "capture_of", lambda _device: captures[-1])
+    layer = layer_of()
+    buffer = GradBuffer(layer.parameters())
+    for stream, capture, adds in (
+        ("default", None, True),
+        ("side", None, False),  # nothing orders it with the buffer's stream
+        ("captured", 1, True),
+        ("fork", 1, False),
+        ("captured", 1, True),
+        ("fork", 2, True),
+        ("side", None, False),
+        ("default", 2, True),
+    ):
+        streams.append(stream)
+        captures.append(capture)
+        buffer.zero()
+        layer(batch()).float().sum().backward()
+        assert is_rounded(layer.weight.main_grad) is not adds, (stream, capture)

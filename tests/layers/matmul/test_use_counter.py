@@ -32,15 +32,14 @@ def test_a_replay_of_a_step_not_seen_counts_as_a_use():
 def test_products_that_a_device_declines_are_counted_as_bf16_also_in_copies():
     counts, device = ProductCounts(), torch.device("cpu")
     for product in ("output", "output", "grad_input"):
-        counts.add(product, "fp8")
+        counts.on_device(product, device)[0] += 1
     assert counts.table() == {"output": {"fp8": 2}, "grad_input": {"fp8": 1}}
-    counts.declined("output", device).add_(1)
-    counts.declined("grad_input", device).add_(1)
+    counts.on_device("output", device)[1] += 1
+    counts.on_device("grad_input", device)[1] += 1
     expected = {"output": {"fp8": 1, "bf16": 1}, "grad_input": {"bf16": 1}}
     again = copy.deepcopy(counts)
     assert counts.table() == again.table() == expected
-    again.add("output", "fp8")
-    again.declined("output", device).add_(1)
+    again.on_device("output", device).add_(1)
     assert again.table()["output"] == {"fp8": 1, "bf16": 2}
     assert counts.table() == expected
 

@@ -45,15 +45,15 @@ def test_a_matrix_is_decoded_by_programs_that_cover_it_and_written_contiguously(
 def test_a_product_has_a_program_for_each_tile_up_to_a_limit(m, n, programs, transposes):
     shapes = [(32, m) if transposes[0] else (m, 32), (n, 32) if transposes[1] else (32, n)]
     sides = map(side, *zip(*shapes, strict=True), (E5M2, E4M3), transposes)
-    out, declined = torch.empty(m, n, dtype=torch.bfloat16), torch.zeros((), dtype=torch.int32)
-    launch = launch_of(ProductRequest(out, *sides, declined))
+    out, counts = torch.empty(m, n, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+    launch = launch_of(ProductRequest(out, *sides, counts))
     assert launch.programs == programs <= launch_fp8.PROGRAMS
     arguments = launch.arguments
     assert [arguments[size] for size in "mnk"] == [m, n, 32]
     assert (arguments["LEFT_TRANSPOSED"], arguments["RIGHT_TRANSPOSED"]) == transposes
     assert (arguments["LEFT_REACH"], arguments["RIGHT_REACH"]) == (DEPTH[E5M2], DEPTH[E4M3])
     assert arguments["out"].data_ptr() == out.data_ptr()
-    assert arguments["declined"] is declined
+    assert arguments["counts"] is counts
 
 
 @pytest.mark.slow

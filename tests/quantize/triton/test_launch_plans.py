@@ -1,5 +1,6 @@
 """A launch that by-passes Triton's binder gives a driver what Triton's own launch gives it."""
 
+import copy
 import logging
 import os
 import re
@@ -12,11 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.kernels.launches import all_launches, name_of
 from benchmarks.kernels.stand_in import standing_in
 from megalowbit.quantize.triton import launch_plans
+from megalowbit.quantize.triton.fixed_arguments import FixedArguments
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: kernels cannot be compiled"
@@ -205,7 +208,7 @@ def test_other_internals_are_left_to_triton_and_logged_once(stand_in, monkeypatc
     assert launch_plans.why_not_bypassed(stand_in) is not None
     with caplog.at_level(logging.INFO, "megalowbit"):
         launch_plans._may_bypass.cache_clear()
-        assert [launch_plans._may_bypass(stand_in) for _ in range(2)] == [False, False]
+        assert [launch_plans._may_bypass(stand_in, JITFunction.run) for _ in range(2)] == [False, False]
     launch_plans._may_bypass.cache_clear()
     assert len(caplog.records) == 1
     assert re.search(reason, caplog.text)
@@ -215,6 +218,162 @@ def test_this_version_of_triton_is_checked(stand_in):
     if not triton.__version__.startswith(launch_plans.CHECKED):
         pytest.skip(f"Triton {triton.__version__} is left to itself")
     assert launch_plans.why_not_bypassed(stand_in) is None
+
+
+def fixed_of(given):
+    """What of some arguments is kept, and what is not."""
+    kept = {name: value for name, value in given.items() if not isinstance(value, torch.Tensor)}
+    kept.pop("bias"), kept.pop("seed")
+    others = {name: given[name] for name in ("x", "out", "bias", "seed")}
+    return FixedArguments(kept, 3, words=("out",)), others
+
+
+def test_kept_arguments_give_a_driver_the_same(stand_in, ran):
+    launch_plans.plans_of(copy_kernel).driver = None
+    fixed, given = fixed_of(arguments(x=torch.ones(64, dtype=torch.bfloat16)))
+    changes = [
+        {},
+        {"x": torch.ones(65, dtype=torch.bfloat16)[1:]},
+        {"seed": 2**40},
+        {"seed": -(2**31) - 1},
+        {"bias": torch.ones(1, dtype=torch.bfloat16)},
+        {"bias": torch.ones(2, dtype=torch.bfloat16)[1:]},
+    ]
+    for is_known in (False, True):
+        for change in changes:
+            whole = fixed.complete(given | change)
+            assert (whole["x"].dtype, whole["out"].dtype) == (torch.int16, torch.int32)
+            expected = launched(stand_in, lambda w=whole: triton_launch(copy_kernel, 3, w))
+            ran.clear()
+            found = launched(
+                stand_in,
+                lambda g=given | change: launch_plans.launch_fixed(
+                    copy_kernel, torch.device("cpu"), fixed, g
+                ),
+            )
+            assert found == expected, change
+            assert not ran or not is_known
+    assert len(fixed.plans) == len(changes) - 1  # numbers of 64 bits share one
+
+
+def planned_twice(given):
+    """Make a plan, for whole arguments and for kept ones; returns how to launch by either."""
+    fixed, others = fixed_of(given)
+    cpu = torch.device("cpu")
+    ways = (
+        lambda: plan_launch(copy_kernel, 3, given),
+        lambda: launch_plans.launch_fixed(copy_kernel, cpu, fixed, others),
+    )
+    for way in ways * 3:
+        way()
+    return ways
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_a_plan_belongs_to_one_device(stand_in, ran, monkeypatch, way):
+    given = arguments()
+    launch, functions = planned_twice(given)[way], []
+    ran.clear()
+    for device in (0, 1, 0, 1):
+        monkeypatch.setattr(stand_in, "get_current_device", lambda device=device: device)
+        monkeypatch.setattr(stand_in, "get_current_stream", lambda index: 0x100 + index)
+        (found,) = launched(stand_in, launch)
+        assert found.stream == 0x100 + device
+        functions.append(found.function)
+    assert functions[0] == functions[2] != functions[1] == functions[3]
+    assert len(ran) == 1
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_a_plan_belongs_to_one_driver(stand_in, ran, way):
+    launch = planned_twice(arguments())[way]
+    ran.clear()
+    launch()
+    assert not ran
+    driver.set_active(copy.copy(stand_in))
+    try:
+        launch()
+    finally:
+        driver.set_active(stand_in)
+    assert ran == [copy_kernel]
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_launches_are_on_the_device_of_their_tensors(stand_in, monkeypatch, way):
+    current, found = [0], []
+
+    class On:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current.append(self.device.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", On)
+    name = ("launch", "launch_fixed")[way]
+    monkeypatch.setattr(launch_plans.KernelPlans, name, lambda *_: found.append(current[-1]))
+    for index in (0, 1, 0):
+        getattr(launch_plans, name)(copy_kernel, *(() if way else (3,)), torch.device("cuda", index), *(
+            (FixedArguments({}, 3), {}) if way else ({},)
+        ))  # fmt: skip
+    assert found == [0, 1, 0]
+    assert current == [0]
+
+
+def exit_hook(_metadata):
+    """A profiler's."""
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (knobs.runtime, "debug", True),
+        (knobs.compilation, "instrumentation_mode", "fpsan"),
+        (knobs.runtime, "add_stages_inspection_hook", lambda *_: ("", "")),
+        (knobs.runtime, "launch_exit_hook", exit_hook),
+    ],
+    ids=["debug", "instrumentation", "stages", "exit hook"],
+)
+def test_what_must_see_or_change_each_launch_gets_tritons(monkeypatch, stand_in, way, owner, name, value):
+    launch = planned_twice(arguments())[way]
+    triton_launches = []
+    monkeypatch.setattr(
+        type(copy_kernel), "__getitem__", lambda self, _grid: lambda **named: triton_launches.append(named)
+    )
+    launch()
+    assert not triton_launches
+    monkeypatch.setattr(owner, name, value)
+    launch()
+    assert len(triton_launches) == 1
+
+
+def test_a_launch_with_options_makes_no_plan_and_uses_none(stand_in, ran):
+    launch_plans.plans_of(copy_kernel).driver = None
+    given, blocks = arguments(), []
+    for options in ({"num_warps": 8}, {}, {"num_warps": 8}, {}):
+        (found,) = launched(stand_in, lambda options=options: plan_launch(copy_kernel, 3, given | options))
+        blocks.append(found.block[0])
+    assert blocks == [256, 128, 256, 128]
+    assert len(ran) == 3  # all but the last one
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_another_run_of_triton_is_not_bypassed(stand_in, monkeypatch, way):
+    launch, seen, run = planned_twice(arguments())[way], [], JITFunction.run
+
+    def watching(self, *args, **kwargs):
+        seen.append(self)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", watching)
+    for _ in range(2):
+        launch()
+    assert seen == [copy_kernel] * 2
 
 
 def test_tensors_of_other_classes_are_left_to_triton(stand_in):
