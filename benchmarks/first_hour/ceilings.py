@@ -89,6 +89,8 @@ def _add(
     """Add a candidate if the device has the operation; torch's own words go to the step's log."""
     try:
         run()
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
         print(f"{label}: {type(error).__name__}: {error}")
         reasons[label] = (

@@ -152,7 +152,7 @@ class BitLinear(SplitLinear):
     def product_counts(self) -> dict[str, dict[str, int]]:
         """Number of products by product and precision: `{"output": {"fp8": 3, "bf16": 1}, …}`.
 
-        With FP8 products on a GPU, reading this waits for the device.
+        With FP8 products on a GPU, reading this waits for the device. In a CUDA graph only those are counted.
         """
         return self._product_counts.table()
 

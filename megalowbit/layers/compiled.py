@@ -211,7 +211,9 @@ def draw_keys(step: Tensor, handle: int, device: torch.device) -> Tensor:
     use = layer.begin_use(int(step))
     keys = [layer.random_key(use, role, device).key for role in _drawn_roles(layer.recipe)]
     rows = [(signed(use.step), signed(key)) for key in keys]
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 2).to(device, copy=True)
+    is_pinned = device.type == "cuda"  # otherwise each layer would wait for the GPU here
+    on_host = torch.tensor(rows, dtype=torch.int64, device="cpu", pin_memory=is_pinned).view(-1, 2)
+    return on_host.to(device, copy=True, non_blocking=is_pinned)
 
 
 @draw_keys.register_fake

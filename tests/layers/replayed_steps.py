@@ -190,6 +190,10 @@ def check_after_a_rollback():
     found = replays(graph, results, REPLAYS)
     check_equal(found, expected)
     check_new(*(drawn for _, drawn in found))
+    run.layer.random_stream.load_state_dict({"seed": 0, "step": 20})
+    steps(run, WARM_UPS)
+    run.layer.random_stream.load_state_dict({"seed": 0, "step": 7})
+    check_equal(replays(*captured(run), REPLAYS), expected)  # a repeated step has its numbers again
     run.layer.random_stream.load_state_dict({"seed": 0, "step": 3})
     other = replays(*captured(run), REPLAYS)
     check_new(*(drawn for _, drawn in (*found, *other)))

@@ -195,7 +195,10 @@ def cache_weights(model: nn.Module) -> WeightCache:
 
 
 def product_counts(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Number of products of a model's layers by product and precision: `{"output": {"fp8": 24}, …}`."""
+    """Number of products of a model's layers by product and precision: `{"output": {"fp8": 24}, …}`.
+
+    In a CUDA graph, only products on FP8 tensor cores are counted.
+    """
     return added_counts(layer.product_counts for layer in bit_layers(model).values())
 
 
