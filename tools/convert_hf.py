@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
 
 DTYPES = ("float32", "bfloat16", "float16")
+LOADER = "transformers.AutoModelForCausalLM.from_pretrained"
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -105,6 +106,7 @@ def _to_hf(options: argparse.Namespace) -> None:
 
     from megalowbit.hf.checkpoint import export_checkpoint
     from megalowbit.hf.tokenizer_files import has_tokenizer
+    from megalowbit.hf.training_checkpoint import find_checkpoint
 
     _silence_progress()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -112,7 +114,7 @@ def _to_hf(options: argparse.Namespace) -> None:
         _tokenizer_of_run(options.source) if options.tokenizer is None else _tokenizer(options.tokenizer)
     )
     export_checkpoint(options.source, options.folder, dtype, tokenizer)
-    print(f"{options.folder}: load it with transformers.AutoModelForCausalLM.from_pretrained")
+    print(f"{options.folder} is {find_checkpoint(options.source)}: load it with {LOADER}")
     if not has_tokenizer(options.folder):
         print("the run has no tokenizer, so none was saved: name one with --tokenizer")
 

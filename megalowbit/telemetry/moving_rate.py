@@ -27,12 +27,14 @@ class MovingRate:
             maxlen=window + 1
         )  # (time, amount so far), one a step
         self._start: tuple[float, float] | None = None
+        self.steps = 0  # that the average is over
 
     def add(self, amount: float) -> float | None:
         """Record the end of a step that processed `amount`; returns the moving rate (first step: `None`)."""
         so_far = self._marks[-1][1] + amount if self._marks else 0.0
         mark = (self._clock(), so_far)
         self._marks.append(mark)
+        self.steps += self._start is not None
         self._start = self._start or mark
         return self.now
 

@@ -85,6 +85,7 @@ class RunSummary:
     Attributes:
         totals: steps, tokens, time, losses.
         tokens_per_second: speed without the first step of the process, if it was measured.
+        timed_steps: the number of steps that this speed is over; a resumed run times only its last part.
         overflow: counts of output gradients over all counted steps; `None` if nothing was tracked.
         counted_steps: number of these steps.
         worst: the worst layer per role and measure, output gradients first.
@@ -94,6 +95,7 @@ class RunSummary:
 
     totals: RunTotals
     tokens_per_second: float | None = None
+    timed_steps: int = 0
     overflow: OperandCounts | None = None
     counted_steps: int = 0
     worst: tuple[WorstLayer, ...] = ()
@@ -141,10 +143,13 @@ class RunSummary:
         best = f" (step {totals.best_step})" if totals.best_step is not None else ""
         best_loss = columns.loss_text(totals.best_loss) + best
         steps = f"{totals.steps:,} ({totals.skipped_steps:,} skipped)"
+        speed = columns.amount_text(self.tokens_per_second)
+        if 0 < self.timed_steps < totals.steps - 1:
+            speed += f" (last {self.timed_steps:,} steps)"
         rows = [
             ("steps", steps, "time", columns.duration_text(totals.seconds)),
             ("final loss", columns.loss_text(totals.final_loss), "best loss", best_loss),
-            ("tokens", f"{totals.tokens:,}", "tokens/s", columns.amount_text(self.tokens_per_second)),
+            ("tokens", f"{totals.tokens:,}", "tokens/s", speed),
             *self.rows,
         ]
         return "\n".join(f"{a:<12}{b:<28}{c:<12}{d}".rstrip() for a, b, c, d in rows)

@@ -36,6 +36,7 @@ def test_round_trip_from_the_command_line(tmp_path, kind):
     assert f'"model": {{"checkpoint": "{start}"}}' in done.stdout
     done = convert_hf("to-hf", start, tmp_path / "back", "--tokenizer", "byte")
     assert done.returncode == 0, done.stderr
+    assert f"{tmp_path / 'back'} is {start}/step-00000000: load it with transformers." in done.stdout
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     tokens = AutoTokenizer.from_pretrained(tmp_path / "back")("import this", return_tensors="pt")["input_ids"]
     assert tokens.tolist() == [list(b"import this")]

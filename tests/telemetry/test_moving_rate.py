@@ -23,6 +23,7 @@ def test_the_first_step_is_left_out_however_slow():
     clock.now += 2
     assert rate.add(1000) == 500
     assert rate.average == 500
+    assert rate.steps == 1
 
 
 def test_the_moving_figure_forgets_and_the_average_does_not():

@@ -59,6 +59,15 @@ def test_totals_are_those_of_the_steps():
     assert (totals.final_loss, totals.best_loss, totals.best_step) == (4.5, 4.0, 4)
 
 
+def test_a_speed_of_a_part_of_the_run_says_so():
+    totals = RunTotals()
+    for _ in range(30):
+        totals.add_step(loss=1.0, tokens=100, seconds=0.5, is_skipped=False)
+    of_a_part = RunSummary(totals=totals, tokens_per_second=200.0, timed_steps=8).render()
+    assert "tokens/s    200 (last 8 steps)" in of_a_part
+    assert "last" not in RunSummary(totals=totals, tokens_per_second=200.0, timed_steps=29).render()
+
+
 @given(st.lists(st.tuples(st.floats(), st.booleans()), max_size=20), st.integers(0, 20))
 def test_a_resumed_run_ends_with_the_same_totals(steps, cut):
     whole, before, after = RunTotals(), RunTotals(), RunTotals()

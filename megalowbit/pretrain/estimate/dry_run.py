@@ -80,7 +80,7 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     device = this_device()
     return {
         "layers": "\n".join([str(report), *split_ranks(layers)]),
-        "products": why_not(recipe, device) or f"{recipe.gemm} on {device}",
+        "products": why_not(recipe, device) or f"{recipe.gemm} on this machine ({device})",
         "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers",
     }
 

@@ -152,6 +152,7 @@ class Recorder:
         summary = RunSummary(
             totals=job.totals,
             tokens_per_second=self._speed.average,
+            timed_steps=self._speed.steps,
             overflow=None if tracker is None else tracker.run,
             counted_steps=0 if tracker is None else tracker.counted_steps,
             worst=() if tracker is None else worst_layers(tracker.reduce_layers()),

@@ -118,6 +118,7 @@ def test_the_report_names_every_part_and_their_sum():
     )
     assert parts.total == 3 * GIB
     assert "main gradients                2.000 GiB" in str(parts)
+    assert "context and communication     0.000 GiB (of CUDA and NCCL; none on CPUs)" in str(parts)
     assert str(parts).splitlines()[-1].split() == ["total", "3.000", "GiB"]
 
 
