@@ -20,6 +20,14 @@ ROUNDS = 5
 T = TypeVar("T")
 
 
+def device_name() -> str:
+    """Number and name of the GPUs, such as "2 × NVIDIA H200", or "cpu"."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"{len(names)} × {names[0]}" if len(set(names)) == 1 else ", ".join(names)
+
+
 @dataclass(frozen=True)
 class Session:
     """One run of a step.
@@ -27,10 +35,12 @@ class Session:
     Attributes:
         folder: of the results; steps put traces and logs there.
         device: "cuda" or "cpu".
+        device_name: see `device_name`.
     """
 
     folder: Path
     device: str
+    device_name: str
 
     @property
     def is_gpu(self) -> bool:

@@ -14,13 +14,15 @@ import megalowbit as mlb
 from benchmarks.first_hour import bits, memory, runner
 from benchmarks.first_hour import run as run_step
 from benchmarks.first_hour.findings import Finding, at_least, at_most, expect, info, skip
-from benchmarks.first_hour.machine import file_system_of
+from benchmarks.first_hour.machine import commit_of, file_system_of
 from benchmarks.first_hour.report import STEP, Report
 from benchmarks.first_hour.runner import STEPS, Step
+from benchmarks.first_hour.session import device_name
 from megalowbit.errors import UserError
 from megalowbit.quantize import backends
 from megalowbit.quantize.encoding import EncodeRequest
 
+HERE = ("1 × NVIDIA H200", "0a1b2c3")  # device and commit
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "first_gpu_hour.py"
 FAILING = """
@@ -30,6 +32,13 @@ def check(session):
     yield info("first", 1.0, " ms")
     {}
 """
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Device and commit of quick tests, which need not look for them."""
+    monkeypatch.setattr(runner, "found_device", lambda: HERE[0])
+    monkeypatch.setattr(runner, "commit_of", lambda root: HERE[1])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,7 @@ def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
     assert "- not run: 6 a run" in text
 
 
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
@@ -81,7 +91,7 @@ def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
     ],
 )
 def test_a_damaged_report_is_kept_and_told_in_one_line(damage, line, tmp_path):
-    report, said = Report(tmp_path), []
+    report, said = Report(tmp_path, *HERE), []
     report.add("machine", info("driver", "1"), 0.0)
     report.close("machine", 0.0)
     with report.path.open("a") as file:
@@ -110,6 +120,81 @@ def test_times_of_a_cpu_are_called_noise_and_its_counts_are_not(tmp_path):
     assert "| 9 a whole step | nvfp4 | 1.31 × bf16 |  | info |  |" in text
     assert text.count("CPU, noise") == 2  # in the row, and what it means
     assert "no measurements" in text
+
+
+def passes(report, step):
+    """In place of a step."""
+    report.add(step.name, expect("kernel", True, 1, "1"), 0.0)
+
+
+ELSEWHERE = [
+    (("cpu", HERE[1]), "on another device (cpu; this is 1 × NVIDIA H200)"),
+    (("2 × NVIDIA H200", HERE[1]), "on another device (2 × NVIDIA H200; this is 1 × NVIDIA H200)"),
+    ((HERE[0], "fffffff"), "at another commit (fffffff; this is 0a1b2c3)"),
+    (("",), "by an earlier version of this tool, which did not keep the device"),
+]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("elsewhere", "where"), ELSEWHERE)
+def test_a_step_that_was_done_elsewhere_runs_again_and_says_why(tmp_path, monkeypatch, elsewhere, where):
+    before, said = Report(tmp_path, *elsewhere), []
+    before.add("machine", skip("a kernel", "no GPU"), 0.0)
+    before.close("machine", 0.0)
+    monkeypatch.setattr(runner, "_run_in_process", passes)
+    assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert f"0 machine and install runs again: it was done {where}" in said
+    report = Report(tmp_path, *HERE)
+    assert [row["check"] for row in report.rows()] == ["a kernel", STEP, "kernel", STEP]
+    assert (report.rows()[-1]["device"], report.rows()[-1]["value"]) == HERE
+    summary = (tmp_path / "summary.md").read_text()
+    assert "- 0 skip: " in summary
+    assert "- 1 pass: " in summary
+    assert "a kernel" not in summary
+    said.clear()
+    assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert "(done before)" in said[0]
+    assert (
+        Report(tmp_path, *elsewhere).write_summary({"machine": "0 machine"}).read_text().count("was done")
+        == 1
+    )
+
+
+@pytest.mark.usefixtures("here")
+def test_a_step_that_was_interrupted_begins_again_and_closed_attempts_stay(tmp_path, monkeypatch):
+    report, said = Report(tmp_path, *HERE), []
+    report.add("machine", info("first", 1), 0.0)
+    report.close("machine", 0.0)
+    report.add("machine", info("first", 1), 0.0)  # of a second attempt, which was interrupted
+    monkeypatch.setattr(runner, "_run_in_process", passes)
+    assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert "(done before)" not in said[0]
+    assert [row["check"] for row in report.rows()] == ["first", STEP, "kernel", STEP]
+
+
+def test_an_attempt_without_findings_has_not_the_status_of_the_one_before(tmp_path):
+    report = Report(tmp_path, *HERE)
+    report.add("machine", expect("kernel", False, 0, "1"), 0.0)
+    assert report.close("machine", 0.0) == "fail"
+    assert report.close("machine", 0.0) == "skip"
+
+
+def test_a_commit_with_changes_is_named_by_its_changes(tmp_path):
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    assert commit_of(tmp_path) == "unknown"
+    names = []
+    git("init")
+    for text in ("one", "two", "three"):
+        (tmp_path / "file.py").write_text(text)
+        if not names:
+            git("add", ".")
+            git("commit", "-m", "first")
+        names.append(commit_of(tmp_path))
+    assert len(set(names)) == 3
+    assert [name.startswith(f"{names[0]}-dirty-") for name in names] == [False, True, True]
 
 
 def test_steps_are_chosen_by_name_or_number():
@@ -154,7 +239,7 @@ def test_a_step_that_ends_badly_is_a_row_and_the_next_one_runs(code, row, tmp_pa
     assert first["check"] == "first"
     assert (failed["check"], failed["value"], failed["note"]) == (*row[:2], f"{row[2]}; see logs/planted.log")
     assert (closed["check"], closed["status"]) == (STEP, "fail")
-    assert report.is_done("machine")
+    assert [row["check"] for row in report.of_step("machine")][-1] == STEP
 
 
 @pytest.mark.slow
@@ -204,8 +289,9 @@ def test_a_step_that_is_not_finished_in_time_ends_the_runs_that_it_has_started(t
         os.kill(pid, 0)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_failed_step_that_others_depend_on_stops_the_next_attempt_too(tmp_path):
-    report, said = Report(tmp_path), []
+    report, said = Report(tmp_path, *HERE), []
     report.add("machine", Finding("Triton", "fail"), 0.0)
     report.close("machine", 0.0)
     assert not runner.run_steps(tmp_path, list(STEPS[:2]), say=said.append)
@@ -241,7 +327,8 @@ def test_a_quick_step_runs_for_real_and_is_kept_until_it_is_run_again(tmp_path):
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["torch"].startswith(torch.__version__.split("+")[0])
     runner.run_steps(tmp_path, list(machine), say=said.append)
-    assert "(done before)" in said[-2]
+    assert "(done before)" in said[-2]  # the device is found, and is the same
+    assert Report(tmp_path).of_step("machine")[-1]["device"] == device_name()
     assert len(Report(tmp_path).of_step("machine")) == len(rows)
 
 
