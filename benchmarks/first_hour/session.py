@@ -80,11 +80,18 @@ class Session:
         return min(means)
 
     def keep(self, name: str, value: Any) -> None:
-        """Keep a figure for later steps."""
-        (self.folder / "figures.json").write_text(json.dumps({**self.figures, name: value}, indent=1))
+        """Keep a figure of this device for later steps."""
+        kept = {**self._kept(), name: {"value": value, "device": self.device_name}}
+        (self.folder / "figures.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Figures of earlier steps, by name."""
+        """Figures of earlier steps on this device, by name."""
+        kept = self._kept().items()
+        return {name: each["value"] for name, each in kept if each["device"] == self.device_name}
+
+    def _kept(self) -> dict[str, Any]:
+        """Name → value and device; without figures of earlier versions, which have no device."""
         path = self.folder / "figures.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return {name: each for name, each in found.items() if isinstance(each, dict)}

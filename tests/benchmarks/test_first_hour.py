@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import megalowbit as mlb
-from benchmarks.first_hour import bits, memory, runner
+from benchmarks.first_hour import bits, memory, model, optimizer, runner
 from benchmarks.first_hour import run as run_step
 from benchmarks.first_hour.findings import Finding, at_least, at_most, expect, info, skip
 from benchmarks.first_hour.machine import commit_of, file_system_of
 from benchmarks.first_hour.report import STEP, Report
 from benchmarks.first_hour.runner import STEPS, Step
-from benchmarks.first_hour.session import device_name
+from benchmarks.first_hour.session import Session, device_name
 from megalowbit.errors import UserError
 from megalowbit.quantize import backends
 from megalowbit.quantize.encoding import EncodeRequest
@@ -177,6 +177,25 @@ def test_an_attempt_without_findings_has_not_the_status_of_the_one_before(tmp_pa
     report.add("machine", expect("kernel", False, 0, "1"), 0.0)
     assert report.close("machine", 0.0) == "fail"
     assert report.close("machine", 0.0) == "skip"
+
+
+def test_figures_of_another_device_are_no_ceilings(tmp_path):
+    (tmp_path / "figures.json").write_text('{"copy_bytes_per_second": 1e9}')  # of an earlier version
+    here, other = Session(tmp_path, "cpu", "cpu"), Session(tmp_path, "cuda", HERE[0])
+    assert here.figures == {}
+    other.keep("copy_bytes_per_second", 4e12)
+    other.keep("bf16_flops_per_second", 7e14)
+    assert other.figures == {"copy_bytes_per_second": 4e12, "bf16_flops_per_second": 7e14}
+    assert here.figures == {}
+    notes = [finding.note for finding in optimizer.check(here)]
+    assert any("run step 1 first" in note for note in notes)
+    assert "run step 1 first" in model.utilisation(here, 64, 32, 1.0)
+    here.keep("copy_bytes_per_second", 1e10)
+    here.keep("bf16_flops_per_second", 1e11)
+    notes = [finding.note for finding in optimizer.check(here)]
+    assert not any("run step 1 first" in note for note in notes)
+    assert "of the products' speed" in model.utilisation(here, 64, 32, 1.0)
+    assert other.figures == {}  # the newest of each name is kept
 
 
 def test_a_commit_with_changes_is_named_by_its_changes(tmp_path):
