@@ -8,6 +8,7 @@ file; the last ones count.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,16 @@ class Report:
         status = next((each for each in WORST_FIRST if each in found), "skip")
         self.add(step, Finding(STEP, status, self.commit), seconds)  # type: ignore[arg-type]
         return status
+
+    def counts(self, step: str) -> str:
+        """How many checks of a step have which status, such as "3 pass, 4 skipped (no GPU)"."""
+        rows = [row for row in self.of_step(step) if row["check"] != STEP]
+        found = Counter(row["status"] for row in rows)
+        reasons = {row["note"].partition(":")[0] for row in rows if row["status"] == "skip"}
+        reason = reasons.pop() if len(reasons) == 1 else "summary.md says why"
+        words = {"skip": f"skipped ({reason})"}
+        parts = [f"{found[each]} {words.get(each, each)}" for each in WORST_FIRST if found[each]]
+        return ", ".join(parts) or "nothing checked"
 
     def is_done(self, step: str) -> bool:
         """Whether a step has been closed, on this device and at this commit."""

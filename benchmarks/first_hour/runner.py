@@ -98,7 +98,7 @@ def run_steps(
     for step in steps:
         if report.is_done(step.name) and not again:
             statuses.append(_status(report, step))
-            say(f"{step.title}: {statuses[-1]} (done before)")
+            say(f"{step.title}: {report.counts(step.name)} (done before)")
         else:
             where = report.difference(step.name)
             if where is not None:
@@ -142,7 +142,7 @@ def _run_anew(report: Report, step: Step, say: Callable[[str], None]) -> str:
     _run_in_process(report, step)
     seconds = time.monotonic() - started
     status = report.close(step.name, seconds)
-    say(f"{step.title}: {status}, {seconds:.0f} s")
+    say(f"{step.title}: {report.counts(step.name)}, {seconds:.0f} s")
     for row in report.of_step(step.name):
         if row["status"] in ("fail", "warn") and row["value"] is not None:
             say(f"    {row['status']}  {row['check']}: {shown(row)} ({row['limit']}) {row['note']}")

@@ -17,7 +17,7 @@ from benchmarks.first_hour.findings import Finding, at_least, at_most, expect, i
 from benchmarks.first_hour.machine import commit_of, file_system_of
 from benchmarks.first_hour.report import STEP, Report
 from benchmarks.first_hour.runner import STEPS, Step
-from benchmarks.first_hour.session import Session, device_name
+from benchmarks.first_hour.session import NO_GPU, Session, device_name
 from megalowbit.errors import UserError
 from megalowbit.quantize import backends
 from megalowbit.quantize.encoding import EncodeRequest
@@ -100,13 +100,13 @@ def test_a_damaged_report_is_kept_and_told_in_one_line(damage, line, tmp_path):
     assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
     assert said[:2] == [
         f"{report.path}: {line} cannot be read and is left out; report.damaged-1.jsonl has the whole file",
-        "0 machine and install: info (done before)",
+        "0 machine and install: 1 info (done before)",
     ]
     assert (tmp_path / "report.damaged-1.jsonl").read_bytes() == before
     assert [row["check"] for row in report.rows()] == ["driver", STEP]
     said.clear()
     assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
-    assert said[0] == "0 machine and install: info (done before)"
+    assert said[0] == "0 machine and install: 1 info (done before)"
 
 
 def test_times_of_a_cpu_are_called_noise_and_its_counts_are_not(tmp_path):
@@ -177,6 +177,48 @@ def test_an_attempt_without_findings_has_not_the_status_of_the_one_before(tmp_pa
     report.add("machine", expect("kernel", False, 0, "1"), 0.0)
     assert report.close("machine", 0.0) == "fail"
     assert report.close("machine", 0.0) == "skip"
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("findings", "status", "counts"),
+    [
+        (
+            [expect("a", True, 1, "1"), skip("b", NO_GPU), skip("c", NO_GPU)],
+            "pass",
+            "1 pass, 2 skipped (no GPU)",
+        ),
+        ([skip("a", NO_GPU)], "skip", "1 skipped (no GPU)"),
+        (
+            [skip("a", NO_GPU), skip("b", "not in PATH"), info("c", 1, " reads")],
+            "info",
+            "1 info, 2 skipped (summary.md says why)",
+        ),
+        (
+            [
+                expect("a", False, 1, "2", is_hard=False),
+                expect("b", False, 1, "2"),
+                expect("c", True, 1, "1"),
+            ],
+            "fail",
+            "1 fail, 1 warn, 1 pass",
+        ),
+        ([], "skip", "nothing checked"),
+    ],
+)
+def test_the_line_of_a_step_counts_what_was_checked(tmp_path, monkeypatch, findings, status, counts):
+    def run(report, step):
+        for finding in findings:
+            report.add(step.name, finding, 0.0)
+
+    said = []
+    monkeypatch.setattr(runner, "_run_in_process", run)
+    runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert f"0 machine and install: {counts}, 0 s" in said
+    assert Report(tmp_path, *HERE).rows()[-1]["status"] == status
+    said.clear()
+    runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert said[0] == f"0 machine and install: {counts} (done before)"
 
 
 def test_figures_of_another_device_are_no_ceilings(tmp_path):
@@ -314,7 +356,7 @@ def test_a_failed_step_that_others_depend_on_stops_the_next_attempt_too(tmp_path
     report.add("machine", Finding("Triton", "fail"), 0.0)
     report.close("machine", 0.0)
     assert not runner.run_steps(tmp_path, list(STEPS[:2]), say=said.append)
-    assert said[0] == "0 machine and install: fail (done before)"
+    assert said[0] == "0 machine and install: 1 fail (done before)"
     assert said[1].startswith("stopped: ")
     assert not report.is_done("ceilings")
 
