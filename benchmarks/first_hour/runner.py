@@ -5,6 +5,7 @@ python -m benchmarks.first_hour.runner FOLDER STEP      what the runner starts f
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -77,8 +78,11 @@ def chosen_steps(text: str | None) -> list[Step]:
     return [step for step in STEPS if step.name in names]
 
 
+say_at_once = functools.partial(print, flush=True)  # also into a pipe or a file
+
+
 def run_steps(
-    folder: Path, steps: list[Step], *, again: bool = False, say: Callable[[str], None] = print
+    folder: Path, steps: list[Step], *, again: bool = False, say: Callable[[str], None] = say_at_once
 ) -> bool:
     """Run steps into a folder; returns whether nothing failed.
 
@@ -138,6 +142,7 @@ def _status(report: Report, step: Step) -> str:
 def _run_anew(report: Report, step: Step, say: Callable[[str], None]) -> str:
     """Run a step, say what is over a limit, and return its status."""
     report.drop_unfinished(step.name)
+    say(f"{step.title} … (at most {step.seconds} s; log: {_log_of(report, step)})")
     started = time.monotonic()
     _run_in_process(report, step)
     seconds = time.monotonic() - started
@@ -149,8 +154,12 @@ def _run_anew(report: Report, step: Step, say: Callable[[str], None]) -> str:
     return status
 
 
+def _log_of(report: Report, step: Step) -> Path:
+    return report.folder / "logs" / f"{step.name}.log"
+
+
 def _run_in_process(report: Report, step: Step) -> None:
-    log = report.folder / "logs" / f"{step.name}.log"
+    log = _log_of(report, step)
     log.parent.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.first_hour.runner"]
     command += [str(report.folder.resolve()), step.name, step.module]

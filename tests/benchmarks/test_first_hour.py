@@ -221,6 +221,18 @@ def test_the_line_of_a_step_counts_what_was_checked(tmp_path, monkeypatch, findi
     assert said[0] == f"0 machine and install: {counts} (done before)"
 
 
+@pytest.mark.usefixtures("here")
+def test_a_step_is_announced_before_it_runs(tmp_path, monkeypatch):
+    said, said_before = [], []
+    monkeypatch.setattr(runner, "_run_in_process", lambda report, step: said_before.extend(said))
+    runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    line = f"0 machine and install … (at most 300 s; log: {tmp_path}/logs/machine.log)"
+    assert said_before == [line]
+    said.clear()
+    runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert line not in said
+
+
 def test_figures_of_another_device_are_no_ceilings(tmp_path):
     (tmp_path / "figures.json").write_text('{"copy_bytes_per_second": 1e9}')  # of an earlier version
     here, other = Session(tmp_path, "cpu", "cpu"), Session(tmp_path, "cuda", HERE[0])
