@@ -27,6 +27,7 @@ MEANINGS = {
 }
 
 COLUMNS = {"step", "seconds", "device", *(each.name for each in fields(Finding))}
+TEXTS = ("step", "check", "status", "limit", "note", "unit", "device")
 TIMED = {
     " µs",
     " ms",
@@ -85,12 +86,13 @@ class Report:
         """Line number → its row; `None`: it is no row."""
         if not self.path.exists():
             return {}
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        return {number: _row(line) for number, line in enumerate(lines, start=1)}
+        *lines, torn = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
+        rows = {number: _row(line) for number, line in enumerate(lines, start=1)}
+        return rows | ({len(lines) + 1: None} if torn else {})
 
     def _write(self, rows: list[Row]) -> None:
         with atomic_file(self.path) as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def of_step(self, name: str) -> list[Row]:
         """The rows of a step's last attempt."""
@@ -111,7 +113,7 @@ class Report:
         """Append a row."""
         row = {"step": step, **asdict(finding), "seconds": round(seconds, 2), "device": self.device}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row) + "\n")
 
     def close(self, step: str, seconds: float) -> str:
         """Close a step; returns its status."""
@@ -208,13 +210,24 @@ def _is_noise(row: Row) -> bool:
 
 
 def _row(line: str) -> Row | None:
-    """The row in a line; `None` if it is damaged, or torn."""
+    """The row in a line; `None` if it is damaged."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_whole = line.endswith("\n") and isinstance(row, dict) and row.keys() == COLUMNS
-    return row if is_whole else None
+    return row if isinstance(row, dict) and row.keys() == COLUMNS and _has_types(row) else None
+
+
+def _has_types(row: Row) -> bool:
+    """Whether each entry is what this file writes."""
+    numbers = row["clock_mhz"], row["power_watts"]
+    return (
+        all(isinstance(row[name], str) for name in TEXTS)
+        and row["status"] in STATUSES
+        and isinstance(row["seconds"], (int, float))
+        and (row["value"] is None or isinstance(row["value"], (int, float, str)))
+        and (numbers == (None, None) or all(isinstance(each, (int, float)) for each in numbers))
+    )
 
 
 def _cell(value: object) -> str:

@@ -80,6 +80,23 @@ def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
     assert "- not run: 6 a run" in text
 
 
+def test_a_line_break_of_unicode_in_a_note_loses_no_row(tmp_path):
+    report = Report(tmp_path, *HERE)
+    for mark in ("\u2028", "\u2029", "\x85", "\x1e", "\v"):
+        report.add("bits", Finding("encoding", "fail", note=f"a{mark}b"), 1.0)
+        assert report.close("bits", 1.0) == "fail"
+    assert len(report.rows()) == 10
+    assert report.repair() is None
+
+
+WHOLE = json.dumps(
+    {
+        "step": "bits", "check": "one", "status": "info", "value": 1, "limit": "", "note": "",
+        "clock_mhz": None, "power_watts": None, "unit": "", "seconds": 0.0, "device": "cpu",
+    }
+)  # fmt: skip
+
+
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("damage", "line"),
@@ -88,6 +105,10 @@ def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
         ('{"step": "bits", "che\n', "line 3 of 3"),
         ("\x00\x00\n[1]\n", "line 3 and 1 more of 4"),
         ('{"step": "bits", "check": "of an older version"}\n', "line 3 of 3"),
+        ("[" * 100_000 + "\n", "line 3 of 3"),
+        (WHOLE.replace('"clock_mhz": null', '"clock_mhz": "fast"') + "\n", "line 3 of 3"),
+        (WHOLE.replace('"clock_mhz": null', '"clock_mhz": 1830'), "line 3 of 3"),
+        (WHOLE.replace('"info"', '"fine"') + "\n", "line 3 of 3"),
     ],
 )
 def test_a_damaged_report_is_kept_and_told_in_one_line(damage, line, tmp_path):
