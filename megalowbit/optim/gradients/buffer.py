@@ -276,6 +276,8 @@ class GradBuffer:
         """Remove `.grad` before autograd adds to it; `_accumulate` then gets only the new gradient."""
         if gradient is None:  # layers have added theirs themselves
             return
+        if not parameter.requires_grad:  # frozen since its forward: autograd adds nothing after this hook
+            return
         # checked first because it is cheaper than checking which backward this is
         has_grad = parameter.grad is not None or id(parameter) in self._aliased
         if has_grad and _is_accumulating(torch._C._current_autograd_node()):
