@@ -196,8 +196,8 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
 
         Where a CUDA graph adds to a `main_grad`, `.grad` becomes these zeros.
 
-        `zero_grad` of the model, or of a part of it, does the same for its parameters. Where a CUDA graph adds
-        to their gradients, it needs `set_to_none=False`.
+        `zero_grad` of the model, or of a part of it, does the same for its parameters; where a CUDA graph
+        adds to their gradients, only with `set_to_none=False`.
         """
         self.gradients.zero()
 
