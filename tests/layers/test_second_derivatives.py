@@ -1,6 +1,6 @@
 """Derivatives of a low-bit layer's gradients are an error; autograd would else take them for 0.
 
-`nn.Linear` shows that the quantities are not 0. Layers run eagerly, and as operators (`compiled.compiled_linear`).
+`nn.Linear` shows that the quantities are not 0. Layers run eagerly, and as operators for compiled models.
 """
 
 import pytest

@@ -408,8 +408,8 @@ class _DifferentiableOnce(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
         raise UserError(
-            "second derivatives of a low-bit layer are not defined: use mlb.restore on the model, or name the "
-            "layer in the recipe's `keep`"
+            "second derivatives of a low-bit layer are not defined: use mlb.restore on the model, or name "
+            "the layer in the recipe's `keep`"
         )
 
 
