@@ -11,6 +11,8 @@ codes depend on, so a wrong guess costs time but cannot change a number:
 
 - the tensor: its memory, shape, strides and dtype, and its version, which every in-place operation changes;
 - the micro-batch, and on a GPU the stream, because another one would not wait until the codes are written;
+- the CUDA graph that is being captured, because codes of a capture are written by replays of its
+  graph only, and a graph that repeats the products alone would multiply old codes;
 - the request (`MatmulContext.input`): quantizer, layout, split, random key, dtype of the decoded operand,
   whether FP8 products read the range of its exponents.
 
@@ -38,6 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalowbit import cuda_graphs
 from megalowbit.layers.recipe import Recipe
 
 # Names of layers in one module that get the same input, in the order in which transformers' models run them.
@@ -107,7 +110,8 @@ class InputForms:
 def _identity(input: Tensor, siblings: tuple[str, ...], step: int) -> tuple[object, ...]:
     storage = input.untyped_storage()._cdata
     view = input.storage_offset(), input.shape, input.stride(), input.dtype, input.is_neg()
-    return storage, *view, input._version, _stream_of(input), siblings, step
+    place = _stream_of(input), cuda_graphs.capture_of(input.device)
+    return storage, *view, input._version, *place, siblings, step
 
 
 def _stream_of(input: Tensor) -> object:

@@ -10,6 +10,7 @@ from tiny_models import tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalowbit import cuda_graphs
 from megalowbit.layers import siblings
 from megalowbit.layers.conversion.convert import (
     bit_layers,
@@ -208,6 +209,16 @@ def test_a_sibling_on_another_stream_quantises_its_input(made, monkeypatch):
     streams = ["first"]
     monkeypatch.setattr(siblings, "_stream_of", lambda input: streams[-1])
     model = converted(Attention(lambda x: streams.append("second") or x))
+    model(inputs())
+    assert made.count("input") == 3  # q; k and v; o
+
+
+@pytest.mark.parametrize("captures", [(1, 2), (None, 1), (1, None)], ids=str)
+def test_a_sibling_on_the_other_side_of_a_capture_quantises_its_input(captures, made, monkeypatch):
+    """What a graph repeats must not read codes that another graph, or nothing, writes."""
+    current = [captures[0]]
+    monkeypatch.setattr(cuda_graphs, "capture_of", lambda device: current[-1])
+    model = converted(Attention(lambda x: current.append(captures[1]) or x))
     model(inputs())
     assert made.count("input") == 3  # q; k and v; o
 
