@@ -340,7 +340,7 @@ class GradBuffer:
     def _is_alias(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
         return id(parameter) in self._aliased and gradient is self._aliases[id(parameter)][0]
 
-    def _set_alias(self, parameter: torch.nn.Parameter) -> None:
+    def _set_alias(self, parameter: torch.Tensor) -> None:
         """Set `.grad` to an alias of `main_grad`; not a view, because `detach_` fails on views."""
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
         alias, _ = self._aliases.get(id(parameter), (None, 0))
