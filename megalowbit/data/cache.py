@@ -28,6 +28,12 @@ from megalowbit.json_text import read_json_object
 logger = logging.getLogger(__name__)
 
 
+Result = TypeVar("Result")
+
+BLOCK_BYTES = 256 * 1024
+NUM_BLOCKS = 256  # files up to 64 MiB are read completely
+
+
 class _Lines(logging.Handler):
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
@@ -50,12 +56,6 @@ def reported_builds(say: Callable[[str], None]) -> Iterator[None]:
     finally:
         package.removeHandler(handler)
         package.setLevel(level)
-
-
-Result = TypeVar("Result")
-
-BLOCK_BYTES = 256 * 1024
-NUM_BLOCKS = 256  # files up to 64 MiB are read completely
 
 
 def content_digest(path: Path) -> str:
