@@ -2,10 +2,13 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.engine.process_start import start_process_group
@@ -64,3 +67,57 @@ def test_a_layer_of_one_rank_is_a_linear_layer(group, is_row):
 def test_a_group_cannot_be_pickled(group):
     with pytest.raises(UserError, match=r"save model\.state_dict"):
         pickle.dumps(group)
+
+
+class ThreadGroup:
+    """Ranks that are threads; a sum waits for all of them."""
+
+    def __init__(self, rank, barrier, shared):
+        self.rank, self.size, self.barrier, self.shared = rank, len(shared), barrier, shared
+
+    def sum(self, tensor):
+        self.shared[self.rank] = tensor
+        self.barrier.wait()
+        total = torch.stack([each.detach() for each in self.shared]).sum(0)
+        self.barrier.wait()
+        return tensor.copy_(total)
+
+
+def derivatives(model, order):
+    """Gradients of x and parameters of a sum; each term is the norm of the gradient of the last one."""
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+    total = last = model(x).square().sum()
+    for _ in range(order - 1):
+        (gradient,) = torch.autograd.grad(last, x, create_graph=True)
+        last = gradient.square().sum()
+        total = total + last
+    return torch.autograd.grad(total, [x, *model.parameters()])
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_further_derivatives_over_two_ranks_are_those_of_the_full_model(order):
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(4, 6).double(), torch.nn.Linear(6, 4).double()
+    x, *expected = derivatives(torch.nn.Sequential(first, torch.nn.Tanh(), second), order)
+    cuts = [Sharding(0, (6,)), Sharding(0, (6,)), Sharding(1, (6,)), None]
+    barrier, shared = threading.Barrier(2, timeout=60), [None, None]
+
+    def run(rank):
+        group = ThreadGroup(rank, barrier, shared)
+        parts = [
+            nn.Parameter(whole.detach() if cut is None else cut.shard(whole.detach(), rank, 2))
+            for whole, cut in zip((*first.parameters(), *second.parameters()), cuts, strict=True)
+        ]
+        made = (
+            parallel_linear(*parts[:2], group, is_row=False, parts=(6,)),
+            torch.nn.Tanh(),
+            parallel_linear(*parts[2:], group, is_row=True, parts=(6,)),
+        )
+        return derivatives(torch.nn.Sequential(*made), order)
+
+    with ThreadPoolExecutor(2) as threads:
+        ranks = list(threads.map(run, range(2)))
+    for rank, (of_x, *found) in enumerate(ranks):
+        torch.testing.assert_close(of_x, x)
+        for got, whole, cut in zip(found, expected, cuts, strict=True):
+            torch.testing.assert_close(got, whole if cut is None else cut.shard(whole, rank, 2))
