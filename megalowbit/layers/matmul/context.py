@@ -80,6 +80,7 @@ class MatmulContext:
         needs_grad: whether autograd records a graph; otherwise nothing is prepared for backward.
         step: the micro-batch.
         sizes: full in_features and out_features of the layer; a tensor-parallel rank may hold a part of them.
+        title: the layer's name in messages.
         split_state: role → the state that the split of that operand keeps between uses.
         shards: which operands are shards of a tensor-parallel layer; `None`: none.
         maxima: role → amax of the full operand, of which this rank has a shard; see `exchange_maxima`.
@@ -102,6 +103,7 @@ class MatmulContext:
     needs_grad: bool = True
     step: int = 0
     sizes: tuple[int, int] = (0, 0)
+    title: str = "a low-bit layer"
     split_state: Callable[[str], SplitState] | None = None
     shards: ShardedOperands | None = None
     maxima: dict[str, Tensor] = field(default_factory=dict)

@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from megalowbit import cuda_graphs
+from megalowbit.errors import UserError
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
@@ -432,6 +434,11 @@ class LowbitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight, bias and factors, from grad_output (…, out_features)."""
+        if is_batchedtensor(grad_output) or is_legacy_batchedtensor(grad_output):
+            raise UserError(
+                f"{ctx.context.title} takes one output gradient at a time: call backward for each (without "
+                "is_grads_batched, vectorize or vmap), or call restore(model)"
+            )
         gradients = functools.partial(LowbitLinear._gradients, ctx, grad_output)
         return differentiable_once(ctx, grad_output, gradients, ONCE_ONLY)
 
