@@ -40,7 +40,6 @@ from megalowbit.pretrain.stopping.signals import (
     STOP_SIGNALS,
     StartSignals,
     block_stop_signals,
-    release_stop_signals,
 )
 
 if TYPE_CHECKING:
@@ -218,7 +217,7 @@ def program() -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    identity = ProcessIdentity()
+    identity, options = ProcessIdentity(), argparse.Namespace()
     escape_unprintable_output()
     try:
         identity = identify()
@@ -231,9 +230,29 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if identity.is_main:
-            _print_error("interrupted: continue from the last checkpoint with --resume auto")
+            _print_error(_interrupted(options))
         return EXIT_INTERRUPTED
     return 0
+
+
+def _interrupted(options: argparse.Namespace) -> str:
+    """What Ctrl-C has ended; `options` is empty if they have not been read."""
+    if not vars(options):
+        return "interrupted before the command line was read"
+    if unfinished := _unfinished(options):
+        return f"interrupted before {unfinished}"
+    return (
+        "interrupted: --resume auto continues from the last checkpoint, or starts at step 0 if none was saved"
+    )
+
+
+def _unfinished(options: argparse.Namespace) -> str:
+    """What has not happened when a command that saves nothing is ended; empty for a run."""
+    if options.benchmark is not None:
+        return "the end of the benchmark; no figures are written"
+    if options.dry_run:
+        return "the end of the dry run"
+    return "the data were ready" if options.prepare_data else ""
 
 
 def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
@@ -249,10 +268,11 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     # torch reads this when it is imported; without it every rank prints a stack if the main process is lost
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if options.dry_run or options.prepare_data:
-        release_stop_signals()
-        with StartSignals(is_main=identity.is_main):
+        with StartSignals(is_main=identity.is_main, before=_unfinished(options), ending=STOP_SIGNALS):
             _describe_or_prepare(options, config, identity)
         return
+    if identity.is_main:  # imports take seconds
+        print("start     importing torch and DeepSpeed", flush=True)
     if options.benchmark is not None:
         _benchmark(options, config, identity)
         return
@@ -297,7 +317,7 @@ def _benchmark(options: argparse.Namespace, config: PretrainConfig, identity: Pr
 
     with StartSignals(
         is_main=identity.is_main,
-        before="the end of the benchmark; no figures are written",
+        before=_unfinished(options),
         ending=STOP_SIGNALS,
         at_end=remove_empty_folder,
     ):
