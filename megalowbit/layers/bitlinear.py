@@ -178,7 +178,7 @@ class BitLinear(SplitLinear):
         return None
 
     @property
-    def keeps_nothing_on_host(self) -> bool:
+    def changes_no_host_state(self) -> bool:
         """Whether a use of the layer changes nothing on the host but its number of uses."""
         is_observed = self.training and self.observer is not None
         return not is_observed and self.weight_slot is None and self.shards is None

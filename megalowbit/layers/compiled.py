@@ -71,7 +71,7 @@ class CompiledLayer(Protocol):
         """in_features and out_features."""
 
     @property
-    def keeps_nothing_on_host(self) -> bool:
+    def changes_no_host_state(self) -> bool:
         """Whether a use of the layer changes nothing on the host but its number of uses."""
 
     @property
@@ -146,7 +146,7 @@ def compiled_linear(
     needs_weight = any(part.requires_grad for part in (weight, *(factors or ())))
     forward, step = _forward, None if stream is None else stream.step_tensor
     is_shared = torch.compiler.is_compiling() and step is not None
-    if is_shared and layer.keeps_nothing_on_host and may_be_captured(layer.handle, input.device, input.dtype):
+    if is_shared and layer.changes_no_host_state and may_be_captured(layer.handle, input.device, input.dtype):
         forward, step = _captured_forward, draw_keys(step, layer.handle, input.device)
     outputs = forward(
         input,

@@ -188,6 +188,11 @@ class DecodeRequest(NamedTuple):
     transpose: bool = False
     tensor_scale: Tensor | None = None
 
+    @property
+    def without_tensors(self) -> tuple[BlockFormat, int, int, torch.dtype, bool]:
+        """All but codes and scales, for arguments that are kept."""
+        return self.format, self.rows, self.cols, self.dtype, self.transpose
+
     def new_matrix(self) -> Tensor:
         """An uninitialised, contiguous matrix for the result."""
         shape = (self.cols, self.rows) if self.transpose else (self.rows, self.cols)

@@ -77,18 +77,18 @@ def encode(request: EncodeRequest) -> Encoded:
     fp8_dtype, encoded = request.fp8_dtype, new_encoded(request)
     if request.with_exponents or fp8_dtype is not None:
         encoded = encoded._replace(exponents=no_exponents(device))
-    fixed = _fixed_of(request)
+    arguments = _arguments_of(request)
     if request.encoding.format.has_tensor_scale:
         if tensor_amax is None:
-            tensor_amax = _maximum(x, request.signs, fixed.of_amax)
+            tensor_amax = _maximum(x, request.signs, arguments.of_amax)
         else:
             tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
-    partial = partial_counts(request, fixed.of_encode.programs)
+    partial = partial_counts(request, arguments.of_encode.programs)
     is_drawn = request.encoding.is_stochastic
     launch_fixed(
         kernels.encode_kernel,
         device,
-        fixed.of_encode,
+        arguments.of_encode,
         x=x,
         amax=tensor_amax,
         codes=encoded.codes,
@@ -122,33 +122,33 @@ def maximum(request: EncodeRequest) -> Tensor:
         Largest finite block maximum, times `q_scalar`: fp32, 0-dim.
     """
     request = request._replace(x=request.x.resolve_neg())
-    return _maximum(request.x, request.signs, _fixed_of(request).of_amax)
+    return _maximum(request.x, request.signs, _arguments_of(request).of_amax)
 
 
-def _maximum(x: Tensor, signs: int | None, fixed: FixedArguments) -> Tensor:
+def _maximum(x: Tensor, signs: int | None, arguments: FixedArguments) -> Tensor:
     from megalowbit.quantize.triton.fp4 import amax_kernel
 
     largest = torch.zeros((), dtype=torch.float32, device=x.device)  # the kernel raises the bits, as int32
-    launch_fixed(amax_kernel, x.device, fixed, x=x, amax=largest, signs=signs or 0)
+    launch_fixed(amax_kernel, x.device, arguments, x=x, amax=largest, signs=signs or 0)
     return largest
 
 
-class _Fixed(NamedTuple):
+class _EncodingArguments(NamedTuple):
     """The arguments of an encoding that are the same in each step of a layer, by kernel."""
 
     of_amax: FixedArguments
     of_encode: FixedArguments
 
 
-def _fixed_of(request: EncodeRequest) -> _Fixed:
+def _arguments_of(request: EncodeRequest) -> _EncodingArguments:
     x, operand_dtype = request.x, None if request.fp8_dtype is not None else request.operand_dtype
     has_signs = request.signs is not None
     source = x.shape, x.stride(), x.dtype, request.encoding, has_signs, request.with_counts
-    return _fixed(*source, operand_dtype)
+    return _cached_arguments(*source, operand_dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _fixed(
+def _cached_arguments(
     shape: tuple[int, int],
     strides: tuple[int, int],
     dtype: torch.dtype,
@@ -156,7 +156,7 @@ def _fixed(
     has_signs: bool,
     with_counts: bool,
     operand_dtype: torch.dtype | None,
-) -> _Fixed:
+) -> _EncodingArguments:
     source, programs = reading_of(shape, strides, dtype, encoding, has_signs, with_counts, TALL_ROWS)
     choices = {
         "IS_STOCHASTIC": encoding.is_stochastic,
@@ -167,7 +167,7 @@ def _fixed(
         "FOUR_OVER_SIX": encoding.four_over_six,
         "IS_POWER_OF_TWO": encoding.is_power_of_two,
     }
-    return _Fixed(
+    return _EncodingArguments(
         FixedArguments({**source, "ONE_SCALE": False}, programs, words=("amax",)),
         FixedArguments({**source, **choices}, programs, words=("codes",)),
     )

@@ -70,17 +70,17 @@ class Layout:
     def __init__(self, kernel: Any, types: tuple[type, ...]) -> None:
         self.compiled: dict[tuple[Any, ...], Any] = {}
         self.is_known = True
-        tensors, fixed, free = [], [], []
+        tensors, specialized, free = [], [], []
         for parameter, kind in zip(kernel.params, types, strict=True):
             if kind in (Tensor, Parameter):
                 tensors.append(parameter.num)
             elif parameter.is_constexpr or kind is float or (kind is int and not parameter.do_not_specialize):
-                fixed.append(parameter.num)
+                specialized.append(parameter.num)
             elif kind is int:
                 free.append(parameter.num)
             elif kind is not type(None):
                 self.is_known = False
-        self._tensors, self._fixed, self._free = map(_getter, (tensors, fixed, free))
+        self._tensors, self._specialized, self._free = map(_getter, (tensors, specialized, free))
 
     def key(self, values: tuple[Any, ...], device: int) -> tuple[Any, ...]:
         """All that the compiled version depends on besides the types.
@@ -90,7 +90,7 @@ class Layout:
         tensors = self._tensors(values)
         return (
             device,
-            self._fixed(values),
+            self._specialized(values),
             tuple([each.dtype for each in tensors]),
             tuple([each.data_ptr() & 15 == 0 for each in tensors]),
             tuple([-WORDS <= each < WORDS or each < 2**63 for each in self._free(values)]),
