@@ -138,7 +138,7 @@ class KernelPlans:
         if found is None:
             found = fixed.arguments[kinds] = GivenArguments(kinds)
         numbers = found.numbers(values)
-        # Kernels do not specialise numbers further. `map` of functions in C is several times as fast as a loop.
+        # kernels do not specialise numbers further; `map` of functions in C is much faster than a loop
         is_narrow = max(numbers, default=0) < WORDS and min(numbers, default=0) >= -WORDS
         alignments = tuple(map(_LOW_BITS, map(_ADDRESS, found.tensors(values))))
         key = active, device, JITFunction.run, kinds, is_narrow, alignments
