@@ -189,7 +189,7 @@ def is_selective_checkpoint() -> bool:
     It numbers operations by kind and returns stored results in place of some. A forward and its repetition
     must therefore have the same operations, and no result may be written to behind its back.
     """
-    return any(map(_stores_results, _dispatch_modes()))
+    return torch._C._len_torch_dispatch_stack() > 0 and any(map(_stores_results, _dispatch_modes()))
 
 
 def _dispatch_modes() -> list[Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from megalowbit.quantize.encoding import (
     SHIFT,
     DecodeRequest,
     Encoded,
+    EncodedShapes,
     EncodeRequest,
     Encoding,
     new_encoded,
@@ -69,15 +70,13 @@ def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
 
 def encode(request: EncodeRequest) -> Encoded:
     """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
-    from megalowbit.quantize.triton import fp4 as kernels
-
     if request.x.is_neg():  # its strides may be others once the signs are resolved
         request = request._replace(x=request.x.resolve_neg())
     x, device, tensor_amax = request.x, request.x.device, request.tensor_amax
-    fp8_dtype, encoded = request.fp8_dtype, new_encoded(request)
+    fp8_dtype, fixed = request.fp8_dtype, _fixed_of(request)
+    encoded = new_encoded(request, fixed.shapes)
     if request.with_exponents or fp8_dtype is not None:
         encoded = encoded._replace(exponents=no_exponents(device))
-    fixed = _fixed_of(request)
     if request.encoding.format.has_tensor_scale:
         if tensor_amax is None:
             tensor_amax = _maximum(x, request.signs, fixed.of_amax)
@@ -86,7 +85,7 @@ def encode(request: EncodeRequest) -> Encoded:
     partial = partial_counts(request, fixed.of_encode.programs)
     is_drawn = request.encoding.is_stochastic
     launch_fixed(
-        kernels.encode_kernel,
+        _kernels().encode_kernel,
         device,
         fixed.of_encode,
         x=x,
@@ -112,7 +111,14 @@ def encode(request: EncodeRequest) -> Encoded:
             transpose=False,
         )
         encoded = encoded._replace(fp8=fp8)
-    return with_counts(encoded, partial, request.x.numel())
+    return with_counts(encoded, partial, x.numel()) if request.with_counts else encoded
+
+
+@functools.lru_cache(maxsize=1)
+def _kernels() -> Any:
+    from megalowbit.quantize.triton import fp4  # imports Triton
+
+    return fp4
 
 
 def maximum(request: EncodeRequest) -> Tensor:
@@ -126,18 +132,17 @@ def maximum(request: EncodeRequest) -> Tensor:
 
 
 def _maximum(x: Tensor, signs: int | None, fixed: FixedArguments) -> Tensor:
-    from megalowbit.quantize.triton.fp4 import amax_kernel
-
     largest = torch.zeros((), dtype=torch.float32, device=x.device)  # the kernel raises the bits, as int32
-    launch_fixed(amax_kernel, x.device, fixed, x=x, amax=largest, signs=signs or 0)
+    launch_fixed(_kernels().amax_kernel, x.device, fixed, x=x, amax=largest, signs=signs or 0)
     return largest
 
 
 class _Fixed(NamedTuple):
-    """The arguments of an encoding that are the same in each step of a layer, by kernel."""
+    """What is the same in each step of a layer: arguments by kernel, and shapes of the result."""
 
     of_amax: FixedArguments
     of_encode: FixedArguments
+    shapes: EncodedShapes
 
 
 def _fixed_of(request: EncodeRequest) -> _Fixed:
@@ -170,6 +175,7 @@ def _fixed(
     return _Fixed(
         FixedArguments({**source, "ONE_SCALE": False}, programs, words=("amax",)),
         FixedArguments({**source, **choices}, programs, words=("codes",)),
+        EncodedShapes.of(encoding.format, *shape),
     )
 
 
