@@ -30,7 +30,7 @@ class ElementFormat:
 
     name: str
     bits: int
-    grid: tuple[float, ...] = field(repr=False, hash=False)  # launchers look formats up; the name suffices
+    grid: tuple[float, ...] = field(repr=False)
 
     @property
     def max(self) -> float:

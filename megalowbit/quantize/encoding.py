@@ -95,6 +95,10 @@ class Encoding:
     is_eden: bool = False
     is_power_of_two: bool = False
 
+    def __hash__(self) -> int:
+        """Of few fields, because launchers look encodings up at each use of a layer."""
+        return hash((self.format.scale, self.format.block, self.is_stochastic, self.scale_rounding))
+
     def __post_init__(self) -> None:
         fitting = _FITTING[self.format.scale]
         if self.scale_rounding not in fitting:

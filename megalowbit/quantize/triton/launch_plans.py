@@ -107,11 +107,16 @@ def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
 
 
 class GivenArguments:
-    """Which of the arguments that come with each launch are tensors and which are numbers, by their types."""
+    """The arguments of certain types that come with each launch: which are tensors, which are numbers.
+
+    Attributes:
+        compiled: compiled versions by what else they depend on, and how all arguments get in their order.
+    """
 
     def __init__(self, kinds: tuple[type, ...]) -> None:
         self.tensors = _getter([at for at, kind in enumerate(kinds) if issubclass(kind, Tensor)])
         self.numbers = _getter([at for at, kind in enumerate(kinds) if kind is int])
+        self.compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 
 
 class KernelPlans:
@@ -134,19 +139,19 @@ class KernelPlans:
             return
         values, active = tuple(given.values()), driver.active
         device, kinds = active.get_current_device(), tuple(map(type, values))
-        found = fixed.arguments.get(kinds)
+        found = fixed.plans.get(kinds)
         if found is None:
-            found = fixed.arguments[kinds] = GivenArguments(kinds)
+            found = fixed.plans[kinds] = GivenArguments(kinds)
         numbers = found.numbers(values)
         # kernels do not specialise numbers further; `map` of functions in C is much faster than a loop
-        is_narrow = max(numbers, default=0) < WORDS and min(numbers, default=0) >= -WORDS
+        is_narrow = not numbers or (max(numbers) < WORDS and min(numbers) >= -WORDS)
         alignments = tuple(map(_LOW_BITS, map(_ADDRESS, found.tensors(values))))
-        key = active, device, JITFunction.run, kinds, is_narrow, alignments
-        plan = fixed.plans.get(key)
+        key = active, device, JITFunction.run, is_narrow, alignments
+        plan = found.compiled.get(key)
         if plan is None or is_observed() or self.kernel.pre_run_hooks:
             compiled = self.launch(fixed.programs, fixed.complete(given))
             if compiled is not None:
-                fixed.plans[key] = compiled, *self._order(fixed, given)
+                found.compiled[key] = compiled, *self._order(fixed, given)
             return
         compiled, order, constants = plan
         _run(compiled, fixed.programs, active.get_current_stream(device), order(values + constants))
