@@ -385,8 +385,7 @@ class BitLinear(SplitLinear):
             observe=None if observer is None else partial(self._observe, observer),
             count=self._product_counts.add,
             fp8_counts=self._product_counts.on_device,
-            # a graph would repeat a look-up, and keep codes in memory that only its replays write
-            weights=None if cuda_graphs.is_capturing(self.weight.device) else self.weight_slot,
+            weights=self._weight_slot_outside_graphs(),
             # ZeRO 3 gathers the weight to another address for each use
             keeps_until_cleared=self.shards is not None or hasattr(self.weight, "ds_id"),
             is_replay=use.is_replay,
@@ -399,6 +398,11 @@ class BitLinear(SplitLinear):
             probe=probe,
             input_forms=input_forms,
         )
+
+    def _weight_slot_outside_graphs(self) -> WeightSlot | None:
+        """The slot; none in a graph, which would repeat a look-up and keep codes that only replays write."""
+        slot = self.weight_slot
+        return None if slot is None or cuda_graphs.is_capturing(self.weight.device) else slot
 
     def _hadamard_signs(self, stream: RandomStream, recipe: Recipe, use: Use) -> int:
         if not recipe.hadamard:

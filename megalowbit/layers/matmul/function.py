@@ -34,7 +34,7 @@ from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
-from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
+from megalowbit.layers.matmul.context import MatmulContext, SplitOperand, once
 from megalowbit.layers.matmul.gemms import add_product, can_start_from, column_sums, gemm_dtype, multiply
 from megalowbit.layers.matmul.operand import MatmulOperand, exact_dtype, restore_operands, save_operands
 from megalowbit.layers.matmul.quantizations import Quantization, scale_format
@@ -88,8 +88,8 @@ def forward_products(
     """
     plan = context.quantizations
     # Evaluated once, and only if no sibling or no cache has the quantised forms.
-    split_input = functools.cache(lambda: context.split(input, "input"))
-    split_weight = functools.cache(lambda: context.split(weight, "weight")._replace(factors=factors))
+    split_input = once(lambda: context.split(input, "input"))
+    split_weight = once(lambda: context.split(weight, "weight", factors))
     wanted = [plan.input, plan.backward_input] if keeps_input else [plan.input]
     wanted += [plan.weight, plan.backward_weight] if keeps_weight else [plan.weight]
     context.exchange_maxima(wanted, {"input": input, "weight": weight})
@@ -263,10 +263,10 @@ def _product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Compute one product, also of split operands."""
-    gemm = functools.partial(_gemm, context, product)
     if left.low_rank is None and right.low_rank is None:
-        result = gemm(left, right, out_dtype=out_dtype, bias=bias)
+        result = _gemm(context, product, left, right, out_dtype=out_dtype, bias=bias)
     else:
+        gemm = functools.partial(_gemm, context, product)
         if context.recipe.gemm == "bf16":
             left, right = _decoded(context, left, right)
         result = multiply_split(
@@ -281,7 +281,8 @@ def _product(
             may_start=context.recipe.gemm == "bf16"
             and can_start_from(left.tensor, right.tensor, context.compute_dtype, out_dtype),
         )
-    context.probe_product(product, left, right, result, bias)
+    if context.probe is not None:
+        context.probe_product(product, left, right, result, bias)
     return result
 
 

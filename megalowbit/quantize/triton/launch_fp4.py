@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from megalowbit.quantize.encoding import (
     SHIFT,
     DecodeRequest,
     Encoded,
+    EncodedShapes,
     EncodeRequest,
     Encoding,
     new_encoded,
@@ -69,15 +70,13 @@ def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
 
 def encode(request: EncodeRequest) -> Encoded:
     """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
-    from megalowbit.quantize.triton import fp4 as kernels
-
     if request.x.is_neg():  # its strides may be others once the signs are resolved
         request = request._replace(x=request.x.resolve_neg())
     x, device, tensor_amax = request.x, request.x.device, request.tensor_amax
-    fp8_dtype, encoded = request.fp8_dtype, new_encoded(request)
+    fp8_dtype, arguments = request.fp8_dtype, _arguments_of(request)
+    encoded = new_encoded(request, arguments.shapes)
     if request.with_exponents or fp8_dtype is not None:
         encoded = encoded._replace(exponents=no_exponents(device))
-    arguments = _arguments_of(request)
     if request.encoding.format.has_tensor_scale:
         if tensor_amax is None:
             tensor_amax = _maximum(x, request.signs, arguments.of_amax)
@@ -86,7 +85,7 @@ def encode(request: EncodeRequest) -> Encoded:
     partial = partial_counts(request, arguments.of_encode.programs)
     is_drawn = request.encoding.is_stochastic
     launch_fixed(
-        kernels.encode_kernel,
+        _kernels().encode_kernel,
         device,
         arguments.of_encode,
         x=x,
@@ -112,7 +111,14 @@ def encode(request: EncodeRequest) -> Encoded:
             transpose=False,
         )
         encoded = encoded._replace(fp8=fp8)
-    return with_counts(encoded, partial, request.x.numel())
+    return with_counts(encoded, partial, x.numel()) if request.with_counts else encoded
+
+
+@functools.lru_cache(maxsize=1)
+def _kernels() -> Any:
+    from megalowbit.quantize.triton import fp4  # imports Triton
+
+    return fp4
 
 
 def maximum(request: EncodeRequest) -> Tensor:
@@ -126,18 +132,17 @@ def maximum(request: EncodeRequest) -> Tensor:
 
 
 def _maximum(x: Tensor, signs: int | None, arguments: FixedArguments) -> Tensor:
-    from megalowbit.quantize.triton.fp4 import amax_kernel
-
     largest = torch.zeros((), dtype=torch.float32, device=x.device)  # the kernel raises the bits, as int32
-    launch_fixed(amax_kernel, x.device, arguments, x=x, amax=largest, signs=signs or 0)
+    launch_fixed(_kernels().amax_kernel, x.device, arguments, x=x, amax=largest, signs=signs or 0)
     return largest
 
 
 class _EncodingArguments(NamedTuple):
-    """The arguments of an encoding that are the same in each step of a layer, by kernel."""
+    """What is the same in each step of a layer: arguments by kernel, and shapes of the result."""
 
     of_amax: FixedArguments
     of_encode: FixedArguments
+    shapes: EncodedShapes
 
 
 def _arguments_of(request: EncodeRequest) -> _EncodingArguments:
@@ -170,6 +175,7 @@ def _cached_arguments(
     return _EncodingArguments(
         FixedArguments({**source, "ONE_SCALE": False}, programs, words=("amax",)),
         FixedArguments({**source, **choices}, programs, words=("codes",)),
+        EncodedShapes.of(encoding.format, *shape),
     )
 
 
