@@ -12,7 +12,7 @@ import hashlib
 import io
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from megalowbit.data.cache import cached_file
-from megalowbit.data.corpus import Corpus
+from megalowbit.data.corpus import Corpus, TokenCorpus
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
 
@@ -41,13 +41,21 @@ class PackedDataset:
         sequence_length: tokens per sample; an incomplete sample at the end is not used.
         fingerprint: identifies the tokens.
         name: the user's name of the corpus, for messages.
+        check: called with the tokens of a sample and the index of its first token; raises if they are not
+            valid. None if they are known to be.
 
     Raises:
         UserError: there are fewer tokens than in one sample.
     """
 
     def __init__(
-        self, tokens: NDArray[Any], sequence_length: int, *, fingerprint: str, name: str = "corpus"
+        self,
+        tokens: NDArray[Any],
+        sequence_length: int,
+        *,
+        fingerprint: str,
+        name: str = "corpus",
+        check: Callable[[NDArray[Any], int], None] | None = None,
     ) -> None:
         self.name = name
         self.sequence_length = sequence_length
@@ -61,30 +69,48 @@ class PackedDataset:
             )
         used = tokens[: self.num_samples * sequence_length]
         self._samples = used.reshape(self.num_samples, sequence_length)
+        self._check = check
 
     def __len__(self) -> int:
         return self.num_samples
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Sample `index` as int64 (sequence_length,)."""
-        return torch.from_numpy(self._samples[index].astype(np.int64))
+        return self.batch(np.array([index]))[0]
 
     def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
         """Samples `indices` (n,) as int64 (n, sequence_length)."""
-        return torch.from_numpy(self._samples[indices].astype(np.int64))
+        samples = self._samples[indices]
+        if self._check is not None:
+            for index, sample in zip(indices.tolist(), samples, strict=True):
+                self._check(sample, index * self.sequence_length)
+        return torch.from_numpy(samples.astype(np.int64))
 
 
 def pack(corpus: Corpus, tokenizer: Tokenizer, sequence_length: int, cache_dir: Path) -> PackedDataset:
-    """Tokenise `corpus`, or load the tokens from the cache.
+    """Tokenise `corpus`, or load the tokens from the cache; a corpus of tokens is read in place.
 
     Raises:
         UserError: the corpus cannot be read or is shorter than one sequence; the cache cannot be written.
     """
+    if isinstance(corpus, TokenCorpus):
+        return _in_place(corpus, tokenizer, sequence_length)
     parts = (PACKING_FORMAT, corpus.fingerprint, tokenizer.fingerprint)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     path = cached_file(cache_dir / "tokens" / f"{key}.npy", lambda draft: _write(corpus, tokenizer, draft))
     tokens = np.load(path, mmap_mode="r")
     return PackedDataset(tokens, sequence_length, fingerprint=key, name=corpus.name)
+
+
+def _in_place(corpus: TokenCorpus, tokenizer: Tokenizer, sequence_length: int) -> PackedDataset:
+    corpus.check_tokens(tokenizer.vocab_size, tokenizer.eos_token_id)
+    return PackedDataset(
+        corpus.tokens,
+        sequence_length,
+        fingerprint=f"{corpus.fingerprint} {tokenizer.fingerprint}",
+        name=corpus.name,
+        check=lambda ids, start: corpus.refuse_outside(ids, start, tokenizer.vocab_size),
+    )
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalowbit.data.local_files import LocalCorpus
+from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus
