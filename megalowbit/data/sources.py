@@ -1,8 +1,9 @@
 """Opens a corpus by name, and lists the kinds of corpora.
 
-`"stdlib"` is the standard library; a path or prefix of Megatron's files are token ids; an existing path or a
-glob is a local corpus; any other name is a Hugging Face data set. To add a kind, write a file with its `Corpus` class and add the class to `SOURCES`, in the order of
-precedence. Not covered: streaming data sets, and mixtures of several corpora.
+`"stdlib"` is the standard library; the prefix of Megatron's files, or one of them, names token ids; an
+existing path or a glob is a local corpus; any other name is a Hugging Face data set. To add a kind, write a
+file with its `Corpus` class and add the class to `SOURCES`, in the order of precedence. Not covered: streaming
+data sets, and mixtures of several corpora.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def source_of(settings: DataSettings) -> Source:
             return source
     raise UserError(
         f"corpus {settings.corpus!r} does not exist: "
-        f"name a {', '.join(TEXT_KINDS[:-1])} or {TEXT_KINDS[-1]} file, a folder or a glob of them, the prefix "
-        f'of .bin and .idx files, "{STDLIB}" or a data set'
+        f"name a {', '.join(TEXT_KINDS[:-1])} or {TEXT_KINDS[-1]} file, a folder or a glob of them, the "
+        f'prefix of .bin and .idx files, "{STDLIB}" or a data set'
     )
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import cached_file
+from megalowbit.data.cache import WAIT_SECONDS, cached_file
 from megalowbit.data.corpus import Corpus
 from megalowbit.data.settings import (
     BPE_TOKENIZER,
@@ -191,9 +191,8 @@ class NoTokenizer(Tokenizer):
         self.fingerprint = hashlib.sha256(f"{NO_TOKENIZER} {vocab_size}".encode()).hexdigest()
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
-        raise UserError(
-            f'tokenizer "{NO_TOKENIZER}" is for corpora of token ids: set data.tokenizer to tokenise text'
-        )
+        """Raise: nothing is known that turns text into ids."""
+        raise TypeError(f'tokenizer "{NO_TOKENIZER}" cannot encode {len(texts)} texts')
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Do nothing: the exported model has no tokenizer."""
@@ -223,13 +222,21 @@ def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tok
             )
         return FolderTokenizer(folder)
     assert settings.vocab_size is not None, "DataSettings has checked it"
-    return train_bpe(corpus or open_corpus(settings), settings.vocab_size, settings.cache_dir)
+    return train_bpe(
+        corpus or open_corpus(settings),
+        settings.vocab_size,
+        settings.cache_dir,
+        timeout=settings.build_timeout,
+    )
 
 
-def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
+def train_bpe(
+    corpus: Corpus, vocab_size: int, cache_dir: Path, *, timeout: float = WAIT_SECONDS
+) -> BPETokenizer:
     """Train a byte-level BPE on the first 256 Mi characters of `corpus`, or load it from the cache.
 
-    If the corpus is too small for `vocab_size`, the vocabulary is smaller.
+    `timeout` is how many seconds to wait while another process trains it. If the corpus is too small for
+    `vocab_size`, the vocabulary is smaller.
     """
     parts = (BPE_FORMAT, tokenizers.__version__, vocab_size, corpus.fingerprint)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -239,7 +246,9 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
         bpe = _train(_limited(corpus.documents()), vocab_size)
         path.write_text(bpe.to_str(), encoding="utf-8")
 
-    tokenizer = BPETokenizer(cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build))
+    tokenizer = BPETokenizer(
+        cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build, timeout=timeout)
+    )
     if tokenizer.vocab_size < vocab_size:
         logger.warning(
             "corpus %s yields a vocabulary of only %d tokens, not vocab_size %d",

@@ -60,7 +60,7 @@ class TextFile:
             self._raw = raw
             if self.path.suffix == ".gz":
                 with gzip.GzipFile(fileobj=raw) as file:
-                    yield io.BufferedReader(file, READ_SIZE)  # type: ignore[arg-type]
+                    yield io.BufferedReader(file, READ_SIZE)
             elif self.path.suffix == ".zst":
                 with zstd_stream(raw) as file:
                     yield io.BufferedReader(file, READ_SIZE)

@@ -1,4 +1,4 @@
-"""Megatron's pair of files: token ids in `PREFIX.bin`, and where sequences and documents begin in `PREFIX.idx`.
+"""Megatron's files: token ids in `PREFIX.bin`, and in `PREFIX.idx` where sequences and documents begin.
 
     .bin   the ids of all sequences, one after another, little-endian, without a header
     .idx   9 bytes   "MMIDIDX" and two zeros
@@ -112,8 +112,9 @@ class MegatronIndex(NamedTuple):
         for kind, count in (("<i4", num_sequences), ("<i8", num_sequences), ("<i8", num_documents)):
             tables.append(np.memmap(path, kind, "r", offset, (count,)))
             offset += tables[-1].nbytes
+        sizes, pointers, documents = tables
         modes = np.memmap(path, "i1", "r", offset, (num_sequences,)) if has_modes else None
-        index = cls(dtype, *tables, modes)
+        index = cls(dtype, sizes, pointers, documents, modes)
         index._check_sequences(path, num_bytes)
         index._check_documents(path)
         return index
@@ -138,8 +139,8 @@ class MegatronIndex(NamedTuple):
             gaps = np.flatnonzero(pointers[:-1] + sizes[: len(pointers) - 1] * width != pointers[1:])
             if len(gaps):
                 raise UserError(
-                    f"{path}: sequence {start + gaps[0] + 1} begins at byte {pointers[gaps[0] + 1]}, not where "
-                    "the one before it ends: write both files again, with sequences in order"
+                    f"{path}: sequence {start + gaps[0] + 1} begins at byte {pointers[gaps[0] + 1]}, not "
+                    "where the one before it ends: write both files again, with sequences in order"
                 )
         if end != num_bytes:
             raise UserError(
@@ -281,7 +282,7 @@ class MegatronWriter:
 
     Args:
         prefix: path of the files without `.bin` and `.idx`; its folder must exist.
-        vocab_size: ids are 0 … vocab_size-1; they are stored as uint16 if it is at most 65,536, else as int32.
+        vocab_size: ids are 0 … vocab_size-1; stored as uint16 if it is at most 65,536, else as int32.
 
     Raises:
         UserError: a file cannot be written.

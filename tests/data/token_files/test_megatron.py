@@ -170,7 +170,7 @@ def test_tables_of_any_size_are_checked_in_a_bounded_number_of_blocks(monkeypatc
 def test_an_id_outside_the_vocabulary_is_named_with_document_and_position(tmp_path):
     write(tmp_path / "a", [1, 2, 3], [], [4, 5, 299, 7], vocab_size=300)
     corpus = MegatronCorpus(tmp_path / "a")
-    with pytest.raises(UserError, match="token id 299 at position 2 of document 2 is outside .* 256 tokens"):
+    with pytest.raises(UserError, match=r"token id 299 at position 2 of document 2 is outside .* 256 tokens"):
         pack(corpus, ByteTokenizer(), 2, tmp_path)
     assert pack(corpus, NoTokenizer(300), 2, tmp_path).num_samples == 3
     write_pair(tmp_path / "b", [1, 2, -3, 4], [4], [0, 1], code=4)
@@ -202,7 +202,7 @@ def test_documents_without_end_tokens_are_reported(tmp_path, caplog):
 def test_token_ids_cannot_be_tokenised_nor_text_without_a_tokenizer(tmp_path):
     write(tmp_path / "a", [1, 2])
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UserError, match="consists of token ids, not text: set data.tokenizer"):
+    with pytest.raises(UserError, match=r"consists of token ids, not text: set data\.tokenizer"):
         build_tokenizer(
             DataSettings(corpus=str(tmp_path / "a"), sequence_length=2, tokenizer="bpe", vocab_size=300)
         )
@@ -213,7 +213,7 @@ def test_token_ids_cannot_be_tokenised_nor_text_without_a_tokenizer(tmp_path):
         vocab_size=300,
         cache_dir=tmp_path,
     )
-    with pytest.raises(UserError, match='tokenizer "none" is for corpora of token ids'):
+    with pytest.raises(UserError, match=r'tokenizer "none" is for corpora of token ids, and .* is text'):
         build_loader(settings, micro_batch_size=1, rank=0, world_size=1)
 
 
