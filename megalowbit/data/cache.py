@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -26,7 +27,7 @@ from typing import IO, Any, TypeVar
 
 from megalowbit.durable_files import atomic_file, sync
 from megalowbit.errors import TransientError, UserError
-from megalowbit.json_text import read_json_object
+from megalowbit.json_text import parse_json, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ Result = TypeVar("Result")
 
 BLOCK_BYTES = 256 * 1024
 NUM_BLOCKS = 256  # files up to 64 MiB are read completely
+LARGEST_MANIFEST = 2**16  # bytes
 WAIT_SECONDS = 3600.0
 SECONDS_BETWEEN_TRIES = 0.5
 NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -117,9 +119,15 @@ def _build_once(path: Path, build: Callable[[Path], dict[str, int] | None], *, h
         _move_into_place(draft, path, build(draft) or {})
         journal.unlink(missing_ok=True)
     finally:
-        if not (has_lock and journal.exists()):
-            for left in (draft, journal):
-                left.unlink(missing_ok=True)
+        is_kept = has_lock and journal.exists()
+        for left in [*([] if is_kept else [draft, journal]), *(_left_by_kills(path) if has_lock else [])]:
+            left.unlink(missing_ok=True)
+
+
+def _left_by_kills(path: Path) -> list[Path]:
+    """What `atomic_file` has not renamed of manifests and journals; who has the lock may remove it."""
+    name = glob.escape(path.name)
+    return [left for pattern in (f".{name}.*.tmp", f"..{name}.*.tmp") for left in path.parent.glob(pattern)]
 
 
 def journal_of(draft: Path) -> Path:
@@ -129,15 +137,17 @@ def journal_of(draft: Path) -> Path:
 
 def facts_of(path: Path) -> dict[str, Any]:
     """What `build` has returned for a file that `cached_file` has built; older files have nothing."""
-    return {
-        key: value
-        for key, value in read_json_object(_manifest(path)).items()
-        if key not in ("size", "digest")
-    }
+    return {key: value for key, value in _read_manifest(path).items() if key not in ("size", "digest")}
 
 
 def _manifest(path: Path) -> Path:
     return path.with_name(path.name + ".manifest.json")
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest = _manifest(path)
+    found = parse_json(read_text(manifest, largest=LARGEST_MANIFEST), str(manifest))
+    return found if isinstance(found, dict) else {}
 
 
 def _lock_of(path: Path) -> Path:
@@ -146,8 +156,8 @@ def _lock_of(path: Path) -> Path:
 
 def _is_whole(path: Path) -> bool:
     try:
-        known = read_json_object(_manifest(path))
-    except UserError:
+        known = _read_manifest(path)
+    except (UserError, OSError):
         return False
     return (known.get("size"), known.get("digest")) == (path.stat().st_size, content_digest(path))
 

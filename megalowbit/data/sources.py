@@ -2,8 +2,8 @@
 
 `"stdlib"` is the standard library; the prefix of Megatron's files, or one of them, names token ids; an
 existing path or a glob is a local corpus; any other name is a Hugging Face data set. To add a kind, write a
-file with its `Corpus` class and add the class to `SOURCES`, in the order of precedence. Not covered: streaming
-data sets, and mixtures of several corpora.
+file with its `Corpus` class and add the class to `SOURCES`, in the order of precedence. Not covered:
+streaming data sets, and mixtures of several corpora.
 """
 
 from __future__ import annotations

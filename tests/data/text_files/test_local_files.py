@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from unprivileged import said_without_privileges
 
 from megalowbit.data.packing import pack
+from megalowbit.data.settings import DataSettings
+from megalowbit.data.sources import open_corpus
 from megalowbit.data.text_files import lines
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.tokenize import ByteTokenizer
@@ -261,3 +263,34 @@ def test_only_regular_files_are_read_as_text(tmp_path, kind):
     if kind != "link to nothing":
         with pytest.raises(UserError, match="is a FIFO, a socket or a device: name a file or a folder"):
             LocalCorpus(path)
+
+
+def test_a_glob_names_files_in_any_folders(tmp_path, monkeypatch):
+    for name in ("a/1.txt", "a/2.txt", "b/c/1.txt", "a/1.md", "a/.1.txt", "1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a" / "folder.txt").mkdir()
+    assert documents(tmp_path / "a" / "*.txt") == ["a/1.txt", "a/2.txt"]
+    assert documents(tmp_path / "**" / "1.*") == ["1.txt", "a/1.txt", "b/c/1.txt"]
+    assert documents(tmp_path / "[ab]" / "[!1].txt") == ["a/2.txt"]
+    monkeypatch.chdir(tmp_path)
+    corpus = open_corpus(DataSettings(corpus="a/?.txt", sequence_length=8))
+    assert list(corpus.documents()) == ["a/1.txt", "a/2.txt"]
+    with pytest.raises(UserError, match=r"corpus glob .*\*\.jsonl matches no \.txt, .*\.arrow files"):
+        documents(tmp_path / "*.jsonl")
+
+
+def test_the_fingerprint_of_a_glob_follows_names_and_content_but_not_the_place(tmp_path):
+    for place in ("one", "two"):
+        (tmp_path / place / "a").mkdir(parents=True)
+        for name in ("x", "y"):
+            (tmp_path / place / "a" / f"{name}.txt").write_text(name)
+    one, two = (LocalCorpus(tmp_path / place / "*" / "?.txt").fingerprint for place in ("one", "two"))
+    assert one == two
+    assert LocalCorpus(tmp_path / "one" / "*" / "x.txt").fingerprint != one
+
+
+def test_a_file_whose_name_is_a_glob_is_that_file(tmp_path):
+    (tmp_path / "a[1].txt").write_text("itself")
+    (tmp_path / "a1.txt").write_text("another")
+    assert documents(tmp_path / "a[1].txt") == ["itself"]

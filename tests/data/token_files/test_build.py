@@ -68,35 +68,12 @@ def test_the_ids_do_not_depend_on_the_number_of_processes(tmp_path, small_batche
     assert np.array_equal(np.load(token_file(tmp_path)), ids_of(TEXTS))
 
 
-def test_processes_start_by_themselves_when_a_corpus_is_large(tmp_path, small_batches, monkeypatch):
-    monkeypatch.setattr(workers, "CHARACTERS_BEFORE_START", 2000)
-    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    started = []
-    monkeypatch.setattr(workers, "_start", lambda start=workers._start: started.append(1) or start())
-    small = list(encode_in_order(build.batches_of(iter(TEXTS[:16])), ByteTokenizer(), None))
-    assert not started
-    large = list(encode_in_order(build.batches_of(iter(TEXTS)), ByteTokenizer(), None))
-    assert len(started) == 2
-    assert np.array_equal(np.concatenate([ids for _, ids in large]), ids_of(TEXTS))
-    assert small[0].sizes == large[0].sizes == [len(text.encode()) + 1 for text in TEXTS[:16]]
-
-
 def test_a_trained_bpe_works_in_other_processes(tmp_path, small_batches):
     tokenizer = train_bpe(Documents(TEXTS), 280, tmp_path)
     batches = [list(encode_in_order(build.batches_of(iter(TEXTS)), tokenizer, count)) for count in (1, 2)]
     one, two = (np.concatenate([ids for _, ids in found]) for found in batches)
     assert np.array_equal(one, two)
     assert (one == tokenizer.eos_token_id).sum() == len(TEXTS)
-
-
-def test_processes_that_tokenise_do_not_import_torch():
-    code = (
-        "import sys, megalowbit.data.token_files.workers, megalowbit.data.tokenize; "
-        "heavy = {'torch', 'datasets', 'transformers', 'pyarrow'} & set(sys.modules); "
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_process_that_is_killed_is_named_with_its_documents(tmp_path, small_batches, monkeypatch):
@@ -116,13 +93,6 @@ def test_a_process_that_is_killed_is_named_with_its_documents(tmp_path, small_ba
     with pytest.raises(UserError, match=r"has ended by signal SIGKILL at 16 documents .* 'document \d+ é"):
         pack(corpus, ByteTokenizer(), 8, tmp_path, workers=2)
     assert not list((tmp_path / "tokens").iterdir())
-
-
-def test_an_error_of_the_tokenizer_comes_from_its_process(tmp_path):
-    tokenizer = ByteTokenizer()
-    tokenizer.eos_token_id = "no id"
-    with pytest.raises(RuntimeError, match=r"a process that tokenises has failed:\n(.|\n)*ValueError"):
-        list(encode_in_order(iter([["a"], ["b"]]), tokenizer, 2))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -239,58 +209,82 @@ PROGRAM = """
 """
 
 
-def check_cache(folder, expected):
-    """The cache has no file or the whole one; returns whether it has it, and the documents in a journal."""
-    files = list((folder / "tokens").glob("*.npy")) if folder.exists() else []
-    for path in files:
-        assert np.array_equal(np.load(path), expected)
-        assert cache._is_whole(path)
-    journals = list((folder / "tokens").glob(".*.partial.json")) if folder.exists() else []
-    return bool(files), max([json.loads(path.read_text())["documents"] for path in journals], default=0)
+class Kills:
+    """Builds that are killed.
 
+    Args:
+        folder: of the corpus, the program and the caches.
+        count: number of processes that tokenise.
+    """
 
-def kill_builds(folder, num_kills, count):
-    """Kill builds at random moments until there were `num_kills`; returns the largest progress of each."""
-    texts = [f"document {number} " * (number % 13 + 1) for number in range(1200)]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    (folder / "program.py").write_text(textwrap.dedent(PROGRAM))
-    expected, seed = ids_of(texts), random.Random(7)
-    place, kills, progress, resumed, whole = 0, 0, 0, 0, 0
-    while kills < num_kills:
-        arguments = (folder / "a.jsonl", folder / f"cache-{place}", count)
-        program = Forked(folder / "program.py", *arguments, output=folder / "output")
-        start, limit = time.monotonic(), seed.uniform(0.0, 1.2)
-        while program.poll() is None and time.monotonic() - start < limit:
+    def __init__(self, folder, count):
+        texts = [f"document {number} " * (number % 13 + 1) for number in range(1200)]
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (folder / "program.py").write_text(textwrap.dedent(PROGRAM))
+        self.folder, self.count, self.expected = folder, count, ids_of(texts)
+        self.place = 0
+        start = time.monotonic()
+        self.build_whole()
+        self.seconds = time.monotonic() - start
+
+    @property
+    def tokens(self):
+        return self.folder / f"cache-{self.place}" / "tokens"
+
+    def start(self):
+        arguments = (self.folder / "a.jsonl", self.tokens.parent, self.count)
+        return Forked(self.folder / "program.py", *arguments, output=self.folder / "output")
+
+    def build_whole(self):
+        """Complete the cache and begin a new one."""
+        assert self.start().wait() == 0, (self.folder / "output").read_text()
+        assert self.state() == (True, 0)
+        (path,) = self.tokens.glob("*.npy")
+        assert {each.name for each in self.tokens.iterdir()} == {path.name, f"{path.name}.manifest.json"}
+        self.place += 1
+
+    def state(self):
+        """Whether there is a file, which is then the whole one, and the documents in the journal."""
+        files = list(self.tokens.glob("*.npy"))
+        for path in files:
+            assert np.array_equal(np.load(path), self.expected)
+            assert cache._is_whole(path)
+        journals = self.tokens.glob(".*.partial.json")
+        return bool(files), max([json.loads(path.read_text())["documents"] for path in journals], default=0)
+
+    def kill_one(self, moment):
+        """Kill a build after some seconds; returns whether it was still running."""
+        program, end = self.start(), time.monotonic() + moment
+        while program.poll() is None and time.monotonic() < end:
             time.sleep(0.002)
         was_running = program.poll() is None
         program.kill()
         code = program.wait()
-        kills += was_running
-        assert was_running or code == 0, (folder / "output").read_text()
-        is_whole, done = check_cache(folder / f"cache-{place}", expected)
-        assert is_whole or done >= progress  # nothing that a journal has noted is lost
-        resumed += done > progress > 0
-        progress = 0 if is_whole else done
-        whole += is_whole
-        place += is_whole
-    last = Forked(folder / "program.py", folder / "a.jsonl", folder / f"cache-{place}", count,
-                  output=folder / "output")  # fmt: skip
-    assert last.wait() == 0, (folder / "output").read_text()
-    assert check_cache(folder / f"cache-{place}", expected) == (True, 0)
-    names = [path.name for path in (folder / f"cache-{place}" / "tokens").iterdir()]
-    assert sorted(name[-14:] for name in names if not name.endswith(".npy")) == [".manifest.json"]
-    return whole, resumed
+        assert was_running or code == 0, (self.folder / "output").read_text()
+        return was_running
+
+    def kill(self, num_kills):
+        """Kill builds at random moments of their usual time; returns how many continued an earlier one."""
+        random_moments, kills, before, num_continued = random.Random(7), 0, 0, 0
+        while kills < num_kills:
+            kills += self.kill_one(random_moments.uniform(0.0, self.seconds))
+            is_whole, done = self.state()
+            assert is_whole or done >= before  # nothing that a journal has noted is lost
+            num_continued += before > 0 and (is_whole or done > before)
+            before = 0 if is_whole else done
+            self.place += is_whole
+        self.build_whole()
+        return num_continued
 
 
 def test_kills_leave_no_cache_or_a_whole_one(tmp_path):
-    kill_builds(tmp_path, 6, count=1)
+    Kills(tmp_path, 1).kill(6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_hundred_kills_leave_no_cache_or_a_whole_one(tmp_path, count):
-    whole, resumed = kill_builds(tmp_path, 100, count)
-    assert whole + resumed  # the kills came in the middle of builds
+    assert Kills(tmp_path, count).kill(100) > 5
 
 
 def test_workers_end_with_a_killed_parent(tmp_path):
