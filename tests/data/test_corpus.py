@@ -48,7 +48,7 @@ def test_the_first_id_outside_the_vocabulary_is_named_by_its_place():
     corpus = Tokens()
     corpus.check_tokens(6, None)
     with pytest.raises(
-        UserError, match="corpus tokens: token id 4 at place 4 is outside the vocabulary of 4"
+        UserError, match="tokens: token id 4 at place 4 is outside the vocabulary of 4"
     ):
         corpus.check_tokens(4, None)
     with pytest.raises(UserError, match="token id -1 at place 3"):
