@@ -47,9 +47,7 @@ class Tokens(TokenCorpus):
 def test_the_first_id_outside_the_vocabulary_is_named_by_its_place():
     corpus = Tokens()
     corpus.check_tokens(6, None)
-    with pytest.raises(
-        UserError, match="tokens: token id 4 at place 4 is outside the vocabulary of 4"
-    ):
+    with pytest.raises(UserError, match="tokens: token id 4 at place 4 is outside the vocabulary of 4"):
         corpus.check_tokens(4, None)
     with pytest.raises(UserError, match="token id -1 at place 3"):
         corpus.refuse_outside(np.array([0, -1, 9]), 2, 6)

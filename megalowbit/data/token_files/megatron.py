@@ -12,9 +12,9 @@
            int8      mode of each sequence, S of them, only in multimodal data
 
 Both files are memory-mapped. The header, the sizes of the files and the ends of the tables are always
-checked. Tables and ids are checked completely up to 16 Mi entries; of larger ones, 256 evenly spaced blocks
-are checked, so that opening takes the same time for any size. Ids in the other blocks are checked when they
-are read.
+checked. Tables of up to 4 Mi entries and up to 16 Mi ids are checked completely; of larger ones, 256 evenly
+spaced blocks are checked, so that opening takes the same time for any size. Ids in the other blocks are
+checked when they are read.
 
 Sequences must follow each other in `.bin` without gaps, as every writer puts them there. Not covered: modes
 (read, not used), ids as floating point numbers, and files on object stores.
@@ -29,7 +29,7 @@ import struct
 import uuid
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -52,8 +52,10 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 BIN, IDX = TOKEN_SUFFIXES
 LARGEST_SEQUENCE = 2**31 - 1
-BLOCK = 2**16  # entries
-NUM_BLOCKS = 256  # up to 16 Mi entries are checked completely
+# Blocks that are checked: small ones of the tables, because their pages stay in memory with the map.
+NUM_BLOCKS = 256
+TABLE_BLOCK = 2**14  # entries; tables of up to 4 Mi entries are checked completely
+ID_BLOCK = 2**16  # ids; up to 16 Mi of them are checked completely
 DOCUMENTS_WITH_END = 1000  # of the first documents, at least one should end with the end-of-document id
 ENTRIES_PER_WRITE = 2**20
 
@@ -126,7 +128,7 @@ class MegatronIndex(NamedTuple):
             raise UserError(
                 f"{path}: the first sequence begins at byte {self.pointers[0]}, not 0: replace it"
             )
-        for start, stop in evenly_spaced(count):
+        for start, stop in evenly_spaced(count, TABLE_BLOCK):
             sizes = self.sizes[start:stop].astype(np.int64)
             pointers = np.asarray(self.pointers[start : stop + 1])
             for what, values, most in (("size", sizes, LARGEST_SEQUENCE), ("pointer", pointers, num_bytes)):
@@ -154,7 +156,7 @@ class MegatronIndex(NamedTuple):
             raise UserError(
                 f"{path}: its documents are sequences {first} … {last}, not 0 … {count}: replace it"
             )
-        for start, stop in evenly_spaced(len(self.documents)):
+        for start, stop in evenly_spaced(len(self.documents), TABLE_BLOCK):
             indices = np.asarray(self.documents[start : stop + 1])
             wrong = np.flatnonzero((indices[1:] < indices[:-1]) | (indices[1:] > count))
             if len(wrong):
@@ -182,13 +184,12 @@ def _has_modes(path: Path, size: int, num_sequences: int, num_documents: int) ->
     return size != expected
 
 
-def evenly_spaced(count: int) -> Iterator[tuple[int, int]]:
+def evenly_spaced(count: int, block: int) -> Iterator[tuple[int, int]]:
     """Starts and ends of the blocks to check among `count` entries: all of them, or 256 with both ends."""
-    starts = list(range(0, count, BLOCK))
-    if len(starts) > NUM_BLOCKS:
-        last = count - BLOCK
-        starts = [last * number // (NUM_BLOCKS - 1) for number in range(NUM_BLOCKS)]
-    return ((start, min(start + BLOCK, count)) for start in starts)
+    starts: Iterable[int] = range(0, count, block)
+    if count > NUM_BLOCKS * block:
+        starts = ((count - block) * number // (NUM_BLOCKS - 1) for number in range(NUM_BLOCKS))
+    return ((start, min(start + block, count)) for start in starts)
 
 
 class MegatronCorpus(TokenCorpus):
@@ -253,7 +254,7 @@ class MegatronCorpus(TokenCorpus):
         return f"position {position} of document {document}"
 
     def check_tokens(self, vocab_size: int, eos_token_id: int | None) -> None:
-        for start, stop in evenly_spaced(len(self.tokens)):
+        for start, stop in evenly_spaced(len(self.tokens), ID_BLOCK):
             self.refuse_outside(self.tokens[start:stop], start, vocab_size)
         if eos_token_id is not None and not self._has_ends(eos_token_id):
             logger.warning(

@@ -121,7 +121,13 @@ class _Workers:
 
     def __init__(self, tokenizer: Encoder, count: int, *, has_end: bool) -> None:
         start = pickle.dumps((tokenizer, has_end))
-        self._processes = [_start() for _ in range(count)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for _ in range(count):
+                self._processes.append(_start())
+        except UserError:
+            self._end()
+            raise
         self._idle: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokenise")
         for process in self._processes:
@@ -155,6 +161,11 @@ class _Workers:
         for process in self._processes:  # first, because threads may wait for their answers
             process.kill()
         self._threads.shutdown(cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.kill()
         for process in self._processes:
             for pipe in (process.stdin, process.stdout):
                 assert pipe is not None
@@ -165,12 +176,17 @@ class _Workers:
 
 def _start() -> subprocess.Popen[bytes]:
     paths = json.dumps([path or os.getcwd() for path in sys.path])  # noqa: PTH109 - "" is the working folder
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, paths],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **ONE_THREAD},
-    )
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, paths],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **ONE_THREAD},
+        )
+    except OSError as error:  # too many processes, or too little memory
+        raise UserError(
+            f"processes that tokenise cannot be started ({error.strerror or error}): lower data.workers"
+        ) from error
 
 
 def _send(process: subprocess.Popen[bytes], content: bytes) -> None:

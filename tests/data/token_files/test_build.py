@@ -202,10 +202,15 @@ PROGRAM = """
             time.sleep(0.002)
             return super().encode_batch(texts)
 
+    class Counting(Slow):
+        def encode_batch(self, texts):
+            print(len(texts))
+            return super().encode_batch(texts)
+
     corpus, folder, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     build.BATCH_DOCUMENTS, build.SECONDS_BETWEEN_JOURNALS = 4, 0.01
-    tokenizer = ByteTokenizer() if count > 1 else Slow()
-    pack(LocalCorpus(corpus), tokenizer, 8, folder, workers=count)
+    tokenizer = {0: Counting, 1: Slow}.get(count, ByteTokenizer)()
+    pack(LocalCorpus(corpus), tokenizer, 8, folder, workers=count or 1)
 """
 
 
@@ -285,6 +290,20 @@ def test_kills_leave_no_cache_or_a_whole_one(tmp_path):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_hundred_kills_leave_no_cache_or_a_whole_one(tmp_path, count):
     assert Kills(tmp_path, count).kill(100) > 5
+
+
+def test_of_several_jobs_one_tokenises(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    outputs = [tmp_path / f"output-{number}" for number in range(3)]
+    programs = [
+        Forked(tmp_path / "program.py", tmp_path / "a.jsonl", tmp_path / "cache", 0, output=output)
+        for output in outputs
+    ]
+    assert [program.wait() for program in programs] == [0, 0, 0]
+    encoded = [sum(map(int, output.read_text().split())) for output in outputs]
+    assert sorted(encoded) == [0, 0, len(TEXTS)]
+    assert np.array_equal(np.load(token_file(tmp_path / "cache")), ids_of(TEXTS))
 
 
 def test_workers_end_with_a_killed_parent(tmp_path):

@@ -157,10 +157,9 @@ def test_half_a_pair_is_refused_and_named(tmp_path, left):
 
 
 def test_tables_of_any_size_are_checked_in_a_bounded_number_of_blocks(monkeypatch):
-    monkeypatch.setattr(megatron, "BLOCK", 4)
     monkeypatch.setattr(megatron, "NUM_BLOCKS", 5)
     for count in range(1, 200):
-        blocks = list(megatron.evenly_spaced(count))
+        blocks = list(megatron.evenly_spaced(count, 4))
         seen = {entry for start, stop in blocks for entry in range(start, stop)}
         assert {0, count - 1} <= seen <= set(range(count))
         assert len(blocks) <= 5
@@ -179,7 +178,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_document_and_position(tmp_pa
 
 
 def test_ids_between_the_checked_blocks_are_found_when_they_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(megatron, "BLOCK", 2)
+    monkeypatch.setattr(megatron, "ID_BLOCK", 2)
     monkeypatch.setattr(megatron, "NUM_BLOCKS", 2)
     write(tmp_path / "a", [1] * 10, [2, 3, 290, 3, 2], [5] * 10, vocab_size=300)
     dataset = pack(MegatronCorpus(tmp_path / "a"), NoTokenizer(257), 4, tmp_path)

@@ -1,5 +1,6 @@
 """The processes that tokenise: when they start, what they import, and what becomes of an error."""
 
+import errno
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 from megalowbit.data.token_files import workers
 from megalowbit.data.token_files.workers import encode, encode_in_order
 from megalowbit.data.tokenize import ByteTokenizer
+from megalowbit.errors import UserError
 
 TEXTS = [f"document {number} é " * (number % 13 + 1) for number in range(400)]
 BATCHES = [TEXTS[start : start + 16] for start in range(0, 400, 16)]
@@ -46,6 +48,21 @@ def test_processes_that_tokenise_do_not_import_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_processes_that_cannot_be_started_are_a_line_and_leave_none_behind(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def second_fails(*arguments, **values):
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(popen(*arguments, **values))
+        return started[0]
+
+    monkeypatch.setattr(workers.subprocess, "Popen", second_fails)
+    with pytest.raises(UserError, match=r"cannot be started \(Resource .*\): lower data\.workers"):
+        list(encode_in_order(iter(BATCHES), ByteTokenizer(), 3))
+    assert started[0].returncode is not None
 
 
 def test_an_error_of_the_tokenizer_comes_from_its_process():
