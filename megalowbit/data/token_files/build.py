@@ -152,6 +152,7 @@ def _append(
         content = ids.data.cast("B")
         file.write(content)
         done = Journal(done.documents + len(sizes), done.tokens + len(ids), zlib.crc32(content, done.crc32))
+        del ids, content  # before the next batch takes as much memory
         progress.show(done)
         if time.monotonic() >= next_journal:
             file.flush()
