@@ -269,14 +269,17 @@ def _raise_everywhere(failure: Exception | None) -> None:
 
     if not is_true_anywhere(failure is not None):
         return
-    local = None if failure is None else (isinstance(failure, UserError), str(failure), repr(failure))
+    kinds = [kind for kind in (TransientError, UserError) if isinstance(failure, kind)]
+    local = None if failure is None else ([kind.__name__ for kind in kinds], str(failure), repr(failure))
     of_all_ranks = gather(local)
     if failure is not None:
         raise failure
     for rank, failed in enumerate(of_all_ranks):
         if failed is not None:
-            is_user_error, message, description = failed
-            raise UserError(message) if is_user_error else RuntimeError(f"rank {rank} failed: {description}")
+            names, message, description = failed
+            if names:  # exit codes of ranks agree if the types do
+                raise TransientError(message) if TransientError.__name__ in names else UserError(message)
+            raise RuntimeError(f"rank {rank} failed: {description}")
 
 
 def _compare_everywhere(fingerprint: str) -> None:

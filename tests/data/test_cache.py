@@ -245,7 +245,7 @@ PROCESS = """
     from pathlib import Path
     import torch.distributed as dist
     from megalowbit.data.cache import run_on_each_node_first
-    from megalowbit.errors import UserError
+    from megalowbit.errors import TransientError, UserError
 
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
@@ -258,6 +258,8 @@ PROCESS = """
             return (folder / "made").exists()
         if scenario == f"user_error_on_{rank}":
             raise UserError("no such corpus")
+        if scenario == "transient" and rank == 1:
+            raise TransientError("still being built")
         if scenario == "defect" and rank == 0:
             raise KeyError("a bug")
         return rank if scenario == "difference" else 1
@@ -273,6 +275,7 @@ SCENARIOS = {
     "order": ["result True", "result True"],
     "user_error_on_0": ["UserError no such corpus"] * 2,
     "user_error_on_1": ["UserError no such corpus"] * 2,
+    "transient": ["TransientError still being built"] * 2,
     "defect": ["KeyError 'a bug'", "RuntimeError rank 0 failed: KeyError('a bug')"],
     "difference": ["UserError rank 1 reads other data than rank 0 (1 instead of 0)"] * 2,
 }

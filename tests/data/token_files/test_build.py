@@ -18,7 +18,7 @@ from megalowbit.data.corpus import Corpus
 from megalowbit.data.packing import pack
 from megalowbit.data.token_files import build, workers
 from megalowbit.data.token_files.workers import encode_in_order
-from megalowbit.data.tokenize import ByteTokenizer, train_bpe
+from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer, train_bpe
 from megalowbit.errors import UserError
 
 TEXTS = [f"document {number} é " * (number % 13 + 1) for number in range(400)]
@@ -68,8 +68,12 @@ def test_the_ids_do_not_depend_on_the_number_of_processes(tmp_path, small_batche
     assert np.array_equal(np.load(token_file(tmp_path)), ids_of(TEXTS))
 
 
-def test_a_trained_bpe_works_in_other_processes(tmp_path, small_batches):
+@pytest.mark.parametrize("is_of_a_folder", [False, True])
+def test_a_trained_bpe_works_in_other_processes(tmp_path, small_batches, is_of_a_folder):
     tokenizer = train_bpe(Documents(TEXTS), 280, tmp_path)
+    if is_of_a_folder:
+        tokenizer.save_pretrained(tmp_path / "folder")
+        tokenizer = FolderTokenizer(tmp_path / "folder")
     batches = [list(encode_in_order(build.batches_of(iter(TEXTS)), tokenizer, count)) for count in (1, 2)]
     one, two = (np.concatenate([ids for _, ids in found]) for found in batches)
     assert np.array_equal(one, two)
