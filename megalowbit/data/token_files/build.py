@@ -116,7 +116,7 @@ def write_tokens(
     if done.documents:
         logger.info("%s: continuing after %d documents", corpus.name, done.documents)
     else:
-        logger.info("tokenising %s (%s)", corpus.name, tokenizer.name)
+        logger.info("tokenising %s (%s), once", corpus.name, tokenizer.name)
     with draft.open("r+b" if done.documents else "wb") as file, Progress(corpus, done) as progress:
         file.write(_header(tokenizer.dtype, 0))  # written again below, when the number of tokens is known
         file.seek(HEADER_BYTES + done.tokens * tokenizer.dtype.itemsize)
