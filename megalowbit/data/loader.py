@@ -172,4 +172,12 @@ def count_samples(settings: DataSettings) -> int:
 def _open(settings: DataSettings) -> tuple[PackedDataset, Tokenizer]:
     corpus = open_corpus(settings)
     tokenizer = build_tokenizer(settings, corpus)
-    return pack(corpus, tokenizer, settings.sequence_length, settings.cache_dir), tokenizer
+    dataset = pack(
+        corpus,
+        tokenizer,
+        settings.sequence_length,
+        settings.cache_dir,
+        workers=settings.workers,
+        timeout=settings.build_timeout,
+    )
+    return dataset, tokenizer

@@ -1,8 +1,9 @@
 """Opens a corpus by name, and lists the kinds of corpora.
 
-`"stdlib"` is the standard library; an existing path is a local corpus; any other name is a Hugging Face data
-set. To add a kind, write a file with its `Corpus` class and add the class to `SOURCES`, in the order of
-precedence. Not covered: streaming data sets, and mixtures of several corpora.
+`"stdlib"` is the standard library; the prefix of Megatron's files, or one of them, names token ids; an
+existing path or a glob is a local corpus; any other name is a Hugging Face data set. To add a kind, write a
+file with its `Corpus` class and add the class to `SOURCES`, in the order of precedence. Not covered:
+streaming data sets, and mixtures of several corpora.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Protocol
 
 from megalowbit.data.corpus import Corpus
 from megalowbit.data.hub import HubCorpus
-from megalowbit.data.local_files import LOCAL_SUFFIXES, LocalCorpus
-from megalowbit.data.settings import DataSettings
+from megalowbit.data.settings import TEXT_KINDS, DataSettings
 from megalowbit.data.stdlib import STDLIB, StdlibCorpus
+from megalowbit.data.text_files.local_files import LocalCorpus
+from megalowbit.data.token_files.megatron import MegatronCorpus
 from megalowbit.errors import UserError
 
 
@@ -27,7 +29,7 @@ class Source(Protocol):
         """Open the corpus of `settings`; raises the errors of its constructor."""
 
 
-SOURCES: tuple[Source, ...] = (StdlibCorpus, LocalCorpus, HubCorpus)
+SOURCES: tuple[Source, ...] = (StdlibCorpus, MegatronCorpus, LocalCorpus, HubCorpus)
 
 
 def source_of(settings: DataSettings) -> Source:
@@ -41,8 +43,8 @@ def source_of(settings: DataSettings) -> Source:
             return source
     raise UserError(
         f"corpus {settings.corpus!r} does not exist: "
-        f'name a {", ".join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]} file, a folder of them, "{STDLIB}" '
-        "or a data set"
+        f"name a {', '.join(TEXT_KINDS[:-1])} or {TEXT_KINDS[-1]} file, a folder or a glob of them, the "
+        f'prefix of .bin and .idx files, "{STDLIB}" or a data set'
     )
 
 

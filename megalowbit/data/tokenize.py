@@ -21,9 +21,15 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import cached_file
+from megalowbit.data.cache import WAIT_SECONDS, cached_file
 from megalowbit.data.corpus import Corpus
-from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER, SMALLEST_BPE, DataSettings
+from megalowbit.data.settings import (
+    BPE_TOKENIZER,
+    BYTE_TOKENIZER,
+    NO_TOKENIZER,
+    SMALLEST_BPE,
+    DataSettings,
+)
 from megalowbit.data.sources import open_corpus
 from megalowbit.errors import UserError
 from megalowbit.json_text import refuse_irregular_files
@@ -54,13 +60,13 @@ class Tokenizer(ABC):
     Attributes:
         name: the user's name for it.
         vocab_size: number of ids; a model needs at least this `vocab_size`.
-        eos_token_id: id that ends a document.
+        eos_token_id: id that ends a document; None if it is not known, and then nothing can be tokenised.
         fingerprint: hexadecimal; equal for tokenizers that give equal ids.
     """
 
     name: str
     vocab_size: int
-    eos_token_id: int
+    eos_token_id: int | None
     fingerprint: str
 
     @property
@@ -160,7 +166,8 @@ class FolderTokenizer(Tokenizer):
                 f"tokenizer {folder} has no end-of-sequence token, which is needed at the end of documents: "
                 'set "eos_token" in its tokenizer_config.json'
             )
-        self.vocab_size = len(self._tokenizer)
+        # not its length: ids may have gaps, and the largest one needs a row of the embedding
+        self.vocab_size = max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values(), default=0))
         self.eos_token_id = int(eos_token_id)
         self.fingerprint = _folder_fingerprint(folder)
 
@@ -173,6 +180,25 @@ class FolderTokenizer(Tokenizer):
         self._tokenizer.save_pretrained(folder)
 
 
+class NoTokenizer(Tokenizer):
+    """Stands for the unknown tokenizer that made the token ids of a corpus."""
+
+    name = NO_TOKENIZER
+    eos_token_id = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.fingerprint = hashlib.sha256(f"{NO_TOKENIZER} {vocab_size}".encode()).hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
+        """Raise: nothing is known that turns text into ids."""
+        raise TypeError(f'tokenizer "{NO_TOKENIZER}" cannot encode {len(texts)} texts')
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Do nothing: the exported model has no tokenizer."""
+        logger.info('data.tokenizer is "%s": no tokenizer is saved in %s', NO_TOKENIZER, folder)
+
+
 def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tokenizer:
     """The tokenizer of `settings`; a BPE is loaded from the cache, or trained on the corpus.
 
@@ -183,22 +209,34 @@ def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tok
     """
     if settings.tokenizer == BYTE_TOKENIZER:
         return ByteTokenizer()
+    if settings.tokenizer == NO_TOKENIZER:
+        assert settings.vocab_size is not None, "DataSettings has checked it"
+        return NoTokenizer(settings.vocab_size)
     if settings.tokenizer != BPE_TOKENIZER:
         folder = Path(settings.tokenizer).expanduser()
         if not folder.is_dir():
             raise UserError(
                 f"tokenizer {settings.tokenizer!r} is neither "
-                f'"{BYTE_TOKENIZER}" nor "{BPE_TOKENIZER}" nor an existing folder: set data.tokenizer to one'
+                f'"{BYTE_TOKENIZER}" nor "{BPE_TOKENIZER}" nor "{NO_TOKENIZER}" nor an existing folder: '
+                "set data.tokenizer to one"
             )
         return FolderTokenizer(folder)
     assert settings.vocab_size is not None, "DataSettings has checked it"
-    return train_bpe(corpus or open_corpus(settings), settings.vocab_size, settings.cache_dir)
+    return train_bpe(
+        corpus or open_corpus(settings),
+        settings.vocab_size,
+        settings.cache_dir,
+        timeout=settings.build_timeout,
+    )
 
 
-def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
+def train_bpe(
+    corpus: Corpus, vocab_size: int, cache_dir: Path, *, timeout: float = WAIT_SECONDS
+) -> BPETokenizer:
     """Train a byte-level BPE on the first 256 Mi characters of `corpus`, or load it from the cache.
 
-    If the corpus is too small for `vocab_size`, the vocabulary is smaller.
+    `timeout` is how many seconds to wait while another process trains it. If the corpus is too small for
+    `vocab_size`, the vocabulary is smaller.
     """
     parts = (BPE_FORMAT, tokenizers.__version__, vocab_size, corpus.fingerprint)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -208,7 +246,9 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
         bpe = _train(_limited(corpus.documents()), vocab_size)
         path.write_text(bpe.to_str(), encoding="utf-8")
 
-    tokenizer = BPETokenizer(cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build))
+    tokenizer = BPETokenizer(
+        cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build, timeout=timeout)
+    )
     if tokenizer.vocab_size < vocab_size:
         logger.warning(
             "corpus %s yields a vocabulary of only %d tokens, not vocab_size %d",

@@ -28,7 +28,7 @@ from megalowbit.config.deepspeed_json import (
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.pipeline import check_pipeline, stages_of
 from megalowbit.config.zero import auto_sizes
-from megalowbit.data.settings import DataSettings
+from megalowbit.data.settings import DataSettings, is_token_prefix, names_files
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
@@ -42,7 +42,7 @@ BLOCK = "megalowbit"
 ENGINE_KEYS = tuple(EngineSettings.model_fields)
 FILE_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "cache_dir"))
 NAME_OR_FILE_KEYS = (("data", "corpus"), ("data", "tokenizer"))
-NOT_PATHS = {"stdlib", "byte", "bpe"}
+NOT_PATHS = {"stdlib", "byte", "bpe", "none"}
 LARGE_VOCABULARY = 2**16  # from here on, the loss is computed in chunks by default
 DEFAULT_RECIPE = "nvfp4"  # of the loop only: an engine without the loop converts no layers by default
 
@@ -377,7 +377,8 @@ def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
 def _absolute(value: str, base: Path, *, is_path: bool) -> str:
     path = base / Path(value).expanduser()
     # A corpus may also be the name of a data set: only a value that exists or looks like a file is a path.
-    looks_like_file = is_path or Path(value).suffix in {".txt", ".jsonl", ".parquet", ".json"}
-    if path.exists() or looks_like_file or value.startswith((".", "~")):
+    looks_like_file = is_path or names_files(value) or Path(value).suffix == ".json"
+    # a prefix of files and a glob do not exist themselves
+    if path.exists() or is_token_prefix(path) or looks_like_file or value.startswith((".", "~")):
         return str(path.resolve())
     return value
