@@ -51,6 +51,7 @@ class PackedDataset:
     ) -> None:
         self.name = name
         self.sequence_length = sequence_length
+        self.tokens = tokens
         self.num_tokens = len(tokens)
         self.num_samples = self.num_tokens // sequence_length
         self.fingerprint = hashlib.sha256(f"{fingerprint} by {sequence_length}".encode()).hexdigest()[:32]

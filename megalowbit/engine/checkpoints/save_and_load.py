@@ -138,14 +138,19 @@ def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool, is_lates
 
 def point_latest_at(path: Path) -> None:
     """Write the checkpoint's name to `latest`, which only other programs read; a failure is logged."""
+    point_at(path, LATEST)
+
+
+def point_at(path: Path, name: str) -> None:
+    """Write the checkpoint's name to the file `name` beside it; a failure is logged."""
     try:
-        _write_latest(path)
+        _write_name(path, name)
     except OSError as error:
-        logger.warning("%s cannot be written: %s", path.parent / LATEST, error.strerror)
+        logger.warning("%s cannot be written: %s", path.parent / name, error.strerror)
 
 
-def _write_latest(path: Path) -> None:
-    with atomic_file(path.parent / LATEST) as file:
+def _write_name(path: Path, name: str) -> None:
+    with atomic_file(path.parent / name) as file:
         file.write(path.name)
 
 
