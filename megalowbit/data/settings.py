@@ -32,7 +32,7 @@ def default_cache_dir() -> Path:
 
 
 class ValidationSource(SettingsModel):
-    """Where the text for validation comes from: another corpus, another split, or a share of the documents."""
+    """The text for validation: another corpus, another split of a data set, or a share of the documents."""
 
     corpus: str | None = Field(
         default=None,

@@ -74,7 +74,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count_bytes(self, ids: NDArray[Any]) -> int:
-        """The length of the text of these ids, one-dimensional, in bytes of UTF-8; ends of documents have 0."""
+        """Bytes of UTF-8 in the text of these ids, one-dimensional; an end of a document has none."""
 
     @abstractmethod
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:

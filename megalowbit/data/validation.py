@@ -64,7 +64,8 @@ class ValidationText:
     ) -> None:
         if len(tokens) < sequence_length:
             raise UserError(
-                f"{name} has {len(tokens)} tokens, fewer than one sequence of {sequence_length}: use more text"
+                f"{name} has {len(tokens)} tokens, fewer than one sequence of {sequence_length}: use more "
+                "text"
             )
         self.name, self.sequence_length = name, sequence_length
         self._tokens, self._source = tokens, fingerprint

@@ -129,7 +129,7 @@ def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool, is_lates
     try:
         write_manifest(path, facts)
         if is_latest and is_latest_needed:
-            _write_latest(path)
+            _write_name(path, LATEST)
     except OSError as error:
         raise write_error(f"checkpoint {path}", error) from error
     if is_latest and not is_latest_needed:

@@ -160,9 +160,7 @@ def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tens
     module = engine.module
     trained, module.loss_fn = module.loss_fn, loss_of
     try:
-        engine.eval_batch(
-            iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
-        )
+        engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
     finally:
         module.loss_fn, engine.total_loss = trained, None
     if not found:

@@ -8,11 +8,11 @@ their rank. During an evaluation
 - splits start without directions, as in a model that was just loaded;
 - quantised weights are cached for the evaluation only, and products are counted elsewhere.
 
-So a batch gives the same loss at any step of a run with these weights, on any rank, and after a resume. At the
-end everything is as it was: training mode of each module, stream, splits, caches, counts, recipes.
+So a batch gives the same loss at any step of a run with these weights, on any rank, and after a resume. At
+the end everything is as it was: training mode of each module, stream, splits, caches, counts, recipes.
 
-Not covered: compiled models, whose graphs would be compiled again; dropout and other generators of torch, from
-which modules in evaluation mode draw nothing.
+Not covered: compiled models, whose graphs would be compiled again; dropout and other generators of torch,
+from which modules in evaluation mode draw nothing.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _NextBatch:
     def __init__(self, model: nn.Module, numbers: Iterable[int]) -> None:
         self._stream, self._numbers = random_stream(model), iter(numbers)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, *_: Any) -> None:
         number = next(self._numbers)
         if self._stream is not None:
             step = FIRST_NUMBER + number

@@ -174,9 +174,9 @@ class Component:
         return {}
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> Facts:
-        """Columns for `step` (counted from 1) that need forwards of the model; after `facts`, in training only.
+        """Columns for `step` (counted from 1) that need forwards of the model; called after `facts`.
 
-        `progress` must be called every few seconds.
+        `progress` must be called every few seconds. `--benchmark` does not call this hook.
         """
         return {}
 
@@ -205,9 +205,9 @@ class Component:
         """
 
     def named_checkpoints(self) -> Mapping[str, int | None]:
-        """Steps whose checkpoints are saved at once and kept, by the name of the file beside them that says so.
+        """Steps whose checkpoints are saved at once and kept, by the name of a file beside them.
 
-        None: no checkpoint has this name.
+        The file names the step. None: no checkpoint has this name.
         """
         return {}
 

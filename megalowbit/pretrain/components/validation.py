@@ -124,7 +124,11 @@ class Validation(Component):
     def startup_line(self) -> str:
         every = self._settings.every
         often = f"every {every} steps and " if every else ""
-        return f"validate  {self._text.num_predicted:,} tokens of {self._text.name}, {often}after the last step"
+        return f"validate  {self.describe_text()}, {often}after the last step"
+
+    def describe_text(self) -> str:
+        """`12,345 tokens of held.txt`."""
+        return f"{self._text.num_predicted:,} tokens of {self._text.name}"
 
     def is_due(self, step: int) -> bool:
         """Whether the model is evaluated after `step`."""
@@ -166,9 +170,7 @@ class Validation(Component):
         sums = sums_of_batches(
             self._engine, self._text, size=self._size, progress=progress, is_quantized=is_quantized
         )
-        return TextLoss(
-            nats=math.fsum(sums), num_tokens=self._text.num_predicted, num_bytes=self._num_bytes
-        )
+        return TextLoss(nats=math.fsum(sums), num_tokens=self._text.num_predicted, num_bytes=self._num_bytes)
 
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
         if self.last is None or step != self._last_step:
@@ -214,7 +216,7 @@ class Validation(Component):
 
 
 def describe(facts: Facts) -> str:
-    """The columns on one line: `loss 3.2141, perplexity 24.88, 1.2103 bits per byte; loss 3.2101 unquantised`."""
+    """The columns on one line: `loss 3.2141, perplexity 24.88, 1.2103 bits per byte`."""
     text = f"loss {columns.loss_text(facts['validation/loss'])}"
     text += f", perplexity {facts['validation/perplexity']:.4g}"
     if facts["validation/bits_per_byte"] is not None:
