@@ -55,7 +55,7 @@ def validations(folder):
 def loss_of_export(folder):
     """The mean loss of every token after the first, by transformers alone and in float64."""
     model = AutoModelForCausalLM.from_pretrained(folder / "hf").double().eval()
-    tokens = torch.tensor(list(TEXT.encode()) + [0])
+    tokens = torch.tensor([*TEXT.encode(), 0])
     losses = []
     for start in range(0, len(tokens) - 1, LENGTH):  # the last one ends with the last token
         first = min(start, len(tokens) - 1 - LENGTH)
