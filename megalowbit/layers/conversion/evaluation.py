@@ -6,7 +6,8 @@ their rank. During an evaluation
 
 - a batch has a number, and its random numbers depend on the seed and on this number, as on rank 0;
 - splits start without directions, as in a model that was just loaded;
-- quantised weights are cached for the evaluation only, and products are counted elsewhere.
+- quantised weights are cached for the evaluation only (split ones not at all), and products are counted
+  elsewhere.
 
 So a batch gives the same loss at any step of a run with these weights, on any rank, and after a resume. At
 the end everything is as it was: training mode of each module, stream, splits, caches, counts, recipes.
@@ -74,7 +75,9 @@ def evaluation(
 def _set_up(layer: BitLinear, *, is_quantized: bool, keeps_weights: bool) -> None:
     """Give a layer empty state for the evaluation."""
     layer.split_states, layer._uses, layer._product_counts = {}, UseCounter(), ProductCounts()
-    layer.weight_slot = WeightSlot() if keeps_weights else None
+    # a split weight depends on the batch for which it was split
+    is_kept = keeps_weights and layer.recipe.split_weight is None
+    layer.weight_slot = WeightSlot() if is_kept else None
     if is_quantized:
         return
     layer.chooser = None
