@@ -60,16 +60,13 @@ class ValidationSource(SettingsModel):
     @model_validator(mode="after")
     def _names_one_source(self) -> ValidationSource:
         if self.share is not None and (self.corpus is not None or self.split is not None):
-            raise UserError("data.validation has share, and also corpus or split: name one of them")
+            raise UserError("share is set, and also corpus or split: name one of them")
         if self.share is None and self.corpus is None and self.split is None:
             raise UserError(
-                "data.validation names no text: set corpus (other text), split (of a data set) or share (of "
-                "the documents)"
+                "it names no text: set corpus (other text), split (of a data set) or share (of the documents)"
             )
         if self.corpus_config is not None and self.corpus is None:
-            raise UserError(
-                f"data.validation.corpus_config = {self.corpus_config!r} needs data.validation.corpus"
-            )
+            raise UserError(f"corpus_config = {self.corpus_config!r} needs corpus")
         return self
 
 

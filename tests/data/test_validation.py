@@ -178,9 +178,9 @@ def test_a_share_that_leaves_nothing_to_train_on_is_refused(documents, tmp_path)
     ("named", "message"),
     [
         ({}, "names no text: set corpus"),
-        ({"share": 0.1, "split": "test"}, "has share, and also corpus or split"),
-        ({"share": 0.1, "corpus": "x.txt"}, "has share, and also corpus or split"),
-        ({"split": "test", "corpus_config": "x"}, "needs data.validation.corpus"),
+        ({"share": 0.1, "split": "test"}, "share is set, and also corpus or split"),
+        ({"share": 0.1, "corpus": "x.txt"}, "share is set, and also corpus or split"),
+        ({"split": "test", "corpus_config": "x"}, "corpus_config = 'x' needs corpus"),
     ],
 )
 def test_sources_that_contradict_each_other_are_refused(named, message):

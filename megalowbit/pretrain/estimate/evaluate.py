@@ -128,7 +128,7 @@ def _configuration(
         raise UserError(f"{source} is not in a run's folder: name a configuration with --ds-config")
     file = config_file or RunFolder(run or Path()).config
     weights = {"checkpoint": str(source.resolve()), "config": None, "outliers": None}
-    sizes = ["train_batch_size=null", "gradient_accumulation_steps=1"]
+    sizes = ["train_batch_size=auto", "gradient_accumulation_steps=1"]
     model = [f"{BLOCK}.model.{key}={json.dumps(value)}" for key, value in weights.items()]
     config = load_config(file, [*sizes, *model, *overrides], world_size=world_size)
     if config.settings.data.validation is None:
