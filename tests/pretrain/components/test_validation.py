@@ -175,7 +175,7 @@ def test_a_rollback_before_the_best_checkpoint_forgets_it(build_job, held, monke
 
 def test_with_other_text_the_search_begins_anew(resolve, held, tmp_path, capsys):
     first = run(resolve(*held, "megalowbit.run.steps=4"), tmp_path / "run")
-    (tmp_path / "other.txt").write_text(TEXT[::-1])
+    (tmp_path / "other.txt").write_text(TEXT.swapcase())
     other = (f"megalowbit.data.validation.corpus={tmp_path / 'other.txt'}", EVERY)
     rows = run(resolve(*other, "megalowbit.run.steps=6"), tmp_path / "run", is_resume=True)
     assert rows[:4] == first

@@ -13,6 +13,7 @@ from megalowbit.__main__ import main
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.hf.checkpoint import import_checkpoint
 from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.estimate.evaluate import evaluate
 from megalowbit.pretrain.run import pretrain
 
 TEXT = training_text()[50:2000]
@@ -41,9 +42,13 @@ def trained(folder, **block):
     }
 
 
-def evaluated(path, folder, *arguments):
-    assert main(["evaluate", str(path), "--output", str(folder / "out.json"), *arguments]) == 0
-    return json.loads((folder / "out.json").read_text())
+def evaluated(path, folder, *overrides, config_file=None):
+    output = folder / "out.json"
+    options = {"config_file": config_file, "overrides": list(overrides), "output": output}
+    facts = evaluate(path, ProcessIdentity(), **options)
+    found = json.loads(output.read_text())
+    assert figures(found) == facts
+    return found
 
 
 def figures(found):
@@ -61,7 +66,7 @@ def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path,
     assert f"loss {recorded[4]['validation/loss']:.4f}, perplexity" in capsys.readouterr().out
     assert figures(evaluated(run / "checkpoints" / "step-00000002", tmp_path)) == recorded[2]
     assert figures(evaluated(run / "hf", tmp_path)) == recorded[4]
-    plain = evaluated(run, tmp_path, "--set", "megalowbit.recipe=bf16")
+    plain = evaluated(run, tmp_path, "megalowbit.recipe=bf16")
     assert plain["validation/loss"] == plain["validation/bf16_loss"] == recorded[4]["validation/bf16_loss"]
 
 
@@ -81,13 +86,13 @@ def test_a_folder_from_elsewhere_needs_a_configuration(tmp_path, capsys):
     shutil.move(tmp_path / "run" / "hf", tmp_path / "elsewhere")
     assert main(["evaluate", str(tmp_path / "elsewhere")]) == 2
     assert "is not in a run's folder: name a configuration with --ds-config" in capsys.readouterr().err
-    config = ("--ds-config", str(tmp_path / "tiny.json"))
-    assert main(["evaluate", str(tmp_path / "elsewhere"), *config]) == 2
+    config = tmp_path / "tiny.json"
+    assert main(["evaluate", str(tmp_path / "elsewhere"), "--ds-config", str(config)]) == 2
     assert "there is no text to evaluate on: name it with --set" in capsys.readouterr().err
-    text = ("--set", f"megalowbit.data.validation.corpus={tmp_path / 'held.txt'}")
-    assert figures(evaluated(tmp_path / "elsewhere", tmp_path, *config, *text)) == recorded[4]
+    text = f"megalowbit.data.validation.corpus={tmp_path / 'held.txt'}"
+    assert figures(evaluated(tmp_path / "elsewhere", tmp_path, text, config_file=config)) == recorded[4]
     import_checkpoint(tmp_path / "elsewhere", tmp_path / "start")  # weights without the state of a run
-    assert figures(evaluated(tmp_path / "start", tmp_path, *config, *text)) == recorded[4]
+    assert figures(evaluated(tmp_path / "start", tmp_path, text, config_file=config)) == recorded[4]
 
 
 @pytest.mark.slow
