@@ -63,11 +63,20 @@ def open_validation_corpus(settings: DataSettings) -> Corpus:
     Raises:
         UserError: it does not exist or cannot be used, or it is the text for training.
     """
+    assert settings.validation is not None, "the caller has checked it"
+    corpus = open_corpus(validation_settings(settings))
+    share = settings.validation.share
+    return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
+
+
+def validation_settings(settings: DataSettings) -> DataSettings:
+    """The settings of the corpus that `settings.validation` names, or of which it takes a share.
+
+    Raises:
+        UserError: it is the text for training, or has no splits.
+    """
     source = settings.validation
     assert source is not None, "the caller has checked it"
-    if source.share is not None:
-        whole = source_of(settings).open(settings)
-        return DocumentShare(whole, source.share, is_held_out=True)
     named = {"corpus": settings.corpus, "corpus_config": settings.corpus_config}
     if source.corpus is not None:
         named = {"corpus": source.corpus, "corpus_config": source.corpus_config}
@@ -78,9 +87,10 @@ def open_validation_corpus(settings: DataSettings) -> Corpus:
             f"split = {source.split!r} needs a Hugging Face data set, and corpus {other.corpus} is not one: "
             "name another corpus, or set share"
         )
-    if all(getattr(other, key) == getattr(settings, key) for key in (*named, "split")):
+    is_same = all(getattr(other, key) == getattr(settings, key) for key in (*named, "split"))
+    if is_same and source.share is None:
         raise UserError(f"corpus {other.corpus} is the text for training: name other text, or set share")
-    return open_corpus(other)
+    return other
 
 
 def is_on_hub(settings: DataSettings) -> bool:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import open_validation_corpus
+from megalowbit.data.sources import is_on_hub, open_validation_corpus, validation_settings
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
 
@@ -156,11 +157,33 @@ def open_validation(settings: DataSettings, tokenizer: Tokenizer) -> ValidationT
     """
     if settings.validation is None:
         return None
-    try:
+    with _naming_the_section():
         corpus = open_validation_corpus(settings)
         found = pack(corpus, tokenizer, settings.sequence_length, settings.cache_dir)
-    except UserError as error:
-        raise UserError(f"data.validation: {str(error).removeprefix('data.validation: ')}") from error
     return ValidationText(
         found.tokens, settings.sequence_length, fingerprint=found.fingerprint, name=corpus.name
     )
+
+
+def describe_validation(settings: DataSettings) -> str | None:
+    """The name of the text, which is opened but not read, nor downloaded; None: the settings name none.
+
+    Raises:
+        UserError: it does not exist, or is the text for training.
+    """
+    if settings.validation is None:
+        return None
+    with _naming_the_section():
+        other = validation_settings(settings)
+        if is_on_hub(other):
+            return f"data set {other.corpus}, {other.split} (not downloaded)"
+        return open_validation_corpus(settings).name
+
+
+@contextmanager
+def _naming_the_section() -> Iterator[None]:
+    """Let errors begin with `data.validation`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data.validation: {str(error).removeprefix('data.validation: ')}") from error

@@ -13,7 +13,7 @@ from megalowbit.data.loader import build_loader, count_samples
 from megalowbit.data.settings import DataSettings, ValidationSource
 from megalowbit.data.sources import open_corpus, open_validation_corpus
 from megalowbit.data.tokenize import BPETokenizer, ByteTokenizer, FolderTokenizer, build_tokenizer
-from megalowbit.data.validation import IGNORED, TextLoss, ValidationText, open_validation
+from megalowbit.data.validation import IGNORED, TextLoss, ValidationText, describe_validation, open_validation
 from megalowbit.errors import UserError
 
 BYTES = ByteTokenizer()
@@ -167,6 +167,24 @@ def test_text_that_cannot_be_used_is_refused_in_one_line(documents, tmp_path, na
         open_validation(data(documents, tmp_path, validation=named), BYTES)
     assert "\n" not in str(refused.value)
     assert str(refused.value).count("data.validation: ") == 1
+
+
+def test_text_is_described_without_reading_it(documents, tmp_path):
+    held = tmp_path / "held.txt"
+    held.write_text("short")
+    names = [
+        describe_validation(data(corpus, tmp_path, validation=named))
+        for corpus, named in (
+            (documents, None),
+            (documents, {"corpus": str(held)}),
+            (documents, {"share": 1e-9}),
+            ("wikitext", {"split": "validation"}),
+        )
+    ]
+    shown = "data set wikitext, validation (not downloaded)"
+    assert names == [None, str(held), f"{documents} (held-out documents)", shown]
+    with pytest.raises(UserError, match=r"^data.validation: corpus 'none.txt' does not exist"):
+        describe_validation(data(documents, tmp_path, validation={"corpus": "none.txt"}))
 
 
 def test_a_share_that_leaves_nothing_to_train_on_is_refused(documents, tmp_path):
