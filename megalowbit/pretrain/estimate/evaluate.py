@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from megalowbit.checkpoints.contents import CheckpointContents
 from megalowbit.data.cache import run_on_each_node_first
 from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.packing import PackedDataset
@@ -32,7 +31,7 @@ from megalowbit.durable_files import atomic_file
 from megalowbit.engine.process_start import compute_deterministically, start_process_group
 from megalowbit.engine.run_checks.ranks_agree import check_ranks_agree
 from megalowbit.errors import UserError, file_system_error
-from megalowbit.hf.training_checkpoint import find_checkpoint, is_training_checkpoint
+from megalowbit.hf.training_checkpoint import find_checkpoint, holds_run, is_training_checkpoint
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
@@ -92,8 +91,7 @@ def evaluate(
             RunFolder(run or Path()),
             open_data=partial(_text_only, tokenizer_folder=tokenizer),
         )
-        has_state = is_ours and agree(_is_resumable, source, config)
-        if has_state:
+        if is_ours and agree(holds_run, source, recipe_of(config.recipe)):
             job.load(source)
         validation = job.find(Validation)
         assert validation is not None  # `_configuration` has checked that there is a text
@@ -134,13 +132,6 @@ def _configuration(
     if config.settings.data.validation is None:
         raise UserError(f"{file}: {TEXT_MISSING}")
     return config
-
-
-def _is_resumable(checkpoint: Path, config: PretrainConfig) -> bool:
-    """Whether a checkpoint holds the state of a run, and of layers with this recipe."""
-    header = CheckpointContents(checkpoint).header
-    saved: Mapping[str, Any] = header["megalowbit"]["recipe"]
-    return header.get("progress") is not None and saved == recipe_of(config.recipe).to_dict()
 
 
 class _TextOnly(ShardedLoader):
