@@ -34,7 +34,7 @@ BLOCK = "megalowbit"
 # Read by the pretraining loop. An engine without the loop accepts them, because one file serves both.
 LOOP_SECTIONS = (
     "model", "data", "run", "checkpoint", "telemetry", "loss_guard", "late_switch", "speculation",
-    "oscillation_reset", "profile",
+    "oscillation_reset", "profile", "validation",
 )  # fmt: skip
 FILLED_KEYS = (TRAIN, MICRO, STEPS, "gradient_clipping", "optimizer", "scheduler", *STOCK_BLOCKS)
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default

@@ -35,8 +35,8 @@ class PackedDataset:
         sequence_length: tokens per sample; an incomplete sample at the end is not used.
         fingerprint: identifies the tokens.
         name: the user's name of the corpus, for messages.
-        check: called with the tokens of a sample and the index of its first token; raises if they are not
-            valid. None if they are known to be.
+        check: called with tokens and the index of the first one; raises if they are not valid. None if all
+            are known to be valid.
 
     Raises:
         UserError: there are fewer tokens than in one sample.
@@ -53,6 +53,7 @@ class PackedDataset:
     ) -> None:
         self.name = name
         self.sequence_length = sequence_length
+        self.tokens = tokens
         self.num_tokens = len(tokens)
         self.num_samples = self.num_tokens // sequence_length
         self.fingerprint = hashlib.sha256(f"{fingerprint} by {sequence_length}".encode()).hexdigest()[:32]
@@ -63,7 +64,7 @@ class PackedDataset:
             )
         used = tokens[: self.num_samples * sequence_length]
         self._samples = used.reshape(self.num_samples, sequence_length)
-        self._check = check
+        self.check = check
 
     def __len__(self) -> int:
         return self.num_samples
@@ -75,9 +76,9 @@ class PackedDataset:
     def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
         """Samples `indices` (n,) as int64 (n, sequence_length)."""
         samples = self._samples[indices]
-        if self._check is not None:
+        if self.check is not None:
             for index, sample in zip(indices.tolist(), samples, strict=True):
-                self._check(sample, index * self.sequence_length)
+                self.check(sample, index * self.sequence_length)
         return torch.from_numpy(samples.astype(np.int64))
 
 

@@ -61,6 +61,45 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "megalowbit"
 
 
+class ValidationSource(SettingsModel):
+    """The text for validation: another corpus, another split of a data set, or a share of the documents."""
+
+    corpus: str | None = Field(
+        default=None,
+        min_length=1,
+        description="other text, named like `data.corpus`. Its text is in the column `data.text_field`, too",
+    )
+    corpus_config: str | None = Field(
+        default=None, description="configuration of `corpus`, if it is a Hugging Face data set"
+    )
+    split: str | None = Field(
+        default=None,
+        min_length=1,
+        description="split of `corpus`, or without one, another split of `data.corpus`: `validation`. For "
+        "Hugging Face data sets only",
+    )
+    share: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="hold out this share of the documents of `data.corpus`; a hash of its text decides about "
+        "a document. Training does not read these documents",
+        json_schema_extra=unit("share"),
+    )
+
+    @model_validator(mode="after")
+    def _names_one_source(self) -> ValidationSource:
+        if self.share is not None and (self.corpus is not None or self.split is not None):
+            raise UserError("share is set, and also corpus or split: name one of them")
+        if self.share is None and self.corpus is None and self.split is None:
+            raise UserError(
+                "it names no text: set corpus (other text), split (of a data set) or share (of the documents)"
+            )
+        if self.corpus_config is not None and self.corpus is None:
+            raise UserError(f"corpus_config = {self.corpus_config!r} needs corpus")
+        return self
+
+
 class DataSettings(SettingsModel):
     """The text, and how it becomes sequences of token ids."""
 
@@ -137,6 +176,11 @@ class DataSettings(SettingsModel):
         ge=0,
         lt=2**63,
         description="seed of the order of the samples. In a pretraining run the default is `run.seed`",
+    )
+
+    validation: ValidationSource | None = Field(
+        default=None,
+        description="text on which the model is evaluated but not trained; off unless set",
     )
 
     @model_validator(mode="after")

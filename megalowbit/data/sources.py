@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megalowbit.data.corpus import Corpus
+from megalowbit.data.corpus import Corpus, DocumentShare
 from megalowbit.data.hub import HubCorpus
 from megalowbit.data.settings import TEXT_KINDS, DataSettings
 from megalowbit.data.stdlib import STDLIB, StdlibCorpus
@@ -49,12 +49,50 @@ def source_of(settings: DataSettings) -> Source:
 
 
 def open_corpus(settings: DataSettings) -> Corpus:
-    """Open the corpus of `settings`.
+    """Open the corpus of `settings`, without the documents that are held out for validation.
 
     Raises:
         UserError: the file, folder or data set does not exist or cannot be used.
     """
-    return source_of(settings).open(settings)
+    corpus = source_of(settings).open(settings)
+    share = None if settings.validation is None else settings.validation.share
+    return corpus if share is None else DocumentShare(corpus, share, is_held_out=False)
+
+
+def open_validation_corpus(settings: DataSettings) -> Corpus:
+    """Open the text for validation that `settings.validation` names.
+
+    Raises:
+        UserError: it does not exist or cannot be used, or it is the text for training.
+    """
+    assert settings.validation is not None, "the caller has checked it"
+    corpus = open_corpus(validation_settings(settings))
+    share = settings.validation.share
+    return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
+
+
+def validation_settings(settings: DataSettings) -> DataSettings:
+    """The settings of the corpus that `settings.validation` names, or of which it takes a share.
+
+    Raises:
+        UserError: it is the text for training, or has no splits.
+    """
+    source = settings.validation
+    assert source is not None, "the caller has checked it"
+    named = {"corpus": settings.corpus, "corpus_config": settings.corpus_config}
+    if source.corpus is not None:
+        named = {"corpus": source.corpus, "corpus_config": source.corpus_config}
+    split = settings.split if source.split is None else source.split
+    other = settings.model_copy(update={**named, "split": split, "validation": None})
+    if source.split is not None and not is_on_hub(other):
+        raise UserError(
+            f"split = {source.split!r} needs a Hugging Face data set, and corpus {other.corpus} is not one: "
+            "name another corpus, or set share"
+        )
+    is_same = all(getattr(other, key) == getattr(settings, key) for key in (*named, "split"))
+    if is_same and source.share is None:
+        raise UserError(f"corpus {other.corpus} is the text for training: name other text, or set share")
+    return other
 
 
 def is_on_hub(settings: DataSettings) -> bool:

@@ -79,6 +79,13 @@ class Tokenizer(ABC):
         """The ids of each text as a one-dimensional array of `dtype`, without an end-of-document id."""
 
     @abstractmethod
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        """Bytes of UTF-8 in the text of these ids, one-dimensional; an end of a document has none.
+
+        0 if the text is not known.
+        """
+
+    @abstractmethod
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the tokenizer so that `AutoTokenizer.from_pretrained(folder)` gives the same ids."""
 
@@ -101,6 +108,9 @@ class ByteTokenizer(Tokenizer):
             )
             for text in texts
         ]
+
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        return int(np.count_nonzero(ids))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a byte-level BPE without merges; unlike this class it keeps NULs within a text, as id 0."""
@@ -131,6 +141,12 @@ class BPETokenizer(Tokenizer):
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._bpe.get_vocab().items():  # a letter of a token is a byte of the text
+            lengths[number] = 0 if token in SPECIAL_TOKENS else len(token)
+        return int(lengths[ids].sum())
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         _save(self._bpe, END_OF_TEXT, folder)
@@ -176,6 +192,12 @@ class FolderTokenizer(Tokenizer):
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=self.dtype) for ids in encoded["input_ids"]]
 
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        ends = np.flatnonzero(ids == self.eos_token_id)
+        documents = [each[each != self.eos_token_id].tolist() for each in np.split(ids, ends)]
+        texts = self._tokenizer.batch_decode(documents, clean_up_tokenization_spaces=False)
+        return sum(len(text.encode()) for text in texts)
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         self._tokenizer.save_pretrained(folder)
 
@@ -193,6 +215,9 @@ class NoTokenizer(Tokenizer):
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
         """Raise: nothing is known that turns text into ids."""
         raise TypeError(f'tokenizer "{NO_TOKENIZER}" cannot encode {len(texts)} texts')
+
+    def count_bytes(self, ids: NDArray[Any]) -> int:  # noqa: ARG002
+        return 0
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Do nothing: the exported model has no tokenizer."""

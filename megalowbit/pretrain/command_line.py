@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -195,11 +196,14 @@ def with_profile(overrides: list[str], text: str | bool | None, path: Path) -> l
     return [*turned_on, *overrides, *given]
 
 
-def program() -> int:
-    """Run the command line in a process that may get stop signals; returns 0 and exits with other codes."""
+def program(command: Callable[[], int] | None = None) -> int:
+    """Run a command line in a process that may get stop signals; returns 0 and exits with other codes.
+
+    `command` returns the exit code; None: `main`.
+    """
     block_stop_signals()  # before heavy imports: their threads inherit the signal mask
     try:
-        code = main()
+        code = (command or main)()
     except Exception:
         traceback.print_exc()
         code = 1
@@ -213,12 +217,16 @@ def program() -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
+    return run_command(lambda identity: _run(build_parser().parse_args(arguments), identity))
+
+
+def run_command(work: Callable[[ProcessIdentity], None]) -> int:
+    """Call `work` with this process's identity and report its errors; returns the exit code."""
     identity = ProcessIdentity()
     escape_unprintable_output()
     try:
         identity = identify()
-        options = build_parser().parse_args(arguments)
-        _run(options, identity)
+        work(identity)
     except UserError as error:
         _report(error, identity)
         if error.is_on_all_ranks:
@@ -240,9 +248,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         _check_benchmark(options)
     overrides = with_profile(options.overrides, options.profile, Path(options.ds_config))
     config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
-    _limit_threads()
-    # torch reads this when it is imported; without it every rank prints a stack if the main process is lost
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    prepare_environment()
     if options.dry_run or options.prepare_data:
         release_stop_signals()
         with StartSignals(is_main=identity.is_main):
@@ -348,6 +354,13 @@ def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int |
         return int(options.processes)
     is_only_prepared = options.prepare_data or (options.dry_run and identity.world_size == 1)
     return None if is_only_prepared else identity.world_size
+
+
+def prepare_environment() -> None:
+    """Set variables that torch reads when it is imported."""
+    _limit_threads()
+    # without it every rank prints a stack if the main process is lost
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _limit_threads() -> None:
