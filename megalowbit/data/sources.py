@@ -95,6 +95,15 @@ def validation_settings(settings: DataSettings) -> DataSettings:
     return other
 
 
+def is_read_in_place(settings: DataSettings) -> bool:
+    """Whether the corpus consists of token ids, which are not cached.
+
+    Raises:
+        UserError: it is a path that does not exist.
+    """
+    return source_of(settings) is MegatronCorpus
+
+
 def is_on_hub(settings: DataSettings) -> bool:
     """Whether the corpus is a Hugging Face data set; opening it may download it.
 

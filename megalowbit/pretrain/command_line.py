@@ -140,8 +140,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prepare-data",
         action="store_true",
-        help="tokenise the corpus into the cache and exit; do this once before many processes train on a "
-        "large corpus",
+        help="tokenise the corpus and the text for validation into the cache and exit; do this once before "
+        "many processes train on a large corpus",
     )
 
 
@@ -309,13 +309,15 @@ def _describe_or_prepare(
         return
     from megalowbit.data.cache import reported_builds
     from megalowbit.data.loader import count_samples
+    from megalowbit.data.sources import is_read_in_place
     from megalowbit.pretrain.checks import check_config
 
     check_config(config)
     data = config.settings.data
     with reported_builds(functools.partial(print, flush=True)):
         count = count_samples(data)
-    print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
+    place = f"{data.corpus} (read in place)" if is_read_in_place(data) else data.cache_dir
+    print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {place}")
 
 
 def _pretrain(
