@@ -269,9 +269,24 @@ class Kills:
         journals = self.tokens.glob(".*.partial.json")
         return bool(files), max([json.loads(path.read_text())["documents"] for path in journals], default=0)
 
-    def kill_one(self, moment):
-        """Kill a build after some seconds; returns whether it was still running."""
-        program, end = self.start(), time.monotonic() + moment
+    def noted(self):
+        """The documents in the journal of a build that may be running."""
+        try:
+            (journal,) = self.tokens.glob(".*.partial.json")
+            return json.loads(journal.read_text())["documents"]
+        except (ValueError, FileNotFoundError):  # none yet, or none any more
+            return 0
+
+    def kill_one(self, documents, seconds):
+        """Kill a build some seconds after its journal has so many documents.
+
+        Returns:
+            Whether it was still running.
+        """
+        program = self.start()
+        while program.poll() is None and self.noted() < documents:
+            time.sleep(0.002)
+        end = time.monotonic() + seconds
         while program.poll() is None and time.monotonic() < end:
             time.sleep(0.002)
         was_running = program.poll() is None
@@ -281,10 +296,18 @@ class Kills:
         return was_running
 
     def kill(self, num_kills):
-        """Kill builds at random moments of their usual time; returns how many continued an earlier one."""
-        random_moments, kills, before, num_continued = random.Random(7), 0, 0, 0
+        """Kill builds at random moments; returns how many continued an earlier one.
+
+        Half of the kills of several processes, and all kills of one, are at moments of a build's usual time.
+        The start of several processes takes most of that time and depends on the load of the machine, so the
+        other half come when the journal has more documents than at the last kill.
+        """
+        choose, kills, before, num_continued = random.Random(7), 0, 0, 0
         while kills < num_kills:
-            kills += self.kill_one(random_moments.uniform(0.0, self.seconds))
+            if self.count > 1 and kills % 2 == 1:
+                kills += self.kill_one(before + choose.randint(1, 150), choose.uniform(0.0, 0.3))
+            else:
+                kills += self.kill_one(0, choose.uniform(0.0, self.seconds))
             is_whole, done = self.state()
             assert is_whole or done >= before  # nothing that a journal has noted is lost
             num_continued += before > 0 and (is_whole or done > before)
