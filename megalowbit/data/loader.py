@@ -190,4 +190,7 @@ def _open(settings: DataSettings) -> tuple[PackedDataset, Tokenizer, ValidationT
         workers=settings.workers,
         timeout=settings.build_timeout,
     )
-    return dataset, tokenizer, open_validation(settings, tokenizer)
+    validation = open_validation(settings, tokenizer)
+    if validation is not None and validation.source == dataset.fingerprint:  # under another name
+        raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
+    return dataset, tokenizer, validation

@@ -48,6 +48,7 @@ class ValidationText:
         check: as for `PackedDataset`; `count_bytes` calls it.
 
     Attributes:
+        source: identifies the tokens.
         num_predicted: number of tokens that are predicted.
         fingerprint: identifies the sequences.
 
@@ -71,7 +72,7 @@ class ValidationText:
                 "text"
             )
         self.name, self.sequence_length = name, sequence_length
-        self._tokens, self._source, self._check = tokens, fingerprint, check
+        self.source, self._tokens, self._check = fingerprint, tokens, check
         self.num_predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         parts = (fingerprint, sequence_length, self.num_predicted)
         self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -81,7 +82,7 @@ class ValidationText:
         return ValidationText(
             self._tokens,
             self.sequence_length,
-            fingerprint=self._source,
+            fingerprint=self.source,
             name=self.name,
             limit=limit,
             check=self._check,
@@ -186,7 +187,7 @@ def open_validation(settings: DataSettings, tokenizer: Tokenizer) -> ValidationT
         settings.sequence_length,
         fingerprint=found.fingerprint,
         name=corpus.name,
-        check=None if found.check is None else _naming_the_section()(found.check),
+        check=found.check and _naming_the_section()(found.check),
     )
 
 

@@ -9,10 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launchers import training_text
+from megalowbit.data import packing
 from megalowbit.data.loader import build_loader, count_samples
 from megalowbit.data.settings import DataSettings, ValidationSource
 from megalowbit.data.sources import open_corpus, open_validation_corpus
-from megalowbit.data.tokenize import BPETokenizer, ByteTokenizer, FolderTokenizer, build_tokenizer
+from megalowbit.data.token_files import megatron
+from megalowbit.data.token_files.megatron import MegatronWriter
+from megalowbit.data.tokenize import (
+    BPETokenizer,
+    ByteTokenizer,
+    FolderTokenizer,
+    NoTokenizer,
+    build_tokenizer,
+)
 from megalowbit.data.validation import IGNORED, TextLoss, ValidationText, describe_validation, open_validation
 from megalowbit.errors import UserError
 
@@ -137,6 +146,93 @@ def test_a_share_changes_the_training_data_and_other_text_does_not(documents, tm
     assert [each.validation is not None for each in loaders] == [False, True, True]
     total = loaders[0].dataset.num_tokens
     assert loaders[2].dataset.num_tokens + loaders[2].validation.num_predicted + 1 == total
+
+
+@pytest.mark.parametrize("is_held_out", [False, True])
+def test_both_shares_count_all_bad_records_and_know_how_much_is_read(documents, tmp_path, is_held_out):
+    with documents.open("a") as file:
+        file.write('{"text": null}\n{"text": 3}\n')
+    opened = open_validation_corpus if is_held_out else open_corpus
+    share = {"validation": {"share": 0.2}}
+    corpus = opened(data(documents, tmp_path, max_bad_records=2, **share))
+    shares_read = [corpus.share_read for _ in corpus.documents()]
+    assert shares_read == sorted(shares_read)
+    assert 0 < shares_read[0] < shares_read[-1] <= corpus.share_read == 1
+    assert (corpus.bad_records.count, corpus.bad_records.limit) == (2, 2)
+    packing.pack(corpus, BYTES, 32, tmp_path)
+    fewer = opened(data(documents, tmp_path, max_bad_records=1, **share))
+    with pytest.raises(UserError, match=r"has 2 bad records, and data\.max_bad_records is 1"):
+        packing.pack(fewer, BYTES, 32, tmp_path)  # from the cache
+
+
+def test_text_for_validation_is_built_with_the_settings_of_the_data(documents, tmp_path, monkeypatch):
+    seen, write_tokens = [], packing.write_tokens
+
+    def write(corpus, *rest, workers):
+        seen.append((corpus.name, workers))
+        return write_tokens(corpus, *rest, workers=1)
+
+    monkeypatch.setattr(packing, "write_tokens", write)
+    count_samples(data(documents, tmp_path, validation={"share": 0.2}, workers=3))
+    sides = ("documents not held out", "held-out documents")
+    assert seen == [(f"{documents} ({side})", 3) for side in sides]
+
+
+def token_files(prefix, ids):
+    with MegatronWriter(prefix, 256) as writer:
+        writer.add_document(ids)
+    return str(prefix)
+
+
+def test_ids_without_a_tokenizer_have_no_bytes():
+    assert NoTokenizer(50).count_bytes(np.arange(50)) == 0
+
+
+def test_ids_for_validation_are_those_of_the_text(documents, tmp_path):
+    """Token ids and the text that they stand for give the same batches and bytes."""
+    text = open_validation(data("stdlib", tmp_path, validation={"corpus": str(documents)}), BYTES)
+    ids = np.frombuffer(b"".join(each.encode() + b"\0" for each in DOCUMENTS), np.uint8)
+    prefix = token_files(tmp_path / "held", ids)
+    for tokenizer in (BYTES, NoTokenizer(256)):
+        read = open_validation(data("stdlib", tmp_path, validation={"corpus": prefix}), tokenizer)
+        assert read.count_bytes(tokenizer) == (text.count_bytes(BYTES) if tokenizer is BYTES else 0)
+        assert read.num_batches(4) == text.num_batches(4)
+        for number in range(text.num_batches(4)):
+            expected = text.batch(number, 4)
+            assert all(each.equal(expected[key]) for key, each in read.batch(number, 4).items())
+
+
+@pytest.mark.parametrize(("limit", "is_read"), [(None, True), (700, True), (699, False)])
+def test_every_id_that_is_read_is_checked_before_training(tmp_path, monkeypatch, limit, is_read):
+    monkeypatch.setattr(megatron, "NUM_BLOCKS", 2)  # only the first and the last ids are checked when opened
+    monkeypatch.setattr(megatron, "ID_BLOCK", 10)
+    ids = np.ones(2000, np.int64)
+    ids[700] = 200
+    prefix = token_files(tmp_path / "held", ids)
+    tokenizer = NoTokenizer(150)
+    text = open_validation(data("stdlib", tmp_path, validation={"corpus": prefix}), tokenizer).limited(limit)
+    if is_read:
+        message = r"^data\.validation: corpus .*held: token id 200 at position 700 of document 0 is outside"
+        with pytest.raises(UserError, match=message):
+            text.count_bytes(tokenizer)
+    else:
+        text.count_bytes(tokenizer)
+
+
+def test_no_share_of_token_ids_is_held_out(tmp_path):
+    prefix = token_files(tmp_path / "ids", np.ones(500, np.int64))
+    chosen = data(prefix, tmp_path, validation={"share": 0.2})
+    for opened in (open_corpus, describe_validation):
+        with pytest.raises(UserError, match=r"data\.validation\.share = 0\.2 divides text, and corpus .*ids"):
+            opened(chosen)
+
+
+def test_the_text_for_training_under_another_name_is_refused(documents, tmp_path):
+    prefix = token_files(tmp_path / "ids", np.ones(500, np.int64))
+    (tmp_path / "copy.jsonl").write_bytes(documents.read_bytes())
+    for corpus, other in ((documents, tmp_path / "copy.jsonl"), (prefix, f"{prefix}.bin")):
+        with pytest.raises(UserError, match=r"^data\.validation: .* is the text for training"):
+            count_samples(data(corpus, tmp_path, validation={"corpus": str(other)}))
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.1, 1.5])

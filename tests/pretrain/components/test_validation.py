@@ -4,12 +4,14 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from quick_cases import slow_except
 from safetensors.torch import load_file
 
 from launchers import SPEEDS, training_text
+from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.pretrain.components.loss_guard import GuardDecision
@@ -100,6 +102,26 @@ def test_figures_agree_and_are_printed_and_summarised(resolve, held, tmp_path, c
     assert summary["loss"] == found[6]["validation/loss"]
     assert summary["best"] == {"step": 6, "loss": summary["loss"]}
     assert (summary["step"], summary["tokens"]) == (6, len(TEXT))
+
+
+def test_token_ids_have_the_losses_of_their_text(resolve, held, tmp_path):
+    """Training and held-out text in Megatron's files, with their tokenizer or without one."""
+    expected = of_validation(run(resolve(*held), tmp_path / "text"))
+    for name, text in (("train", (tmp_path / "text.txt").read_text()), ("held", TEXT)):
+        with MegatronWriter(tmp_path / name, 256) as writer:
+            writer.add_document(np.frombuffer(f"{text}\0".encode(), np.uint8))
+    files = (
+        f"megalowbit.data.corpus={tmp_path / 'train'}",
+        f"megalowbit.data.validation.corpus={tmp_path / 'held'}",
+        EVERY,
+    )
+    assert of_validation(run(resolve(*files), tmp_path / "ids")) == expected
+    unknown = ("megalowbit.data.tokenizer=none", "megalowbit.data.vocab_size=256")
+    found = of_validation(run(resolve(*files, *unknown), tmp_path / "unknown"))
+    without_bytes = {"validation/bits_per_byte": None}
+    assert found == {step: {**row, **without_bytes} for step, row in expected.items()}
+    summary = json.loads((tmp_path / "unknown" / "summary.json").read_text())["validation"]
+    assert summary["bits_per_byte"] is None
 
 
 @pytest.mark.parametrize("kind", slow_except(["speculation", "chunks"], KINDS))
