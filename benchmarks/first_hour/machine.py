@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.first_hour.findings import Finding, expect, info, skip
-from benchmarks.first_hour.session import NO_GPU, ROOT, Session
+from benchmarks.first_hour.session import NO_GPU, ROOT, Session, device_name
 
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "afs", "fuse", "wekafs", "panfs")
 PACKAGES = ("torch", "triton", "deepspeed", "transformers", "numpy")
@@ -53,16 +54,23 @@ def environment() -> dict[str, str]:
             facts[name] = "not installed"
     facts["CUDA"] = str(torch.version.cuda)
     facts["CPU cores"] = str(len(os.sched_getaffinity(0)))
-    commit = output_of("git", "-C", str(ROOT), "describe", "--always", "--dirty")
-    facts["commit"] = commit or "unknown"
+    facts["commit"] = commit_of(ROOT)
     if torch.cuda.is_available():
-        names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        facts["GPUs"] = f"{len(names)} × {names[0]}" if len(set(names)) == 1 else ", ".join(names)
+        facts["GPUs"] = device_name()
         facts["driver"] = output_of(
             "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"
         )
         facts["NCCL"] = nccl_version()
     return facts
+
+
+def commit_of(root: Path) -> str:
+    """The commit of the code; if files differ from it, with a hash of the differences."""
+    commit = output_of("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
+    if commit.endswith("-dirty"):
+        changes = output_of("git", "-C", str(root), "diff", "HEAD", "--binary")
+        commit += f"-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
+    return commit or "unknown"
 
 
 def output_of(*command: str) -> str:

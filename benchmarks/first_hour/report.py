@@ -1,11 +1,14 @@
 """The folder of results: report.jsonl with a line per check, and summary.md, written after every step.
 
-The row named `STEP` closes a step: its status is the worst of its checks. A step without it is not done.
+The row named `STEP` closes a step: its status is the worst of its checks, and its value the commit. A step is
+done if the row has the device and the commit of the report. When it is run again, its old rows stay in the
+file; the last ones count.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ MEANINGS = {
 }
 
 COLUMNS = {"step", "seconds", "device", *(each.name for each in fields(Finding))}
+TEXTS = ("step", "check", "status", "limit", "note", "unit", "device")
 TIMED = {
     " µs",
     " ms",
@@ -45,10 +49,16 @@ Row = dict[str, Any]
 
 
 class Report:
-    """The rows of a folder."""
+    """The rows of a folder.
 
-    def __init__(self, folder: Path, device: str = "") -> None:
-        self.folder, self.device = folder, device
+    Attributes:
+        folder: of the results.
+        device: "cpu", or number and name of the GPUs.
+        commit: of the code; in the rows that close a step.
+    """
+
+    def __init__(self, folder: Path, device: str = "", commit: str = "") -> None:
+        self.folder, self.device, self.commit = folder, device, commit
         self.path = folder / "report.jsonl"
 
     def rows(self) -> list[Row]:
@@ -76,48 +86,90 @@ class Report:
         """Line number → its row; `None`: it is no row."""
         if not self.path.exists():
             return {}
-        lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-        return {number: _row(line) for number, line in enumerate(lines, start=1)}
+        *lines, torn = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
+        rows = {number: _row(line) for number, line in enumerate(lines, start=1)}
+        return rows | ({len(lines) + 1: None} if torn else {})
 
     def _write(self, rows: list[Row]) -> None:
         with atomic_file(self.path) as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(json.dumps(row) + "\n" for row in rows)
 
     def of_step(self, name: str) -> list[Row]:
-        """The rows of a step."""
-        return [row for row in self.rows() if row["step"] == name]
+        """The rows of a step's last attempt."""
+        *closed, unfinished = self._attempts(name)
+        return unfinished or (closed[-1] if closed else [])
+
+    def _attempts(self, name: str) -> list[list[Row]]:
+        """The rows of each attempt that was closed, in order, and then those that have come since."""
+        attempts: list[list[Row]] = [[]]
+        for row in self.rows():
+            if row["step"] == name:
+                attempts[-1].append(row)
+                if row["check"] == STEP:
+                    attempts.append([])
+        return attempts
 
     def add(self, step: str, finding: Finding, seconds: float) -> None:
         """Append a row."""
         row = {"step": step, **asdict(finding), "seconds": round(seconds, 2), "device": self.device}
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json.dumps(row) + "\n")
 
     def close(self, step: str, seconds: float) -> str:
         """Close a step; returns its status."""
-        found = {row["status"] for row in self.of_step(step)}
+        found = {row["status"] for row in self._attempts(step)[-1]}
         status = next((each for each in WORST_FIRST if each in found), "skip")
-        self.add(step, Finding(STEP, status), seconds)  # type: ignore[arg-type]
+        self.add(step, Finding(STEP, status, self.commit), seconds)  # type: ignore[arg-type]
         return status
 
-    def is_done(self, step: str) -> bool:
-        """Whether a step has been closed."""
-        return any(row["check"] == STEP for row in self.of_step(step))
+    def counts(self, step: str) -> str:
+        """How many checks of a step have which status, such as "3 pass, 4 skipped (no GPU)"."""
+        rows = [row for row in self.of_step(step) if row["check"] != STEP]
+        found = Counter(row["status"] for row in rows)
+        reasons = {row["note"].partition(":")[0] for row in rows if row["status"] == "skip"}
+        reason = reasons.pop() if len(reasons) == 1 else "summary.md says why"
+        words = {"skip": f"skipped ({reason})"}
+        parts = [f"{found[each]} {words.get(each, each)}" for each in WORST_FIRST if found[each]]
+        return ", ".join(parts) or "nothing checked"
 
-    def drop(self, step: str) -> None:
-        """Forget a step, to run it again."""
-        self._write([row for row in self.rows() if row["step"] != step])
+    def is_done(self, step: str) -> bool:
+        """Whether a step has been closed, on this device and at this commit."""
+        return self._closing_row(step) is not None and self.difference(step) is None
+
+    def difference(self, step: str) -> str | None:
+        """Where else a step has been closed; `None` if it was here, or never."""
+        row = self._closing_row(step)
+        if row is None or (row["device"], row["value"]) == (self.device, self.commit):
+            return None
+        if not row["device"] or row["value"] is None:
+            return "by an earlier version of this tool, which did not keep the device"
+        if row["device"] != self.device:
+            return f"on another device ({row['device']}; this is {self.device})"
+        return f"at another commit ({row['value']}; this is {self.commit})"
+
+    def _closing_row(self, step: str) -> Row | None:
+        rows = self.of_step(step)
+        return rows[-1] if rows and rows[-1]["check"] == STEP else None
+
+    def drop_unfinished(self, step: str) -> None:
+        """Forget the rows of a step that was interrupted, to run it again."""
+        rows = self.rows()
+        closed = [n for n, row in enumerate(rows) if row["step"] == step and row["check"] == STEP]
+        last = max(closed, default=-1)
+        self._write([row for n, row in enumerate(rows) if row["step"] != step or n <= last])
 
     def write_summary(self, steps: dict[str, str]) -> Path:
         """summary.md: verdict, environment and one table. `steps` has the title of each step, in order."""
-        rows = [row for row in self.rows() if row["check"] != STEP]
+        rows = [row for name in steps for row in self.of_step(name) if row["check"] != STEP]
         counts = {status: sum(row["status"] == status for row in rows) for status in STATUSES}
         environment = self.folder / "environment.json"
         facts = json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {}
         lines = ["# First GPU hour", ""]
         lines += [f"- {counts[status]} {status}: {MEANINGS[status]}" for status in STATUSES]
-        missing = [title for name, title in steps.items() if not self.is_done(name)]
+        missing = [title for name, title in steps.items() if self._closing_row(name) is None]
         lines += [f"- not run: {', '.join(missing)}"] * bool(missing)
+        differences = {title: self.difference(name) for name, title in steps.items()}
+        lines += [f"- {title} was done {where}" for title, where in differences.items() if where]
         if any(map(_is_noise, rows)):
             lines += ["", f"**Figures marked “{NOISE}” are no measurements.** {NOISE_MEANS}"]
         lines += ["", GPU_FIGURES, ""]
@@ -158,13 +210,24 @@ def _is_noise(row: Row) -> bool:
 
 
 def _row(line: str) -> Row | None:
-    """The row in a line; `None` if it is damaged, or torn."""
+    """The row in a line; `None` if it is damaged."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_whole = line.endswith("\n") and isinstance(row, dict) and row.keys() == COLUMNS
-    return row if is_whole else None
+    return row if isinstance(row, dict) and row.keys() == COLUMNS and _has_types(row) else None
+
+
+def _has_types(row: Row) -> bool:
+    """Whether each entry is what this file writes."""
+    numbers = row["clock_mhz"], row["power_watts"]
+    return (
+        all(isinstance(row[name], str) for name in TEXTS)
+        and row["status"] in STATUSES
+        and isinstance(row["seconds"], (int, float))
+        and (row["value"] is None or isinstance(row["value"], (int, float, str)))
+        and (numbers == (None, None) or all(isinstance(each, (int, float)) for each in numbers))
+    )
 
 
 def _cell(value: object) -> str:

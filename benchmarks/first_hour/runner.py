@@ -5,6 +5,7 @@ python -m benchmarks.first_hour.runner FOLDER STEP      what the runner starts f
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.first_hour.findings import Finding
+from benchmarks.first_hour.machine import commit_of
 from benchmarks.first_hour.report import Report, shown
 from megalowbit.errors import unknown_name
 
@@ -55,6 +57,7 @@ STEPS = (
     Step("ranks", "10 several GPUs", f"{__package__}.ranks", 1800),
     Step("launches", "11 launches and CUDA graphs", f"{__package__}.launches", 600),
 )
+SECONDS_TO_FIND_DEVICE = 120
 SECONDS_TO_END = 20  # for a step that is interrupted to end the programs that it has started
 BY_NAME = {step.name: step for step in STEPS}
 
@@ -75,8 +78,11 @@ def chosen_steps(text: str | None) -> list[Step]:
     return [step for step in STEPS if step.name in names]
 
 
+say_at_once = functools.partial(print, flush=True)  # also into a pipe or a file
+
+
 def run_steps(
-    folder: Path, steps: list[Step], *, again: bool = False, say: Callable[[str], None] = print
+    folder: Path, steps: list[Step], *, again: bool = False, say: Callable[[str], None] = say_at_once
 ) -> bool:
     """Run steps into a folder; returns whether nothing failed.
 
@@ -87,7 +93,8 @@ def run_steps(
         say: prints a line.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    report, titles = Report(folder), {step.name: step.title for step in STEPS}
+    report = Report(folder, found_device(), commit_of(ROOT))
+    titles = {step.name: step.title for step in STEPS}
     damage = report.repair()
     if damage is not None:
         say(damage)
@@ -95,8 +102,11 @@ def run_steps(
     for step in steps:
         if report.is_done(step.name) and not again:
             statuses.append(_status(report, step))
-            say(f"{step.title}: {statuses[-1]} (done before)")
+            say(f"{step.title}: {report.counts(step.name)} (done before)")
         else:
+            where = report.difference(step.name)
+            if where is not None:
+                say(f"{step.title} runs again: it was done {where}")
             statuses.append(_run_anew(report, step, say))
             report.write_summary(titles)
         if step.stops and statuses[-1] == "fail":
@@ -107,34 +117,56 @@ def run_steps(
     return "fail" not in statuses
 
 
+def found_device() -> str:
+    """The device of the steps, found in another process: CUDA in this one would keep memory of the GPU."""
+    code = "from benchmarks.first_hour.session import device_name; print(device_name())"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=_environment(), stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, check=True, timeout=SECONDS_TO_FIND_DEVICE,
+        )  # fmt: skip
+        return done.stdout.splitlines()[-1]
+    except (subprocess.SubprocessError, IndexError):
+        return "unknown"  # step 0 fails, and its log says why
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def _status(report: Report, step: Step) -> str:
     return str(report.of_step(step.name)[-1]["status"])
 
 
 def _run_anew(report: Report, step: Step, say: Callable[[str], None]) -> str:
     """Run a step, say what is over a limit, and return its status."""
-    report.drop(step.name)
+    report.drop_unfinished(step.name)
+    say(f"{step.title} … (at most {step.seconds} s; log: {_log_of(report, step)})")
     started = time.monotonic()
     _run_in_process(report, step)
     seconds = time.monotonic() - started
     status = report.close(step.name, seconds)
-    say(f"{step.title}: {status}, {seconds:.0f} s")
+    say(f"{step.title}: {report.counts(step.name)}, {seconds:.0f} s")
     for row in report.of_step(step.name):
         if row["status"] in ("fail", "warn") and row["value"] is not None:
             say(f"    {row['status']}  {row['check']}: {shown(row)} ({row['limit']}) {row['note']}")
     return status
 
 
+def _log_of(report: Report, step: Step) -> Path:
+    return report.folder / "logs" / f"{step.name}.log"
+
+
 def _run_in_process(report: Report, step: Step) -> None:
-    log = report.folder / "logs" / f"{step.name}.log"
+    log = _log_of(report, step)
     log.parent.mkdir(exist_ok=True)
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "benchmarks.first_hour.runner"]
     command += [str(report.folder.resolve()), step.name, step.module]
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path}, stdin=subprocess.DEVNULL,
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=_environment(),
+            stdin=subprocess.DEVNULL,
         )  # fmt: skip
         try:
             code = process.wait(step.seconds)
@@ -168,11 +200,11 @@ def run_step(folder: Path, name: str, module: str) -> None:
 
     import torch
 
-    from benchmarks.first_hour.session import Session
+    from benchmarks.first_hour.session import Session, device_name
 
     torch.manual_seed(0)
-    session = Session(folder, "cuda" if torch.cuda.is_available() else "cpu")
-    report = Report(folder, session.device)
+    session = Session(folder, "cuda" if torch.cuda.is_available() else "cpu", device_name())
+    report = Report(folder, session.device_name)
     started = time.monotonic()
     try:
         check: Callable[[Session], Iterator[Finding]] = importlib.import_module(module).check

@@ -20,6 +20,14 @@ ROUNDS = 5
 T = TypeVar("T")
 
 
+def device_name() -> str:
+    """Number and name of the GPUs, such as "2 × NVIDIA H200", or "cpu"."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return f"{len(names)} × {names[0]}" if len(set(names)) == 1 else ", ".join(names)
+
+
 @dataclass(frozen=True)
 class Session:
     """One run of a step.
@@ -27,10 +35,12 @@ class Session:
     Attributes:
         folder: of the results; steps put traces and logs there.
         device: "cuda" or "cpu".
+        device_name: see `device_name`.
     """
 
     folder: Path
     device: str
+    device_name: str
 
     @property
     def is_gpu(self) -> bool:
@@ -70,11 +80,18 @@ class Session:
         return min(means)
 
     def keep(self, name: str, value: Any) -> None:
-        """Keep a figure for later steps."""
-        (self.folder / "figures.json").write_text(json.dumps({**self.figures, name: value}, indent=1))
+        """Keep a figure of this device for later steps."""
+        kept = {**self._kept(), name: {"value": value, "device": self.device_name}}
+        (self.folder / "figures.json").write_text(json.dumps(kept, indent=1), encoding="utf-8")
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Figures of earlier steps, by name."""
+        """Figures of earlier steps on this device, by name."""
+        kept = self._kept().items()
+        return {name: each["value"] for name, each in kept if each["device"] == self.device_name}
+
+    def _kept(self) -> dict[str, Any]:
+        """Name → value and device; without figures of earlier versions, which have no device."""
         path = self.folder / "figures.json"
-        return json.loads(path.read_text()) if path.exists() else {}
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return {name: each for name, each in found.items() if isinstance(each, dict)}

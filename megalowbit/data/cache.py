@@ -33,6 +33,16 @@ from megalowbit.json_text import parse_json, read_text
 logger = logging.getLogger(__name__)
 
 
+Result = TypeVar("Result")
+
+BLOCK_BYTES = 256 * 1024
+NUM_BLOCKS = 256  # files up to 64 MiB are read completely
+LARGEST_MANIFEST = 2**16  # bytes
+WAIT_SECONDS = 3600.0
+SECONDS_BETWEEN_TRIES = 0.5
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
 class _Lines(logging.Handler):
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__()
@@ -55,16 +65,6 @@ def reported_builds(say: Callable[[str], None]) -> Iterator[None]:
     finally:
         package.removeHandler(handler)
         package.setLevel(level)
-
-
-Result = TypeVar("Result")
-
-BLOCK_BYTES = 256 * 1024
-NUM_BLOCKS = 256  # files up to 64 MiB are read completely
-LARGEST_MANIFEST = 2**16  # bytes
-WAIT_SECONDS = 3600.0
-SECONDS_BETWEEN_TRIES = 0.5
-NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def content_digest(path: Path) -> str:

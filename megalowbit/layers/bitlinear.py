@@ -251,6 +251,11 @@ class BitLinear(SplitLinear):
     def _choose(self, chooser: Chooser, use: Use, *, needs_grad: bool) -> tuple[Recipe, Probe | None]:
         """The chooser's recipe and probe for this use of the layer."""
         assert not self.is_split  # choosers reject recipes that split parameters
+        cuda_graphs.refuse(
+            self.weight.device,
+            f"the precision that the chooser of {self.title} chooses for each step",
+            "turn speculation off, or run this layer outside of the graph",
+        )
         recipe = chooser.recipe(self.layer_name, self.recipe)
         if recipe is not self._recipe and recipe is not self._chosen:
             self.check_recipe(recipe)
@@ -357,6 +362,12 @@ class BitLinear(SplitLinear):
         stream = self.random_stream or self._layer_stream.stream
         assert stream is not None  # created by begin_use
         observer = self.observer if use.is_training else None
+        if observer is not None:
+            cuda_graphs.refuse(
+                self.weight.device,
+                f"the counts of {self.title}, but not the calls of its observer",
+                "call set_observer(model, None) before the capture",
+            )
         return MatmulContext(
             recipe=recipe,
             compute_dtype=compute_dtype,

@@ -39,7 +39,12 @@ from torch.library import CustomOpDef
 
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul.context import MatmulContext
-from megalowbit.layers.matmul.function import Dtypes, backward_products, forward_products
+from megalowbit.layers.matmul.function import (
+    Dtypes,
+    backward_products,
+    differentiable_once,
+    forward_products,
+)
 from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.matmul.use_counter import Use, is_recomputing
@@ -383,6 +388,14 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Gradients of `_forward`'s arguments."""
+    if not torch.is_grad_enabled():
+        return _first_gradients(ctx, grads)
+    with torch.no_grad():  # create_graph=True
+        gradients = _first_gradients(ctx, grads)
+    return differentiable_once(ctx, grads[0], gradients)
+
+
+def _first_gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     grad_output, (needs_weight, needs_input) = grads[0], ctx.needs
     wanted = [needs_input, needs_weight, ctx.dtypes.bias is not None]
     wanted += [ctx.num_factors and needs_weight] * 3

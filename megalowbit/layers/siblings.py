@@ -9,8 +9,11 @@ names decide only how long the forms of a tensor are held: until the last siblin
 of the model reads another input, whichever is first. Whether a layer may use a form is decided by what the
 codes depend on, so a wrong guess costs time but cannot change a number:
 
-- the tensor: its memory, shape, strides and dtype, and its version, which every in-place operation changes;
+- the tensor: its memory, shape, strides and dtype, and its version, which every in-place operation changes.
+  `x.data` has the memory of x but counts versions itself. An alias shares only while x has its version too;
 - the micro-batch, and on a GPU the stream, because another one would not wait until the codes are written;
+- the CUDA graph that is being captured, because codes of a capture are written by replays of its
+  graph only, and a graph that repeats the products alone would multiply old codes;
 - the request (`MatmulContext.input`): quantizer, layout, split, random key, dtype of the decoded operand,
   whether FP8 products read the range of its exponents.
 
@@ -25,8 +28,8 @@ therefore gives the same codes whether they are shared or made several times.
 Not shared: inputs of compiled layers, because the results of an operator must not be another one's memory;
 inputs in inference mode, which have no version; splits that start from a layer's own directions (all but the
 mean); inputs sharded over tensor-parallel ranks. Hooks that copy saved tensors, such as `save_on_cpu`, copy
-the codes once for each layer. As for the tensors that autograd saves, a write that does not change the
-version (through `.data` or NumPy) between two siblings goes unnoticed.
+the codes once for each layer. As for the tensors that autograd saves, a write that changes the version of
+no sibling's input (through `.data` or NumPy) goes unnoticed between two siblings.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalowbit import cuda_graphs
 from megalowbit.layers.recipe import Recipe
 
 # Names of layers in one module that get the same input, in the order in which transformers' models run them.
@@ -85,12 +89,14 @@ class InputForms:
         # tensor may get the same address, so the forms go with it.
         self._storage: object = weakref.ref(input.untyped_storage(), lambda _: self.close())
         self._identity = _identity(input, siblings, step)
+        self._versions = _versions_of(input)
         self.forms: dict[tuple[object, ...], Any] = {}
         self.summed: tuple[Tensor, Tensor] | None = None
 
     def is_for(self, layer: str, input: Tensor, siblings: tuple[str, ...], step: int) -> bool:
         """Whether `layer` still has to run and `input` is this tensor, unchanged, in the same micro-batch."""
-        return layer in self._waiting and self._identity == _identity(input, siblings, step)
+        is_unchanged = self._versions._version == input._version  # the tensors may count separately
+        return is_unchanged and layer in self._waiting and self._identity == _identity(input, siblings, step)
 
     def end(self, layer: str) -> bool:
         """Record that a sibling has run; true if all have."""
@@ -107,7 +113,18 @@ class InputForms:
 def _identity(input: Tensor, siblings: tuple[str, ...], step: int) -> tuple[object, ...]:
     storage = input.untyped_storage()._cdata
     view = input.storage_offset(), input.shape, input.stride(), input.dtype, input.is_neg()
-    return storage, *view, input._version, _stream_of(input), siblings, step
+    place = _stream_of(input), cuda_graphs.capture_of(input.device)
+    return storage, *view, input._version, *place, siblings, step
+
+
+def _versions_of(input: Tensor) -> Tensor:
+    """An empty tensor with the version counter of `input`, whose memory it does not keep.
+
+    ZeRO 3 gives each layer an alias that lives no longer than the layer runs; its versions are read later.
+    """
+    counting = input.detach()  # shares the counter
+    counting.data = input.new_empty(0)  # replaces the memory, but not the counter
+    return counting
 
 
 def _stream_of(input: Tensor) -> object:

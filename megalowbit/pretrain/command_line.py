@@ -37,7 +37,12 @@ from megalowbit.errors import (
     shown,
 )
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
-from megalowbit.pretrain.stopping.signals import StartSignals, block_stop_signals, release_stop_signals
+from megalowbit.pretrain.stopping.signals import (
+    STOP_SIGNALS,
+    StartSignals,
+    block_stop_signals,
+    release_stop_signals,
+)
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig
@@ -288,11 +293,27 @@ def _benchmark(options: argparse.Namespace, config: PretrainConfig, identity: Pr
     """Run `--benchmark`; a stop signal ends it at once, because it saves nothing."""
     from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
-    release_stop_signals()
-    import_deepspeed(is_checked=False)
-    from megalowbit.pretrain.estimate.benchmark import benchmark
+    folder: Path | None = options.run_dir
+    is_new = folder is not None and not folder.exists()
 
-    benchmark(config, identity, steps=options.benchmark, folder=options.run_dir)
+    def remove_empty_folder() -> None:
+        if folder is not None and is_new:
+            with suppress(OSError):  # it was not created, or has a profile
+                folder.rmdir()
+
+    with StartSignals(
+        is_main=identity.is_main,
+        before="the end of the benchmark; no figures are written",
+        ending=STOP_SIGNALS,
+        at_end=remove_empty_folder,
+    ):
+        try:
+            import_deepspeed(is_checked=False)
+            from megalowbit.pretrain.estimate.benchmark import benchmark
+
+            benchmark(config, identity, steps=options.benchmark, folder=folder)
+        finally:
+            remove_empty_folder()
     stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))
 
 

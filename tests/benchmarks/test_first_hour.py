@@ -11,16 +11,18 @@ import pytest
 import torch
 
 import megalowbit as mlb
-from benchmarks.first_hour import bits, memory, runner
+from benchmarks.first_hour import bits, memory, model, optimizer, runner
 from benchmarks.first_hour import run as run_step
 from benchmarks.first_hour.findings import Finding, at_least, at_most, expect, info, skip
-from benchmarks.first_hour.machine import file_system_of
+from benchmarks.first_hour.machine import commit_of, file_system_of
 from benchmarks.first_hour.report import STEP, Report
 from benchmarks.first_hour.runner import STEPS, Step
+from benchmarks.first_hour.session import NO_GPU, Session, device_name
 from megalowbit.errors import UserError
 from megalowbit.quantize import backends
 from megalowbit.quantize.encoding import EncodeRequest
 
+HERE = ("1 × NVIDIA H200", "0a1b2c3")  # device and commit
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "tools" / "first_gpu_hour.py"
 FAILING = """
@@ -30,6 +32,13 @@ def check(session):
     yield info("first", 1.0, " ms")
     {}
 """
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Device and commit of quick tests, which need not look for them."""
+    monkeypatch.setattr(runner, "found_device", lambda: HERE[0])
+    monkeypatch.setattr(runner, "commit_of", lambda root: HERE[1])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +80,24 @@ def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
     assert "- not run: 6 a run" in text
 
 
+def test_a_line_break_of_unicode_in_a_note_loses_no_row(tmp_path):
+    report = Report(tmp_path, *HERE)
+    for mark in ("\u2028", "\u2029", "\x85", "\x1e", "\v"):
+        report.add("bits", Finding("encoding", "fail", note=f"a{mark}b"), 1.0)
+        assert report.close("bits", 1.0) == "fail"
+    assert len(report.rows()) == 10
+    assert report.repair() is None
+
+
+WHOLE = json.dumps(
+    {
+        "step": "bits", "check": "one", "status": "info", "value": 1, "limit": "", "note": "",
+        "clock_mhz": None, "power_watts": None, "unit": "", "seconds": 0.0, "device": "cpu",
+    }
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize(
     ("damage", "line"),
     [
@@ -78,10 +105,14 @@ def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
         ('{"step": "bits", "che\n', "line 3 of 3"),
         ("\x00\x00\n[1]\n", "line 3 and 1 more of 4"),
         ('{"step": "bits", "check": "of an older version"}\n', "line 3 of 3"),
+        ("[" * 100_000 + "\n", "line 3 of 3"),
+        (WHOLE.replace('"clock_mhz": null', '"clock_mhz": "fast"') + "\n", "line 3 of 3"),
+        (WHOLE.replace('"clock_mhz": null', '"clock_mhz": 1830'), "line 3 of 3"),
+        (WHOLE.replace('"info"', '"fine"') + "\n", "line 3 of 3"),
     ],
 )
 def test_a_damaged_report_is_kept_and_told_in_one_line(damage, line, tmp_path):
-    report, said = Report(tmp_path), []
+    report, said = Report(tmp_path, *HERE), []
     report.add("machine", info("driver", "1"), 0.0)
     report.close("machine", 0.0)
     with report.path.open("a") as file:
@@ -90,13 +121,13 @@ def test_a_damaged_report_is_kept_and_told_in_one_line(damage, line, tmp_path):
     assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
     assert said[:2] == [
         f"{report.path}: {line} cannot be read and is left out; report.damaged-1.jsonl has the whole file",
-        "0 machine and install: info (done before)",
+        "0 machine and install: 1 info (done before)",
     ]
     assert (tmp_path / "report.damaged-1.jsonl").read_bytes() == before
     assert [row["check"] for row in report.rows()] == ["driver", STEP]
     said.clear()
     assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
-    assert said[0] == "0 machine and install: info (done before)"
+    assert said[0] == "0 machine and install: 1 info (done before)"
 
 
 def test_times_of_a_cpu_are_called_noise_and_its_counts_are_not(tmp_path):
@@ -110,6 +141,154 @@ def test_times_of_a_cpu_are_called_noise_and_its_counts_are_not(tmp_path):
     assert "| 9 a whole step | nvfp4 | 1.31 × bf16 |  | info |  |" in text
     assert text.count("CPU, noise") == 2  # in the row, and what it means
     assert "no measurements" in text
+
+
+def passes(report, step):
+    """In place of a step."""
+    report.add(step.name, expect("kernel", True, 1, "1"), 0.0)
+
+
+ELSEWHERE = [
+    (("cpu", HERE[1]), "on another device (cpu; this is 1 × NVIDIA H200)"),
+    (("2 × NVIDIA H200", HERE[1]), "on another device (2 × NVIDIA H200; this is 1 × NVIDIA H200)"),
+    ((HERE[0], "fffffff"), "at another commit (fffffff; this is 0a1b2c3)"),
+    (("",), "by an earlier version of this tool, which did not keep the device"),
+]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("elsewhere", "where"), ELSEWHERE)
+def test_a_step_that_was_done_elsewhere_runs_again_and_says_why(tmp_path, monkeypatch, elsewhere, where):
+    before, said = Report(tmp_path, *elsewhere), []
+    before.add("machine", skip("a kernel", "no GPU"), 0.0)
+    before.close("machine", 0.0)
+    monkeypatch.setattr(runner, "_run_in_process", passes)
+    assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert f"0 machine and install runs again: it was done {where}" in said
+    report = Report(tmp_path, *HERE)
+    assert [row["check"] for row in report.rows()] == ["a kernel", STEP, "kernel", STEP]
+    assert (report.rows()[-1]["device"], report.rows()[-1]["value"]) == HERE
+    summary = (tmp_path / "summary.md").read_text()
+    assert "- 0 skip: " in summary
+    assert "- 1 pass: " in summary
+    assert "a kernel" not in summary
+    said.clear()
+    assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert "(done before)" in said[0]
+    assert (
+        Report(tmp_path, *elsewhere).write_summary({"machine": "0 machine"}).read_text().count("was done")
+        == 1
+    )
+
+
+@pytest.mark.usefixtures("here")
+def test_a_step_that_was_interrupted_begins_again_and_closed_attempts_stay(tmp_path, monkeypatch):
+    report, said = Report(tmp_path, *HERE), []
+    report.add("machine", info("first", 1), 0.0)
+    report.close("machine", 0.0)
+    report.add("machine", info("first", 1), 0.0)  # of a second attempt, which was interrupted
+    monkeypatch.setattr(runner, "_run_in_process", passes)
+    assert runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert "(done before)" not in said[0]
+    assert [row["check"] for row in report.rows()] == ["first", STEP, "kernel", STEP]
+
+
+def test_an_attempt_without_findings_has_not_the_status_of_the_one_before(tmp_path):
+    report = Report(tmp_path, *HERE)
+    report.add("machine", expect("kernel", False, 0, "1"), 0.0)
+    assert report.close("machine", 0.0) == "fail"
+    assert report.close("machine", 0.0) == "skip"
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("findings", "status", "counts"),
+    [
+        (
+            [expect("a", True, 1, "1"), skip("b", NO_GPU), skip("c", NO_GPU)],
+            "pass",
+            "1 pass, 2 skipped (no GPU)",
+        ),
+        ([skip("a", NO_GPU)], "skip", "1 skipped (no GPU)"),
+        (
+            [skip("a", NO_GPU), skip("b", "not in PATH"), info("c", 1, " reads")],
+            "info",
+            "1 info, 2 skipped (summary.md says why)",
+        ),
+        (
+            [
+                expect("a", False, 1, "2", is_hard=False),
+                expect("b", False, 1, "2"),
+                expect("c", True, 1, "1"),
+            ],
+            "fail",
+            "1 fail, 1 warn, 1 pass",
+        ),
+        ([], "skip", "nothing checked"),
+    ],
+)
+def test_the_line_of_a_step_counts_what_was_checked(tmp_path, monkeypatch, findings, status, counts):
+    def run(report, step):
+        for finding in findings:
+            report.add(step.name, finding, 0.0)
+
+    said = []
+    monkeypatch.setattr(runner, "_run_in_process", run)
+    runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert f"0 machine and install: {counts}, 0 s" in said
+    assert Report(tmp_path, *HERE).rows()[-1]["status"] == status
+    said.clear()
+    runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert said[0] == f"0 machine and install: {counts} (done before)"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_step_is_announced_before_it_runs(tmp_path, monkeypatch):
+    said, said_before = [], []
+    monkeypatch.setattr(runner, "_run_in_process", lambda report, step: said_before.extend(said))
+    runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    line = f"0 machine and install … (at most 300 s; log: {tmp_path}/logs/machine.log)"
+    assert said_before == [line]
+    said.clear()
+    runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
+    assert line not in said
+
+
+def test_figures_of_another_device_are_no_ceilings(tmp_path):
+    (tmp_path / "figures.json").write_text('{"copy_bytes_per_second": 1e9}')  # of an earlier version
+    here, other = Session(tmp_path, "cpu", "cpu"), Session(tmp_path, "cuda", HERE[0])
+    assert here.figures == {}
+    other.keep("copy_bytes_per_second", 4e12)
+    other.keep("bf16_flops_per_second", 7e14)
+    assert other.figures == {"copy_bytes_per_second": 4e12, "bf16_flops_per_second": 7e14}
+    assert here.figures == {}
+    notes = [finding.note for finding in optimizer.check(here)]
+    assert any("run step 1 first" in note for note in notes)
+    assert "run step 1 first" in model.utilisation(here, 64, 32, 1.0)
+    here.keep("copy_bytes_per_second", 1e10)
+    here.keep("bf16_flops_per_second", 1e11)
+    notes = [finding.note for finding in optimizer.check(here)]
+    assert not any("run step 1 first" in note for note in notes)
+    assert "of the products' speed" in model.utilisation(here, 64, 32, 1.0)
+    assert other.figures == {}  # the newest of each name is kept
+
+
+def test_a_commit_with_changes_is_named_by_its_changes(tmp_path):
+    def git(*arguments):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    assert commit_of(tmp_path) == "unknown"
+    names = []
+    git("init")
+    for text in ("one", "two", "three"):
+        (tmp_path / "file.py").write_text(text)
+        if not names:
+            git("add", ".")
+            git("commit", "-m", "first")
+        names.append(commit_of(tmp_path))
+    assert len(set(names)) == 3
+    assert [name.startswith(f"{names[0]}-dirty-") for name in names] == [False, True, True]
 
 
 def test_steps_are_chosen_by_name_or_number():
@@ -154,7 +333,7 @@ def test_a_step_that_ends_badly_is_a_row_and_the_next_one_runs(code, row, tmp_pa
     assert first["check"] == "first"
     assert (failed["check"], failed["value"], failed["note"]) == (*row[:2], f"{row[2]}; see logs/planted.log")
     assert (closed["check"], closed["status"]) == (STEP, "fail")
-    assert report.is_done("machine")
+    assert [row["check"] for row in report.of_step("machine")][-1] == STEP
 
 
 @pytest.mark.slow
@@ -204,12 +383,13 @@ def test_a_step_that_is_not_finished_in_time_ends_the_runs_that_it_has_started(t
         os.kill(pid, 0)
 
 
+@pytest.mark.usefixtures("here")
 def test_a_failed_step_that_others_depend_on_stops_the_next_attempt_too(tmp_path):
-    report, said = Report(tmp_path), []
+    report, said = Report(tmp_path, *HERE), []
     report.add("machine", Finding("Triton", "fail"), 0.0)
     report.close("machine", 0.0)
     assert not runner.run_steps(tmp_path, list(STEPS[:2]), say=said.append)
-    assert said[0] == "0 machine and install: fail (done before)"
+    assert said[0] == "0 machine and install: 1 fail (done before)"
     assert said[1].startswith("stopped: ")
     assert not report.is_done("ceilings")
 
@@ -241,7 +421,8 @@ def test_a_quick_step_runs_for_real_and_is_kept_until_it_is_run_again(tmp_path):
     environment = json.loads((tmp_path / "environment.json").read_text())
     assert environment["torch"].startswith(torch.__version__.split("+")[0])
     runner.run_steps(tmp_path, list(machine), say=said.append)
-    assert "(done before)" in said[-2]
+    assert "(done before)" in said[-2]  # the device is found, and is the same
+    assert Report(tmp_path).of_step("machine")[-1]["device"] == device_name()
     assert len(Report(tmp_path).of_step("machine")) == len(rows)
 
 

@@ -99,6 +99,7 @@ class Soak:
         self.options, self.folder = options, folder
         self.random = random.Random(options.seed)
         self.kills, self.hit, self.how, self.wrong = 0, Counter(), Counter(), []
+        self.never_aimed_at = ["import", "start", "save", "step"]  # each once, before chance decides
 
     def run(self):
         undisturbed = {name: self.undisturbed(name) for name in self.options.runs}
@@ -139,10 +140,10 @@ class Soak:
             assert watched.is_done, ranks.output()
 
     def start_and_kill(self, watched):
-        is_forked = self.random.random() >= self.options.unforked
+        phase, is_forked = self.draw_phase(watched)
         saved, started = watched.saved, time.monotonic()
         with self.start(watched, is_forked=is_forked) as ranks:
-            self.wait_for_a_moment(watched, ranks, is_forked)
+            self.wait_for_a_moment(watched, ranks, phase)
             phase = self.phase_of(watched, ranks)
             if ranks.is_over:  # done before its time had come
                 assert ranks.codes == [0, 0], ranks.output()
@@ -161,11 +162,19 @@ class Soak:
             if phase != "import" and not how.startswith("SIGKILL"):
                 self.check_answer(watched, ranks, saved, is_early=phase == "start")
 
-    def wait_for_a_moment(self, watched, ranks, is_forked):
-        """Let the ranks come to a phase, and some way into it."""
+    def draw_phase(self, watched):
+        """The phase to kill in, and whether the ranks are forked: only others import."""
+        if self.never_aimed_at:
+            phase = self.never_aimed_at.pop(0)
+            return phase, phase != "import"
+        is_forked = self.random.random() >= self.options.unforked
         is_near_end = watched.steps - watched.saved <= self.options.most_steps
         weights = {"import": 0 if is_forked else 2, "start": 1, "step": 4, "save": 4, "end": 3 * is_near_end}
         (phase,) = self.random.choices(PHASES, [weights[each] for each in PHASES])
+        return phase, is_forked
+
+    def wait_for_a_moment(self, watched, ranks, phase):
+        """Let the ranks come to a phase, and some way into it."""
         first = watched.saved
         goal = min(first + self.random.randint(1, self.options.most_steps), watched.steps)
         reached = {
@@ -175,7 +184,7 @@ class Soak:
             "save": lambda: watched.saved >= goal - 2 and watched.is_saving,
             "end": lambda: self.phase_of(watched, ranks) == "end" and watched.saved >= watched.steps,
         }[phase]
-        longest = {"import": 6.0, "start": 1.5, "step": 0.3, "save": 0.2, "end": 0.4}[phase]
+        longest = {"import": 3.0, "start": 1.5, "step": 0.3, "save": 0.2, "end": 0.4}[phase]
         if phase == "step":  # records of steps that the checkpoint lacks are dropped first
             ranks.wait_until(lambda: watched.step <= first)
         ranks.wait_until(reached)

@@ -39,4 +39,5 @@ def test_runs_killed_repeatedly_equal_uninterrupted_ones_bitwise(tmp_path):
         assert re.search(rf"^{run}: [1-9] kills, bitwise the undisturbed run", said, re.MULTILINE), run
     (hit,) = re.findall(r"^6 kills in \d+ s: (.*)", said, re.MULTILINE)
     phases = re.findall(r"[1-9]\d* in (\w+)", hit)
-    assert len(phases) >= 2, hit  # chance and load decide which of the five
+    assert "import" in phases, hit  # the first kill; load decides about the others
+    assert len(phases) >= 2, hit

@@ -116,6 +116,23 @@ def test_sigterm_ends_a_run_that_has_not_begun_at_once(tmp_path):
     assert output.splitlines()[-1] == "ended by SIGTERM before the first step"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_ends_a_benchmark_with_one_line_and_leaves_no_empty_folder(tmp_path, number):
+    config = write_config(tmp_path)
+    arguments = ["--ds-config", config, "--benchmark", "100000", "--run-dir", "out"]
+    process = start("python", *arguments, cwd=tmp_path)
+    for line in process.stdout:
+        if line.startswith("the warm-up took "):
+            break
+    assert (tmp_path / "out").is_dir()
+    process.send_signal(number)
+    code, output = ended(process)
+    assert code == 128 + number, output
+    line = f"ended by {number.name} before the end of the benchmark; no figures are written"
+    assert output.splitlines()[-1] == line
+    assert not (tmp_path / "out").exists()
+
+
 def wait_for_port(port, process):
     """Until somebody listens there: the main rank's store, where it waits for the others."""
     end = time.monotonic() + SECONDS

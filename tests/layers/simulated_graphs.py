@@ -1,9 +1,9 @@
 """CUDA graphs without a GPU: operations of torch and launches of kernels on a CPU, recorded and repeated.
 
-In a capture, results are computed so that the host's code can go on, but nothing that existed before keeps a
-change, as on a GPU, where a capture runs nothing. A replay repeats each operation with the arguments of the
-capture and writes into the memory of the captured results. A number of the host is therefore a constant of
-the graph. The host must not read a result.
+In a capture, results are computed so that the host's code can go on. Afterwards nothing that existed before
+keeps a change, and what the capture made is 0, as on a GPU, where a capture runs nothing. A replay repeats
+each operation with the arguments of the capture and writes into the memory of the captured results. A
+number of the host is therefore a constant of the graph. The host must not read a result.
 
 Kernels run in Triton's interpreter.
 """
@@ -145,6 +145,8 @@ class Graph(TorchDispatchMode):
     def undo(self):
         for storage, copy in self._before.values():
             storage.copy_(copy)
+        for each in self._own.values():
+            each.untyped_storage().fill_(0)
 
     @torch.no_grad()
     def replay(self):

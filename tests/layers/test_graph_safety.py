@@ -5,12 +5,14 @@ anew for each step would stay that of the captured one.
 """
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
+from recording_chooser import RecordingChooser
 from triton_comparison import compare_in_a_process
 
 import megalowbit as mlb
@@ -122,6 +124,28 @@ def test_signs_that_are_drawn_for_each_micro_batch_are_refused():
             layer.context(use, compute_dtype=torch.float32, needs_grad=False)
         layer.recipe = "nvidia-nvfp4"  # signs are those of the run
         assert layer.context(use, compute_dtype=torch.float32, needs_grad=False).hadamard_signs
+
+
+@pytest.mark.parametrize(
+    ("slot", "error"),
+    [
+        ("observer", "set_observer.model, None. before"),
+        ("chooser", "the precision that the chooser of .* turn"),
+    ],
+)
+def test_observers_and_choosers_are_refused(slot, error, monkeypatch):
+    """Replays would tell an observer nothing, and repeat the precision of the captured step."""
+    layer, x = mlb.BitLinear(64, 96), torch.ones(2, 64)
+    layer.random_stream = RandomStream(0, 0)
+    setattr(layer, slot, None)
+    monkeypatch.setattr(cuda_graphs, "is_capturing", lambda device: device == layer.weight.device)
+    monkeypatch.setattr(cuda_graphs, "capture_of", lambda _device: 1)
+    layer(x)
+    setattr(layer, slot, RecordingChooser() if slot == "chooser" else Mock())
+    with pytest.raises(UserError, match=error):
+        layer(x)
+    if slot == "observer":
+        layer.eval()(x)  # it is told nothing then
 
 
 def test_a_graph_neither_reads_nor_fills_a_weight_cache(monkeypatch):

@@ -10,6 +10,7 @@ from tiny_models import tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megalowbit import cuda_graphs
 from megalowbit.layers import siblings
 from megalowbit.layers.conversion.convert import (
     bit_layers,
@@ -208,6 +209,31 @@ def test_a_sibling_on_another_stream_quantises_its_input(made, monkeypatch):
     streams = ["first"]
     monkeypatch.setattr(siblings, "_stream_of", lambda input: streams[-1])
     model = converted(Attention(lambda x: streams.append("second") or x))
+    model(inputs())
+    assert made.count("input") == 3  # q; k and v; o
+
+
+@pytest.mark.parametrize("keeps_first", [True, False])
+def test_data_of_a_changed_tensor_is_not_what_the_tensor_was(keeps_first, made):
+    """`x.data` counts versions itself, from 0 like x. ZeRO 3 drops the alias that the first sibling read."""
+    model, x = converted(Attention()).eval(), inputs()
+    alone = without_sharing(model)
+    with torch.no_grad():
+        before = model.q_proj(x if keeps_first else x.detach())
+        model.v_proj(x.detach())
+        assert made.count("input") == 1
+        x.add_(1)
+        assert x.data._version == 0
+        assert_equal([model.k_proj(x.data)], [alone.k_proj(x)])
+        assert not torch.equal(model.q_proj(x), before)
+
+
+@pytest.mark.parametrize("captures", [(1, 2), (None, 1), (1, None)], ids=str)
+def test_a_sibling_on_the_other_side_of_a_capture_quantises_its_input(captures, made, monkeypatch):
+    """What a graph repeats must not read codes that another graph, or nothing, writes."""
+    current = [captures[0]]
+    monkeypatch.setattr(cuda_graphs, "capture_of", lambda device: current[-1])
+    model = converted(Attention(lambda x: current.append(captures[1]) or x))
     model(inputs())
     assert made.count("input") == 3  # q; k and v; o
 

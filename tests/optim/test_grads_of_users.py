@@ -219,6 +219,25 @@ def test_a_parameter_frozen_after_a_backward_keeps_its_gradient_and_gets_no_othe
     assert model[2].weight.main_grad.any()
 
 
+@pytest.mark.parametrize("is_low_bit", [False, True])
+def test_a_parameter_frozen_between_backwards_of_one_graph_keeps_its_gradient(is_low_bit):
+    model = net()
+    if is_low_bit:
+        mlb.convert(model, "nvfp4", seed=0)
+    twin = copy.deepcopy(model)  # without a buffer
+    buffer = GradBuffer(model.parameters())
+    for each in (model, twin):
+        loss = each(torch.ones(2, 6)).square().sum()
+        loss.backward(retain_graph=True)
+        each[0].weight.requires_grad_(False)
+        loss.backward()
+    buffer.collect()
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert two.grad.any()
+        torch.testing.assert_close(one.grad, two.grad)
+        torch.testing.assert_close(one.main_grad, two.grad)
+
+
 def test_a_compiled_model_runs_with_pending_gradients():
     model, _ = make("plain", "bf16")
     twin, _ = make("plain", "bf16")

@@ -22,15 +22,15 @@ not change the sum, so the product that it inspects is computed once more.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megalowbit import cuda_graphs
+from megalowbit.errors import UserError
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
@@ -400,6 +400,32 @@ def _weight_sum(ctx: Any) -> AddToSum | None:
     return functools.partial(sums.add_gradient, weight, accumulator)
 
 
+class _DifferentiableOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if each is None else each.detach() for each in tensors[-count:])
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        raise UserError(
+            "second derivatives of a low-bit layer are not defined: use mlb.restore on the model, or name "
+            "the layer in the recipe's `keep`"
+        )
+
+
+def differentiable_once(
+    ctx: Any, grad_output: Tensor | None, gradients: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of a backward with `create_graph=True`; their derivatives are an error, not 0.
+
+    They depend on grad_output and the forward's inputs. Leaves among these are found in the graph; the anchor
+    covers the others if a second backward goes to all leaves.
+    """
+    leaves = [getattr(node, "variable", None) for node, _ in ctx.next_functions]
+    anchor = torch.zeros((), requires_grad=True)
+    return tuple(_DifferentiableOnce.apply(len(gradients), anchor, grad_output, *leaves, *gradients))
+
+
 class LowbitLinear(torch.autograd.Function):
     """output = Q(input) · Q(weight)ᵀ + bias with gradients from low-bit products; call `lowbit_linear`."""
 
@@ -426,9 +452,16 @@ class LowbitLinear(torch.autograd.Function):
         return result.output
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight, bias and factors, from grad_output (…, out_features)."""
+        if not torch.is_grad_enabled():
+            return LowbitLinear._gradients(ctx, grad_output)
+        with torch.no_grad():  # create_graph=True
+            gradients = LowbitLinear._gradients(ctx, grad_output)
+        return differentiable_once(ctx, grad_output, gradients)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (saved_input, saved_weight), factors = restore_operands(ctx)
         gradients = backward_products(
             ctx.context,

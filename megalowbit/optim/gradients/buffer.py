@@ -12,6 +12,10 @@ does, clears the gradient, assigning a tensor replaces it, and changes in place 
 `.grad` before it adds the next gradient, before a reduction and before a step. `main_grad` may be written at
 any other time. Between steps the buffer contains zeros.
 
+A CUDA graph adds gradients without the host's knowledge: if `.grad` was set to None, the host cannot tell
+whether a replay has added to the sum since. So a parameter to which a capture has added keeps its alias as
+`.grad` when the buffer is cleared, and another tensor or None there is an error.
+
 A low-bit layer adds its weight's gradient to `main_grad` itself (`add_gradient`), with the GEMM that computes
 it, so there is no half-precision gradient. If something has to see one (a hook on the parameter,
 `torch.autograd.grad`, anomaly detection), the layer returns it to autograd as usual.
@@ -31,6 +35,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
+from megalowbit import cuda_graphs
 from megalowbit.cuda_graphs import capture_of
 from megalowbit.errors import UserError
 from megalowbit.optim.kernels import cpu as cpu_kernels
@@ -78,6 +83,7 @@ class GradBuffer:
         # by parameter id: the alias of `main_grad` that becomes `.grad`, and its address when it was made
         self._aliases: dict[int, tuple[torch.Tensor, int]] = {}
         self._aliased: set[int] = set()  # ids of parameters whose `.grad` is this alias
+        self._in_graphs: set[int] = set()  # ids of parameters to which a capture has added a gradient
         self._stream = _stream_of(self.flat)
         self._captured: tuple[int, Any] | None = None  # the last capture, and its stream
         for parameter in reversed(unique):
@@ -100,7 +106,8 @@ class GradBuffer:
         Error messages name a parameter by its id in `names`.
 
         Raises:
-            UserError: a `.grad` has another shape or device than its parameter, or is sparse.
+            UserError: a `.grad` has another shape or device than its parameter, or is sparse; or a CUDA graph
+                adds to it, and it was set to None or replaced.
         """
         for parameter in self.parameters:
             self._collect_grad(parameter, names)
@@ -108,9 +115,10 @@ class GradBuffer:
     def has_gradients(self) -> bool:
         """Whether there is any gradient since the last step, also if it is zero; call `collect` first.
 
-        Reads the device if no backward has run, because other code may have written to a `main_grad`.
+        Reads the device if no backward has run, because other code or the replay of a CUDA graph may have
+        written to a `main_grad`.
         """
-        return bool(self._aliased) or any(bool(each.any()) for each in self._gradients())
+        return bool(self._aliased - self._in_graphs) or any(bool(each.any()) for each in self._gradients())
 
     def before_reduction(self) -> torch.Tensor:
         """Call this directly before averaging over ranks; records which gradients are not finite on this
@@ -171,11 +179,17 @@ class GradBuffer:
         self.mark_zeroed(chosen)
 
     def mark_zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Call this after zeroing `main_grad`s in another way; sets the `.grad`s to None."""
+        """Call this after zeroing `main_grad`s in another way; sets the `.grad`s to None.
+
+        If a CUDA graph adds to a `main_grad`, `.grad` is the zeros.
+        """
         self._squares_before = None
         for parameter in parameters:
-            parameter.grad = None
-            self._aliased.discard(id(parameter))
+            if id(parameter) in self._in_graphs:
+                self._set_alias(parameter)
+            else:
+                parameter.grad = None
+                self._aliased.discard(id(parameter))
 
     def detach(self) -> None:
         """Remove the hooks and views; the parameters get ordinary gradients again."""
@@ -187,6 +201,7 @@ class GradBuffer:
         for hook in self._hooks.pop(id(parameter)):
             hook.remove()
         parameter.main_grad.zero_()  # type: ignore[attr-defined]
+        self._in_graphs.discard(id(parameter))
         self.mark_zeroed([parameter])
         self._aliases.pop(id(parameter), None)
         parameter.grad_dtype = parameter.dtype
@@ -271,10 +286,14 @@ class GradBuffer:
     def _note_arrival(self, parameter: torch.nn.Parameter) -> None:
         self._arrivals.pop(id(parameter), None)
         self._arrivals[id(parameter)] = None
+        if cuda_graphs.is_capturing(parameter.device):
+            self._in_graphs.add(id(parameter))
 
     def _clear_grad(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Remove `.grad` before autograd adds to it; `_accumulate` then gets only the new gradient."""
         if gradient is None:  # layers have added theirs themselves
+            return
+        if not parameter.requires_grad:  # frozen since its forward: autograd adds nothing after this hook
             return
         # checked first because it is cheaper than checking which backward this is
         has_grad = parameter.grad is not None or id(parameter) in self._aliased
@@ -287,6 +306,7 @@ class GradBuffer:
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
         if gradient is None:
             if key in self._aliased:  # other code has cleared it
+                self._refuse_in_graphs(parameter, names, "set to None")
                 main_grad.zero_()
                 self._aliased.discard(key)
             return
@@ -297,14 +317,30 @@ class GradBuffer:
             return
         if gradient.is_sparse:
             raise UserError(SPARSE)
+        self._refuse_in_graphs(parameter, names, "replaced")
         check_fit((names or {}).get(key, "a parameter"), gradient, main_grad.shape, main_grad.device)
         main_grad.copy_(gradient.detach())
         self._set_alias(parameter)
 
+    def _refuse_in_graphs(
+        self, parameter: torch.nn.Parameter, names: Mapping[int, str] | None, change: str
+    ) -> None:
+        """Reject a change of `.grad` that may have come before or after the replay of a CUDA graph.
+
+        In a capture, the sum would change at each replay instead of once.
+        """
+        if id(parameter) in self._in_graphs or cuda_graphs.is_capturing(parameter.device):
+            name = (names or {}).get(id(parameter), "a parameter")
+            raise UserError(
+                f"{name}.grad was {change}, but a CUDA graph adds gradients to it: clear it with "
+                "optimizer.zero_grad() or zero_grad(set_to_none=False), before a capture too, or change it "
+                "in place"
+            )
+
     def _is_alias(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
         return id(parameter) in self._aliased and gradient is self._aliases[id(parameter)][0]
 
-    def _set_alias(self, parameter: torch.nn.Parameter) -> None:
+    def _set_alias(self, parameter: torch.Tensor) -> None:
         """Set `.grad` to an alias of `main_grad`; not a view, because `detach_` fails on views."""
         main_grad: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
         alias, _ = self._aliases.get(id(parameter), (None, 0))

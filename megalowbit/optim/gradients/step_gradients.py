@@ -82,7 +82,7 @@ class StepGradients:
         return measure_gradients(gradients, is_counted=self._is_counted, kind=kind, **options)
 
     def zero(self) -> None:
-        """Clear them: `.grad`s of models and masters become None, `main_grad`s zero."""
+        """Clear them: `.grad`s of models and masters become None, `main_grad`s zero; see `GradBuffer`."""
         for model, master in self._pairs:
             model.grad = None
             master.grad = None

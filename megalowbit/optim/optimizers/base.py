@@ -194,7 +194,10 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
         """Clear the gradients of model and masters; `.grad`s always become None, `main_grad`s zero.
 
-        `zero_grad` of the model, or of a part of it, does the same for its parameters.
+        Where a CUDA graph adds to a `main_grad`, `.grad` becomes these zeros.
+
+        `zero_grad` of the model, or of a part of it, does the same for its parameters; where a CUDA graph
+        adds to their gradients, only with `set_to_none=False`.
         """
         self.gradients.zero()
 

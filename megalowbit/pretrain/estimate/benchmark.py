@@ -152,7 +152,9 @@ def benchmark(
 
 def measure(job: Job, steps: int, identity: ProcessIdentity) -> BenchmarkResult:
     """Train `WARM_UP` steps, then time `steps`; collective."""
-    _train(job, WARM_UP, identity)
+    _print(identity, f"warm-up: {WARM_UP} steps, which compile kernels and are not counted")
+    warm_up = sum(_train(job, WARM_UP, identity))
+    _print(identity, f"the warm-up took {warm_up:.1f} s; now {steps} steps are timed")
     is_cuda = job.engine.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(job.engine.device)

@@ -49,20 +49,32 @@ def release_stop_signals() -> None:
 
 
 class StartSignals:
-    """Context manager around the start of a run, when the loop does not poll for signals yet.
+    """Context manager around the start of a run, when the loop does not poll for signals yet, or a benchmark.
 
     SIGTERM and the death of the launcher end the process at once. Ctrl-C raises `KeyboardInterrupt`. If the
     main thread is waiting in a library for other ranks, Python cannot raise it; the process then ends after
     `INTERRUPT_GRACE_SECONDS`. SIGUSR1 stays pending, and the run saves after its first step.
     """
 
-    def __init__(self, *, is_main: bool = True, has_launcher_ended: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        is_main: bool = True,
+        has_launcher_ended: Callable[[], bool] | None = None,
+        before: str = "the first step",
+        ending: frozenset[signal.Signals] = frozenset({signal.SIGTERM}),
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
         """Prepare; polling starts when the block is entered.
 
         Args:
             is_main: whether this process prints that it was interrupted.
             has_launcher_ended: called twice a second; None: the launcher is not watched.
+            before: what has not happened when a signal ends the process, in its line.
+            ending: the stop signals that end the process.
+            at_end: called before a signal ends the process.
         """
+        self._before, self._ending, self._at_end = before, ending, at_end
         self._is_main, self._has_launcher_ended = is_main, has_launcher_ended or (lambda: False)
         self._is_over = threading.Event()
         self._reader, self._writer = os.pipe()
@@ -96,11 +108,14 @@ class StartSignals:
                 break
             if is_readable and signal.SIGINT in os.read(self._reader, 4096):
                 if not self._is_over.wait(INTERRUPT_GRACE_SECONDS):
-                    _end("interrupted before the first step" if self._is_main else "", 128 + signal.SIGINT)
-            elif signal.SIGTERM in signal.sigpending():
-                _end("ended by SIGTERM before the first step", 128 + signal.SIGTERM)
+                    self._at_end()
+                    _end(f"interrupted before {self._before}" if self._is_main else "", 128 + signal.SIGINT)
+            elif waiting := signal.sigpending() & self._ending:
+                number = signal.Signals(min(waiting))
+                self._at_end()
+                _end(f"ended by {number.name} before {self._before}", 128 + number)
             elif self._has_launcher_ended():
-                _end("ended before the first step: the launcher has ended", EXIT_TRANSIENT)
+                _end(f"ended before {self._before}: the launcher has ended", EXIT_TRANSIENT)
         os.close(self._reader)
 
 

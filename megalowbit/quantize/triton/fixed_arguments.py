@@ -32,12 +32,9 @@ class FixedArguments:
 
     def complete(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments, tensors in the dtypes of the kernel."""
-        stored = {
-            name: value.view(torch.int32)
-            if name in self.words
-            else as_stored(value)
-            if isinstance(value, Tensor)
-            else value
-            for name, value in given.items()
-        }
-        return {**self.values, **stored}
+        return {**self.values, **{name: self._stored(name, value) for name, value in given.items()}}
+
+    def _stored(self, name: str, value: Any) -> Any:
+        if name in self.words:
+            return value.view(torch.int32)
+        return as_stored(value) if isinstance(value, Tensor) else value

@@ -33,7 +33,7 @@ from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
 from megalowbit.quantize.philox import LONG
 
-ROWS = 64  # counters of captures that are made together; a later step makes others if all are taken
+ROWS = 1024  # counters of captures that are made together; if all are taken, the next step makes others
 
 
 @dataclass
@@ -86,16 +86,14 @@ class StepCounters:
     def _written(self, now: int, device: torch.device) -> _Counter:
         """The counter of the current stream, with at least this micro-batch."""
         place = device, _stream(device)
-        found = self._counters.get(place)
-        if found is not None and found.value >= now:
-            return found
-        if found is None:
-            found = self._counters[place] = _Counter(counter_at(now, device), now)
-        else:
-            found.tensor.select(0, 0).fill_(now)
-            found.value = now
         if not self._free.get(device):
             self._free[device] = list(torch.zeros(ROWS, 2, dtype=torch.int64, device=device).unbind())
+        found = self._counters.get(place)
+        if found is None:
+            found = self._counters[place] = _Counter(counter_at(now, device), now)
+        elif found.value < now:
+            found.tensor.select(0, 0).fill_(now)
+            found.value = now
         return found
 
     def _moved_on(self, now: int, device: torch.device, capture: int) -> _Counter:

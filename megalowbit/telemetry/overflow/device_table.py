@@ -34,7 +34,8 @@ class DeviceTable:
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._index_rows: list[int] = []
         self._index = torch.empty(0, dtype=torch.int64, device=device)
-        self._role_index = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), into ROLES
+        self._by_name = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), the rows by layer and role
+        self._role_index = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), theirs, into ROLES
         self._scales = make_scales(device)
         self._step = _zeros(0, device)
         self._run = _no_sums(0, device)
@@ -62,12 +63,15 @@ class DeviceTable:
             part.zero_()
 
     def step_by_role(self) -> tuple[Tensor, Tensor]:
-        """Sums of the running step in the order of `ROLES`: (3, 11) int64 and (3, 2) float64."""
+        """Sums of the running step in the order of `ROLES`: (3, 11) int64 and (3, 2) float64.
+
+        Rows are added by name: a resumed run may see its layers in another order, and errors are rounded.
+        """
         self._fold()
         integers, errors = _zeros(len(ROLES), self.device)
         return (
-            integers.index_add_(0, self._role_index, self._step[0]),
-            errors.index_add_(0, self._role_index, self._step[1]),
+            integers.index_add_(0, self._role_index, self._step[0][self._by_name]),
+            errors.index_add_(0, self._role_index, self._step[1][self._by_name]),
         )
 
     def take_run(self) -> Iterator[tuple[tuple[str, str], list[int]]]:
@@ -107,8 +111,9 @@ class DeviceTable:
         missing = len(self._row_of) - len(self._step[0])
         if missing == 0:
             return
-        roles = [ROLES.index(role) for _, role in self._row_of]
-        self._role_index = self._upload(roles)
+        by_name = sorted(self._row_of)
+        self._by_name = self._upload([self._row_of[key] for key in by_name])
+        self._role_index = self._upload([ROLES.index(role) for _, role in by_name])
         self._step, self._run = (
             (torch.cat([integers, more[0]]), torch.cat([errors, more[1]]))
             for (integers, errors), more in (

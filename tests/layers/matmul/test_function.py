@@ -192,14 +192,6 @@ def test_weight_gradients_take_the_weights_dtype():
     assert (x.grad.dtype, w.grad.dtype, b.grad.dtype) == (torch.float32,) * 3
 
 
-def test_differentiating_twice_is_refused():
-    x, w, b, _ = operands()
-    output = lowbit_linear(x, w, b, context_with(NEAREST))
-    (grad,) = torch.autograd.grad(output, x, torch.ones_like(output, requires_grad=True), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operands_of_the_present_products_are_made_while_they_are_quantised(monkeypatch, dtype):
     decoded = []

@@ -175,7 +175,7 @@ def test_a_future_switch_may_be_moved_and_a_past_one_may_not(resolve, tmp_path, 
     other = tmp_path / "other"
     run(resolve("megalowbit.run.steps=3"), other)
     rows = run(resolve(f"{AT}=4"), other, is_resume=True)
-    assert "changed   megalowbit.late_switch.at: None → 4" in capsys.readouterr().out
+    assert "changed   megalowbit.late_switch: off → on" in capsys.readouterr().out
     assert [row.get("precision_switched") for row in rows] == [None, None, None, 0, 1, 1]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from statistics import median
 
 import pytest
@@ -52,6 +53,9 @@ def test_a_benchmark_needs_no_data_and_leaves_no_files(resolve, tmp_path, capsys
     assert found["speeds"]["mfu"] == pytest.approx(FLOPS_PER_TOKEN * speed / 0.25e12)
     output = capsys.readouterr().out
     assert "random tokens" in output
+    started = output.index("warm-up: 5 steps, which compile kernels and are not counted\n")
+    ended = re.search(r"the warm-up took \d+\.\d s; now 3 steps are timed\n", output)
+    assert started < ended.start() < output.index(" Benchmark ")
     assert " Benchmark " in output
     assert "MFU (PaLM)" in output
     assert torch.are_deterministic_algorithms_enabled()  # times are those of the configured run

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megalowbit import cuda_graphs
+from megalowbit.errors import UserError
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.quantize.triton import launch_arguments as job
 from megalowbit.quantize.triton import step_counters
@@ -62,6 +63,27 @@ def test_each_stream_and_each_capture_has_a_counter(monkeypatch):
         assert int(found[place].counter[0]) - found[place].lag == int(step)
     assert len({each.counter.data_ptr() for each in found.values()}) == len(found)
     assert [each.key_change for each in found.values()] == [0, 0, 0, 0, 1]
+
+
+def test_a_step_makes_counters_for_captures_in_its_micro_batch_too(monkeypatch):
+    step, cpu, captures = np.array(5), torch.device("cpu"), [None]
+    monkeypatch.setattr(step_counters, "ROWS", 2)
+    monkeypatch.setattr(cuda_graphs, "capture_of", lambda _device: captures[-1])
+    counters = StepCounters(step)
+    counters.at(5, cpu)
+    captures.append(1)
+    first = counters.at(5, cpu)
+    captures.append(2)
+    counters.at(5, cpu)
+    captures.append(3)
+    with pytest.raises(UserError, match="run one step first"):
+        counters.at(5, cpu)
+    captures.append(None)
+    counters.at(5, cpu)
+    captures.append(3)
+    third = counters.at(5, cpu)
+    assert third.counter.tolist() == first.counter.tolist() == [1, 0]
+    assert third.counter.data_ptr() != first.counter.data_ptr()
 
 
 @pytest.mark.parametrize("step", [0, 2**31, 2**63 - 2])

@@ -62,3 +62,14 @@ def test_the_row_index_follows_when_the_order_of_layers_changes():
             add(table, layer, "input", ord(layer), 0, 0, 0, 0, 1, 0, 0)
         table.close_step()
     assert {key[0]: row[0] for key, row in table.take_run()} == {"a": 3 * 97, "b": 3 * 98}
+
+
+def test_errors_of_a_step_do_not_depend_on_the_order_in_which_layers_were_seen():
+    error_of = {"a": 1.0, "b": 2.0**-53, "c": 2.0**-53}  # a + b + c is 1, and c + b + a is 1 + 2^-52
+    sums = []
+    for order in ("abc", "cba", "bac"):
+        table = DeviceTable(CPU)
+        for layer in order:
+            add(table, layer, "input", 16, 0, 0, 0, 0, 1, 0, 0, error=(error_of[layer], 1.0))
+        sums.append(float(table.step_by_role()[1][0, 0]))
+    assert sums == [1.0, 1.0, 1.0]

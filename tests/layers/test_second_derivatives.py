@@ -1,0 +1,128 @@
+"""Derivatives of a low-bit layer's gradients are an error; autograd would else take them for 0.
+
+`nn.Linear` shows that the quantities are not 0. Layers run eagerly, and as operators for compiled models.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.functional import hessian, jvp
+
+import megalowbit as mlb
+from megalowbit.errors import UserError
+from megalowbit.layers import compiled
+from megalowbit.optim.gradients.buffer import GradBuffer
+
+ERROR = "^second derivatives of a low-bit layer are not defined: use mlb.restore.*$"
+NEAREST = {"base": "nvfp4", "name": "nearest", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
+
+
+class AsOperator(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        layer = self.layer
+        return compiled.compiled_linear(layer, x, layer.weight, layer.bias, None, x.dtype)
+
+
+def layer_of(kind):
+    torch.manual_seed(0)
+    if kind == "nn.Linear":
+        return nn.Linear(32, 16)
+    layer = mlb.BitLinear(32, 16, recipe=NEAREST)
+    return AsOperator(layer) if kind == "operator" else layer
+
+
+def x_of():
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+
+
+def by_jvp(layer):
+    return jvp(layer, x_of(), torch.ones(8, 32))[1]
+
+
+def by_hessian(layer):
+    return hessian(lambda x: layer(x).square().sum(), x_of())
+
+
+def by_penalty(layer):
+    x = x_of().requires_grad_()
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return x.grad
+
+
+def by_penalty_in_a_loss(layer):
+    """The output's gradient is a constant, so that grad_input depends on the weight only."""
+    x = x_of().requires_grad_()
+    loss = layer(x).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + grad.square().sum()).backward()
+    return next(layer.parameters()).grad
+
+
+def by_penalty_on_a_weight(layer):
+    """As before; in addition, autograd looks for a path to the weight only."""
+    x, weight = x_of().requires_grad_(), next(layer.parameters())
+    loss = layer(x).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return torch.autograd.grad(loss + grad.square().sum(), weight)[0]
+
+
+def by_gradient_of_the_weight(layer):
+    """The input was computed, so it is not a leaf."""
+    x, weight = x_of().requires_grad_(), next(layer.parameters())
+    (grad,) = torch.autograd.grad(layer(x * 2).sum(), weight, create_graph=True)
+    (x.sum() + grad.square().sum()).backward()
+    return x.grad
+
+
+WAYS = (
+    by_jvp,
+    by_hessian,
+    by_penalty,
+    by_penalty_in_a_loss,
+    by_penalty_on_a_weight,
+    by_gradient_of_the_weight,
+)
+
+
+@pytest.mark.parametrize("kind", ["eager", "operator"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_derivative_is_an_error(kind, way):
+    assert way(layer_of("nn.Linear")).any()
+    with pytest.raises(UserError, match=ERROR):
+        way(layer_of(kind))
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+@pytest.mark.parametrize("kind", ["eager", "operator"])
+def test_first_derivatives_with_a_graph_have_the_bits_of_those_without(kind, has_buffer):
+    found = []
+    for create_graph in (False, True):
+        layer = layer_of(kind)
+        parameters = list(layer.parameters())
+        if has_buffer:
+            GradBuffer(parameters)
+        x = x_of().requires_grad_()
+        layer(x).square().sum().backward(create_graph=create_graph)
+        nn.utils.clip_grad_norm_(parameters, 0.5)  # in place
+        grads = [x.grad, *(each.grad for each in parameters)]
+        assert x.grad.requires_grad is create_graph
+        assert all(each.any() for each in grads)
+        found.append([each.detach().clone() for each in grads])
+        for each in (x, *parameters):
+            each.grad = None  # breaks the cycle of a gradient with a graph
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("part", ["input", "weight"])
+def test_a_frozen_part_gets_no_gradient(part):
+    layer, x = layer_of("eager"), x_of().requires_grad_(part != "input")
+    layer.weight.requires_grad_(part != "weight")
+    layer(x).square().sum().backward(create_graph=True)
+    assert (x.grad is None, layer.weight.grad is None) == (part == "input", part == "weight")
+    assert layer.bias.grad.any()
+    x.grad = layer.weight.grad = layer.bias.grad = None
