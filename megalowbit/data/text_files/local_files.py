@@ -42,7 +42,8 @@ class LocalCorpus(Corpus):
         max_bad_records: how many records may be left out because they are not text.
 
     Raises:
-        UserError: a file is of another kind, is empty or cannot be read, or there are no text files.
+        UserError: the path does not exist, there are no text files, or one is of another kind, is empty or
+            cannot be read.
     """
 
     def __init__(self, path: Path, *, text_field: str = "text", max_bad_records: int = 0) -> None:
@@ -125,6 +126,8 @@ def _find_files(path: Path) -> list[Path]:
             )
         return [path]
     is_glob = GLOB.search(str(path)) is not None and not path.exists()
+    if not is_glob and not path.exists():
+        raise UserError(f"corpus {path} does not exist: name a file, a folder or a glob")
     if not is_glob and not path.is_dir():
         raise UserError(f"corpus {path} is a FIFO, a socket or a device: name a file or a folder")
     root = _root(path)

@@ -8,7 +8,7 @@ says which tokens a batch predicts, `layers/conversion/evaluation.py` what layer
 not notice: a run has the same weights with and without validation, bit for bit.
 
 The checkpoint of a step whose loss is the lowest so far is saved and kept until a later one has a lower loss;
-the file `best` names it. After a rollback, or with other text, the search begins anew.
+the file `best` names it. After a rollback, or with other text, the search starts again.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Validation(Component):
         if self.last is None or step != self._last_step:
             return ()
         is_best = self._best is not None and self._best["step"] == step
-        return (f"validation after step {step}: {describe(self.last)}{', the lowest so far' * is_best}",)
+        return (f"validation after step {step}: {describe(self.last, is_lowest=is_best)}",)
 
     def named_checkpoints(self) -> Mapping[str, int | None]:
         return {BEST: None if self._best is None else int(self._best["step"])}
@@ -215,9 +215,9 @@ class Validation(Component):
             self.last, self._last_step, self._best = state["last"], state["last_step"], state["best"]
 
 
-def describe(facts: Facts) -> str:
-    """The columns on one line: `loss 3.2141, perplexity 24.88, 1.2103 bits per byte`."""
-    text = f"loss {columns.loss_text(facts['validation/loss'])}"
+def describe(facts: Facts, *, is_lowest: bool = False) -> str:
+    """The columns on one line: `loss 3.2141 (the lowest so far), perplexity 24.88, 1.2103 bits per byte`."""
+    text = f"loss {columns.loss_text(facts['validation/loss'])}{' (the lowest so far)' * is_lowest}"
     text += f", perplexity {facts['validation/perplexity']:.4g}"
     if facts["validation/bits_per_byte"] is not None:
         text += f", {columns.loss_text(facts['validation/bits_per_byte'])} bits per byte"

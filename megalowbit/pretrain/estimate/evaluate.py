@@ -73,6 +73,8 @@ def evaluate(
     Raises:
         UserError: configuration, weights or text cannot be used.
     """
+    if not path.exists():
+        raise UserError(f"{path} does not exist: name a run, a checkpoint or a Hugging Face folder")
     run = _run_folder_of(path)
     is_ours = is_training_checkpoint(path)
     source = find_checkpoint(path) if is_ours else path

@@ -86,7 +86,7 @@ def test_bad_records_are_left_out_up_to_the_bound(tmp_path, source, capsys):
         ({"--workers": "0"}, "--workers 0 is not valid: give 1 or more"),
         ({"--max-bad-records": "-1"}, "--max-bad-records -1 is not valid: give 0 or more"),
         ({"--json-keys": "body"}, "a.jsonl, line 1: unknown text_field 'body'"),
-        ({"--input": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"--input": "nowhere.jsonl"}, "corpus nowhere.jsonl does not exist"),
         ({"--output-prefix": "/proc/none/out"}, "--output-prefix /proc/none/out_text_document: "),
     ],
 )

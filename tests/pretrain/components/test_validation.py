@@ -96,7 +96,7 @@ def test_figures_agree_and_are_printed_and_summarised(resolve, held, tmp_path, c
         f"validate  {len(TEXT):,} tokens of {tmp_path / 'held.txt'}, every 2 steps and after the last"
         in output
     )
-    line = f"validation after step 2: loss {found[2]['validation/loss']:.4f}, perplexity "
+    line = f"validation after step 2: loss {found[2]['validation/loss']:.4f} (the lowest so far), perplexity "
     assert line in output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
     assert summary["loss"] == found[6]["validation/loss"]
@@ -195,7 +195,7 @@ def test_a_rollback_before_the_best_checkpoint_forgets_it(build_job, held, monke
     assert best(tmp_path / "run") == 4  # 3.5 is the lowest since
 
 
-def test_with_other_text_the_search_begins_anew(resolve, held, tmp_path, capsys):
+def test_with_other_text_the_search_starts_again(resolve, held, tmp_path, capsys):
     first = run(resolve(*held, "megalowbit.run.steps=4"), tmp_path / "run")
     (tmp_path / "other.txt").write_text(TEXT.swapcase())
     other = (f"megalowbit.data.validation.corpus={tmp_path / 'other.txt'}", EVERY)

@@ -110,7 +110,12 @@ def test_two_processes_find_the_same(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "COMMAND"), (("judge",), "judge"), (("evaluate",), "PATH"), (("evaluate", "none"), "none")],
+    [
+        ((), "COMMAND"),
+        (("judge",), "judge"),
+        (("evaluate",), "PATH"),
+        (("evaluate", "none"), "none does not exist"),
+    ],
 )
 def test_mistakes_take_one_line(arguments, message, tmp_path):
     done = subprocess.run(
