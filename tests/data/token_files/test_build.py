@@ -194,7 +194,7 @@ def test_a_terminal_shows_a_bar_that_is_gone_at_the_end(tmp_path, small_batches,
 
 
 PROGRAM = """
-    import sys, time
+    import os, sys, time
     from pathlib import Path
     from megalowbit.data.packing import pack
     from megalowbit.data.text_files.local_files import LocalCorpus
@@ -222,6 +222,8 @@ PROGRAM = """
     tokenizer = {0: Counting, 1: Slow}.get(count, ByteTokenizer)()
     kind = SlowlyRead if count > 1 else LocalCorpus
     pack(kind(corpus), tokenizer, 8, folder, workers=count or 1)
+    sys.stdout.flush()
+    os._exit(0)  # an ordinary end takes longer than the build, and kills are for the build
 """
 
 
