@@ -88,7 +88,7 @@ def test_data_can_be_prepared_in_advance(tmp_path, capsys):
 
 def test_token_ids_are_ready_where_they_are(tmp_path, capsys):
     with MegatronWriter(tmp_path / "ids", 256) as writer:
-        writer.add_document(np.arange(1, 200))
+        writer.add_document(np.append(np.arange(1, 199), 0))  # with its end
     config = str(write_config(tmp_path))
     chosen = f"megalowbit.data.corpus={tmp_path / 'ids'}"
     assert main(["--ds-config", config, "--prepare-data", "--set", chosen]) == 0

@@ -23,6 +23,7 @@ from megalowbit.telemetry.sinks.console import Console
 
 TEXT = training_text()[50:2000]  # 60 sequences and 30 tokens
 EVERY = "megalowbit.validation.every=2"
+FEW = "megalowbit.validation.tokens=330"  # 10 sequences and 10 tokens; splits of each batch take long
 SPECULATION = (
     "megalowbit.recipe=speculative-int8",
     'megalowbit.speculation={"candidates": ["int8", "fp8", "bf16"], "threshold_db": 15, "every": 2}',
@@ -126,7 +127,7 @@ def test_token_ids_have_the_losses_of_their_text(resolve, held, tmp_path):
 
 @pytest.mark.parametrize("kind", slow_except(["speculation", "chunks"], KINDS))
 def test_training_does_not_notice(resolve, held, tmp_path, kind):
-    with_it = run(resolve(*KINDS[kind], *held, "megalowbit.validation.bf16=true"), tmp_path / "with")
+    with_it = run(resolve(*KINDS[kind], *held, FEW, "megalowbit.validation.bf16=true"), tmp_path / "with")
     without = run(resolve(*KINDS[kind]), tmp_path / "without")
     assert len(of_validation(with_it)) == 3
     assert without_validation(with_it) == without
@@ -139,7 +140,7 @@ def test_training_does_not_notice(resolve, held, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", slow_except(["nvfp4"], ["nvfp4", "speculation", "splits"]))
 def test_a_resumed_run_repeats_the_losses_bit_for_bit(resolve, held, tmp_path, kind):
-    overrides = (*KINDS[kind], *held, "megalowbit.run.steps=8", "megalowbit.checkpoint.every=3")
+    overrides = (*KINDS[kind], *held, FEW, "megalowbit.run.steps=8", "megalowbit.checkpoint.every=3")
     whole = run(resolve(*overrides, "megalowbit.checkpoint.keep=null"), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     for name in ("hf", "checkpoints/step-00000008", "checkpoints/step-00000006", "checkpoints/step-00000004"):
