@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.errors import UserError
 from megalowbit.pretrain.command_line import (
     SHUTDOWN_SECONDS,
     OneLineParser,
@@ -65,6 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
+    if not options.path.exists():  # before imports that take seconds
+        raise UserError(f"{options.path} does not exist: name a run, a checkpoint or a Hugging Face folder")
     prepare_environment()
     release_stop_signals()  # nothing is saved, so a signal ends the process at once
     from megalowbit.engine.process_start import import_deepspeed, stop_process_group

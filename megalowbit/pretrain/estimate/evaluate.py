@@ -61,7 +61,7 @@ def evaluate(
     """Evaluate the weights in `path` and print the result; every rank calls this once.
 
     Args:
-        path: a run folder, a checkpoint or a Hugging Face folder.
+        path: a run folder, a checkpoint or a Hugging Face folder; it exists.
         identity: this process.
         config_file: the configuration; None: that of the run.
         overrides: as for `load_config`.
@@ -73,8 +73,6 @@ def evaluate(
     Raises:
         UserError: configuration, weights or text cannot be used.
     """
-    if not path.exists():
-        raise UserError(f"{path} does not exist: name a run, a checkpoint or a Hugging Face folder")
     run = _run_folder_of(path)
     is_ours = is_training_checkpoint(path)
     source = find_checkpoint(path) if is_ours else path
