@@ -256,27 +256,41 @@ MEGATRON = """
     import numpy as np
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-    def documents(prefix):
+    def read(prefix):
         data = IndexedDataset(prefix)
         ends = data.document_indices
-        return [[data[number].tolist() for number in range(start, end)] for start, end in zip(ends, ends[1:])]
+        return data.index.dtype.__name__, [
+            [data[number].tolist() for number in range(start, end)] for start, end in zip(ends, ends[1:])
+        ]
 
-    kind, prefix = sys.argv[1:3]
-    if kind == "read":
-        print(json.dumps([str(IndexedDataset(prefix).index.dtype.__name__), documents(prefix)]))
-    else:
-        builder = IndexedDatasetBuilder(prefix + ".bin", dtype=getattr(np, sys.argv[3]))
-        for document in json.loads(sys.argv[4]):
+    def write(prefix, dtype, documents):
+        builder = IndexedDatasetBuilder(prefix + ".bin", dtype=getattr(np, dtype))
+        for document in documents:
             for sequence in document:
                 builder.add_item(torch.tensor(sequence))
             builder.end_document()
         builder.finalize(prefix + ".idx")
+
+    to_read, dtypes, documents = map(json.loads, sys.argv[1:])
+    for dtype in dtypes:
+        write("theirs_" + dtype, dtype, documents)
+    print(json.dumps([read(prefix) for prefix in to_read]))
 """
+VOCABULARIES = [50_257, 128_256]
+WIDTHS = ["uint16", "int32", "int64"]
+SEQUENCES = [[[1, 2, 3], [4, 0]], [[5, 0]], [[6, 7, 8, 9, 255, 0]]]  # of three documents
+
+
+def documents_of(vocab_size):
+    return [[1, 2, vocab_size - 1], [], [7], list(range(1000))]
 
 
 @pytest.fixture(scope="module")
-def megatron_core(tmp_path_factory):
-    """Run megatron-core's own reader and writer, from a folder of its own that only these processes see."""
+def exchanged(tmp_path_factory):
+    """A folder where megatron-core has written files, and what it has read in those that are written here.
+
+    Only the process in this folder sees its packages. There is one process, because it starts slowly.
+    """
     folder = tmp_path_factory.mktemp("megatron")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run(
@@ -285,40 +299,35 @@ def megatron_core(tmp_path_factory):
     )  # fmt: skip
     if done.returncode:
         pytest.skip(f"megatron-core cannot be installed from PyPI: {done.stderr.strip().splitlines()[-1]}")
+    for vocab_size in VOCABULARIES:
+        write(folder / f"ours_{vocab_size}", *documents_of(vocab_size), vocab_size=vocab_size)
     (folder / "program.py").write_text(textwrap.dedent(MEGATRON))
-
-    def run(*arguments):
-        env = {**os.environ, "PYTHONPATH": str(folder / "packages")}
-        found = subprocess.run(
-            [sys.executable, str(folder / "program.py"), *map(str, arguments)],
-            capture_output=True, text=True, timeout=300, env=env, cwd=folder,
-        )  # fmt: skip
-        assert found.returncode == 0, found.stderr
-        return found.stdout
-
-    return run
+    values = ([f"ours_{vocab_size}" for vocab_size in VOCABULARIES], WIDTHS, SEQUENCES)
+    found = subprocess.run(
+        [sys.executable, "program.py", *map(json.dumps, values)],
+        capture_output=True, text=True, timeout=300, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder / "packages")},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return folder, dict(zip(VOCABULARIES, json.loads(found.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocab_size", [50_257, 128_256])
-def test_megatron_core_reads_what_is_written_here(tmp_path, megatron_core, vocab_size):
-    documents = [[1, 2, vocab_size - 1], [], [7], list(range(1000))]
-    write(tmp_path / "ours_text_document", *documents, vocab_size=vocab_size)
-    dtype, found = json.loads(megatron_core("read", tmp_path / "ours_text_document").splitlines()[-1])
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_megatron_core_reads_what_is_written_here(exchanged, vocab_size):
+    dtype, found = exchanged[1][vocab_size]
     assert dtype == ("uint16" if vocab_size < 2**16 else "int32")
-    assert found == [[document] for document in documents]
+    assert found == [[document] for document in documents_of(vocab_size)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
-def test_what_megatron_core_writes_is_read_and_trained_on_here(tmp_path, megatron_core, dtype):
-    documents = [[[1, 2, 3], [4, 0]], [[5, 0]], [[6, 7, 8, 9, 255, 0]]]
-    megatron_core("write", tmp_path / "theirs", dtype, json.dumps(documents))
-    corpus = MegatronCorpus(tmp_path / "theirs")
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_what_megatron_core_writes_is_read_and_trained_on_here(exchanged, dtype):
+    corpus = MegatronCorpus(exchanged[0] / f"theirs_{dtype}")
     assert corpus.index.dtype.name == dtype
-    expected = [[each for sequence in document for each in sequence] for document in documents]
+    expected = [[each for sequence in document for each in sequence] for document in SEQUENCES]
     assert [corpus.document(number).tolist() for number in range(corpus.num_documents)] == expected
-    settings = DataSettings(corpus=str(tmp_path / "theirs"), sequence_length=4)
+    settings = DataSettings(corpus=str(corpus.prefix), sequence_length=4)
     loader = build_loader(settings, micro_batch_size=3, rank=0, world_size=1)
     flat = [each for document in expected for each in document][:12]
     assert sorted(next(loader)["input_ids"].tolist()) == sorted(np.array(flat).reshape(3, 4).tolist())
