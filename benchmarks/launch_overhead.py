@@ -6,32 +6,37 @@
 The matrices are so small that a GPU, or the C code of torch on a CPU, has next to nothing to compute. Without
 a GPU, Triton's own launcher runs up to the driver, which is a library that only records
 (`benchmarks.kernels.stand_in`): kernels are compiled and launched, and nothing runs. A call of a real driver
-takes longer than that of the recording one.
+takes longer than that of the recording one. Products are in bf16, as on a GPU.
 
-The columns are explained below the table.
+Without a GPU, times are CPU seconds of the process, so other processes count only by what they do to caches
+and clock. Bytecodes do not depend on the machine. The columns are explained below the table.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megalowbit as mlb
 from benchmarks.kernels.launches import launching
 from benchmarks.kernels.stand_in import StandInDriver, standing_in
-from benchmarks.timing import parser
+from benchmarks.launch_floor import applied, ways_of
+from benchmarks.timing import parser, ratio
+from megalowbit.layers.matmul import gemms
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.quantize.triton import launch_arguments, launch_plans
 
@@ -48,9 +53,14 @@ LEGEND = """
 nn.Linear   µs of host time of its forward and backward in bf16 (the process's, median of interleaved rounds)
 former      µs of the layer's, with Triton's launcher
 plans       µs of the layer's, with launch plans
+floor       µs of its launches with plans, allocations and products, without the layer (`launch_floor`)
+bare        µs of the same, with launches without plans
 ratio       what the layer adds to nn.Linear with launch plans, over what it adds with Triton's launcher
+÷ floor     the layer with launch plans ÷ the floor, median over rounds
 launches    launches of Triton kernels
-operations  operations of torch, views included"""
+operations  operations of torch, views included
+bytecodes   instructions of Python in the layer's step
+of floor    instructions of Python in the floor's step"""
 
 
 class Overhead(NamedTuple):
@@ -62,6 +72,8 @@ class Overhead(NamedTuple):
         planned: of a BitLinear with launch plans.
         launches: of Triton kernels.
         operations: of torch, views included.
+        bytecodes: instructions of Python.
+        floor: seconds, bytecodes and more of the floor; `None`: there is none for the recipe.
     """
 
     plain: float
@@ -69,11 +81,29 @@ class Overhead(NamedTuple):
     planned: float
     launches: int
     operations: int
+    bytecodes: int
+    floor: Floor | None
 
     @property
     def ratio(self) -> float:
         """What the layer adds to `nn.Linear`, over what it adds with Triton's launcher."""
         return (self.planned - self.plain) / (self.former - self.plain)
+
+
+class Floor(NamedTuple):
+    """Figures of the floor of a recipe.
+
+    Attributes:
+        planned: seconds, with launch plans.
+        bare: seconds, without plans.
+        ratio: the layer's time over the floor's, both with launch plans.
+        bytecodes: instructions of Python, with launch plans.
+    """
+
+    planned: float
+    bare: float
+    ratio: float
+    bytecodes: int
 
 
 class Operations(TorchDispatchMode):
@@ -96,15 +126,28 @@ def main() -> None:
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     recipes = {each.name: each for each in chosen.recipe} if chosen.recipe else RECIPES
-    print(
-        f"\n{'':<24}{'nn.Linear':>10}{'former':>10}{'plans':>10}{'ratio':>8}{'launches':>10}{'operations':>12}"
-    )
+    titles = ("nn.Linear", "former", "plans", "floor", "bare", "ratio", "÷ floor")
+    counts = ("launches", "operations", "bytecodes", "of floor")
+    print(f"\n{'':<20}{''.join(f'{each:>10}' for each in titles)}{''.join(f'{each:>11}' for each in counts)}")
     with on(chosen.device):
         for name, each in recipes.items():
-            found = overhead(each, chosen.device, chosen.rounds)
-            times = "".join(f"{1e6 * value:10.0f}" for value in found[:3])
-            print(f"{name:<24}{times}{found.ratio:8.2f}{found.launches:10}{found.operations:12}")
+            print(f"{name:<20}{row(overhead(each, chosen.device, chosen.rounds))}")
     print(LEGEND)
+
+
+def row(found: Overhead) -> str:
+    """The columns of a recipe."""
+    floor = found.floor
+    times = [*found[:3], *(() if floor is None else (floor.planned, floor.bare))]
+    times_shown = "".join(f"{1e6 * value:10.0f}" for value in times) + (10 * 2 * " " if floor is None else "")
+    ratios = f"{found.ratio:10.2f}" + (10 * " " if floor is None else f"{floor.ratio:10.2f}")
+    counts = [
+        found.launches,
+        found.operations,
+        found.bytecodes,
+        *([] if floor is None else [floor.bytecodes]),
+    ]
+    return times_shown + ratios + "".join(f"{value:11}" for value in counts)
 
 
 def on(device: str) -> AbstractContextManager[StandInDriver | None]:
@@ -114,7 +157,7 @@ def on(device: str) -> AbstractContextManager[StandInDriver | None]:
 
 def overhead(chosen: Any, device: str, rounds: int) -> Overhead:
     """The figures of a recipe, where `on` says."""
-    with unchecked_rounding():
+    with unchecked_rounding(), patch.object(gemms, "cpu_gemm", lambda: "bf16"):
         layer = mlb.BitLinear(*SIZES[1:], recipe=chosen, device=device, dtype=torch.bfloat16)
         plain, step = step_of(nn.Linear(*SIZES[1:], device=device, dtype=torch.bfloat16)), step_of(layer)
 
@@ -123,8 +166,32 @@ def overhead(chosen: Any, device: str, rounds: int) -> Overhead:
                 step()
 
         candidates = {"plain": plain, "former": former, "planned": step}
-        times = {name: statistics.median(each) for name, each in timed(candidates, rounds, device).items()}
-        return Overhead(**times, launches=launches_of(step), operations=len(operations_of(step)))
+        if layer.recipe == mlb.recipe("nvfp4"):
+            for _ in range(2):  # compiles, and makes plans
+                step()
+            ways = ways_of(step)
+            candidates["floor"] = step_of(layer, applied(layer, ways.planned))
+            candidates["bare"] = step_of(layer, applied(layer, ways.bare))
+        times = timed(candidates, rounds, device)
+        return Overhead(
+            statistics.median(times["plain"]),
+            statistics.median(times["former"]),
+            statistics.median(times["planned"]),
+            launches=launches_of(step),
+            operations=len(operations_of(step)),
+            bytecodes=bytecodes_of(step),
+            floor=floor_of(candidates, times) if "floor" in candidates else None,
+        )
+
+
+def floor_of(candidates: dict[str, Callable[[], None]], times: dict[str, list[float]]) -> Floor:
+    """The floor's figures among those of all candidates."""
+    return Floor(
+        statistics.median(times["floor"]),
+        statistics.median(times["bare"]),
+        ratio(times, "planned", "floor"),
+        bytecodes_of(candidates["floor"]),
+    )
 
 
 @contextmanager
@@ -134,8 +201,9 @@ def unchecked_rounding() -> Iterator[None]:
         yield
 
 
-def step_of(layer: nn.Module) -> Callable[[], None]:
-    """Forward and backward."""
+def step_of(layer: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> Callable[[], None]:
+    """Forward and backward of a layer; `forward` is in place of the layer's own."""
+    run = forward or layer
     device = next(layer.parameters()).device
     x = torch.randn(SIZES[0], SIZES[1], device=device).bfloat16().requires_grad_()
     grad = torch.randn(SIZES[0], SIZES[2], device=device).bfloat16()
@@ -144,7 +212,7 @@ def step_of(layer: nn.Module) -> Callable[[], None]:
     def step() -> None:
         for each in tensors:
             each.grad = None
-        layer(x).backward(grad)
+        run(x).backward(grad)
 
     return step
 
@@ -185,6 +253,26 @@ def operations_of(step: Callable[[], None]) -> list[str]:
     with Operations() as counted:
         step()
     return counted.names
+
+
+def bytecodes_of(step: Callable[[], None]) -> int:
+    """Instructions that Python executes in a step, in backward's thread too."""
+    count = [0]
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count[0] += event == "opcode"
+        return trace
+
+    former = sys.gettrace()
+    threading.settrace(trace)
+    sys.settrace(trace)
+    try:
+        step()
+    finally:
+        sys.settrace(former)
+        threading.settrace(former)
+    return count[0]
 
 
 if __name__ == "__main__":

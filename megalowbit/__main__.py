@@ -25,7 +25,9 @@ from megalowbit.pretrain.command_line import (
     program,
     run_command,
 )
-from megalowbit.pretrain.stopping.signals import release_stop_signals
+from megalowbit.pretrain.stopping.signals import STOP_SIGNALS, StartSignals
+
+UNFINISHED = "the text was evaluated"  # what has not happened when a signal ends the process
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,27 +64,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_command(lambda identity: _run(build_parser().parse_args(arguments), identity))
+    return run_command(
+        lambda identity: _run(build_parser().parse_args(arguments), identity),
+        lambda: f"interrupted before {UNFINISHED}",
+    )
 
 
 def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     if not options.path.exists():  # before imports that take seconds
         raise UserError(f"{options.path} does not exist: name a run, a checkpoint or a Hugging Face folder")
     prepare_environment()
-    release_stop_signals()  # nothing is saved, so a signal ends the process at once
-    from megalowbit.engine.process_start import import_deepspeed, stop_process_group
+    with StartSignals(is_main=identity.is_main, before=UNFINISHED, ending=STOP_SIGNALS):
+        from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
-    import_deepspeed(is_checked=False)
-    from megalowbit.pretrain.estimate.evaluate import evaluate
+        import_deepspeed(is_checked=False)
+        from megalowbit.pretrain.estimate.evaluate import evaluate
 
-    evaluate(
-        options.path,
-        identity,
-        config_file=options.ds_config,
-        overrides=options.overrides,
-        output=options.output,
-    )
-    stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))
+        evaluate(
+            options.path,
+            identity,
+            config_file=options.ds_config,
+            overrides=options.overrides,
+            output=options.output,
+        )
+        stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))
 
 
 if __name__ == "__main__":

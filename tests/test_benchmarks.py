@@ -209,7 +209,42 @@ def test_launch_overhead_compares_with_tritons_launcher_and_counts_launches():
     pytest.importorskip("triton", reason="Triton is not installed")
     printed = run("launch_overhead.py", "--rounds", "3", "--threads", "1", "--recipe", "nvfp4")
     row = next(line.split() for line in printed.splitlines() if line.startswith("nvfp4"))
-    plain, former, plans, ratio, launches, operations = map(float, row[1:])
+    plain, former, plans, floor, bare, ratio, over_floor, *counts = map(float, row[1:])
     assert 0 < plain < plans < former
-    assert 0 < ratio < 1
+    assert 0 < bare < plans
+    assert 0 < floor < plans
+    assert 0 < ratio < 1 < over_floor
+    launches, operations, bytecodes, of_floor = counts
     assert (launches, operations > launches) == (8, True)
+    assert launches < of_floor < bytecodes
+
+
+@pytest.mark.slow
+def test_the_floor_of_host_time_launches_and_computes_what_the_layer_does():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = """
+from collections import Counter
+from unittest.mock import patch
+import torch, megalowbit as mlb
+from benchmarks import launch_floor, launch_overhead as overhead
+from megalowbit.layers.matmul import gemms
+
+with overhead.on("cpu") as driver, overhead.unchecked_rounding():
+    patch.object(gemms, "cpu_gemm", lambda: "bf16").start()
+    layer = mlb.BitLinear(*overhead.SIZES[1:], dtype=torch.bfloat16)
+    step = overhead.step_of(layer)
+    step(), step()
+    ways = launch_floor.ways_of(step)
+    steps = [step, *(overhead.step_of(layer, launch_floor.applied(layer, way)) for way in ways)]
+    found = []
+    for each in steps:
+        with driver.recording() as launches:
+            each()
+        views = {"detach", "view", "t", "promote_types"}
+        operations = Counter(name for name in overhead.operations_of(each) if name not in views)
+        found.append((Counter(map(str, [one[:6] for one in launches])), operations))
+    assert found[0] == found[1] == found[2], found
+    assert sum(found[0][0].values()) == 8
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ import subprocess
 
 import pytest
 import torch
+from simulated_gpus import simulate_current_gpu
 
 from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
@@ -28,20 +29,8 @@ CUresult CUDAAPI cuStreamGetCaptureInfo_v2(CUstream stream, CUstreamCaptureStatu
 def gpu(monkeypatch):
     """Two GPUs, of which the first is current; streams of the second are captured or not."""
 
-    class On:
-        def __init__(self, device):
-            self.device = device
-
-        def __enter__(self):
-            current.append(self.device.index)
-
-        def __exit__(self, *_):
-            current.pop()
-
-    current, capturing = [0], set()
+    current, capturing = simulate_current_gpu(monkeypatch), set()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "device", On)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] in capturing)
     return capturing
 

@@ -44,7 +44,9 @@ def at_most(
     good = value <= limit if warn is None else value <= min(warn, limit)
     status: Status = "pass" if good else "warn" if value <= limit else "fail"
     words = (
-        f"≤ {_number(limit)}{unit}" if warn is None else f"≤ {_number(warn)}, fail > {_number(limit)}{unit}"
+        f"≤ {number_text(limit)}{unit}"
+        if warn is None
+        else f"≤ {number_text(warn)}, fail > {number_text(limit)}{unit}"
     )
     return Finding(check, status, _rounded(value), words, note, *_state(state), unit)
 
@@ -57,7 +59,9 @@ def at_least(
     good = value >= limit if warn is None else value >= max(warn, limit)
     status: Status = "pass" if good else "warn" if value >= limit else "fail"
     words = (
-        f"≥ {_number(limit)}{unit}" if warn is None else f"≥ {_number(warn)}, fail < {_number(limit)}{unit}"
+        f"≥ {number_text(limit)}{unit}"
+        if warn is None
+        else f"≥ {number_text(warn)}, fail < {number_text(limit)}{unit}"
     )
     return Finding(check, status, _rounded(value), words, note, *_state(state), unit)
 
@@ -94,9 +98,11 @@ def _state(state: GpuState | None) -> tuple[float | None, float | None]:
     return (None, None) if state is None else (state.clock_mhz, state.power_watts)
 
 
-def _number(value: float) -> str:
-    return f"{value:.4g}"
+def number_text(value: float) -> str:
+    """Four significant digits, without an exponent from 1000 on: "123,500"."""
+    number = _rounded(value)
+    return f"{number:,.0f}" if 1e3 <= abs(number) < 1e15 else f"{number:.4g}"
 
 
 def _rounded(value: float) -> float:
-    return float(_number(value))
+    return float(f"{value:.4g}")

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.first_hour.findings import STATUSES, Finding
+from benchmarks.first_hour.findings import STATUSES, Finding, number_text
 from megalowbit.durable_files import atomic_file
 
 STEP = "(step)"
@@ -202,7 +202,11 @@ def shown(row: Row) -> str:
     value = row["value"]
     if value is None:
         return ""
-    return f"{value:.4g}{row['unit']}" if isinstance(value, float) else f"{value}{row['unit']}"
+    if isinstance(value, float):
+        value = number_text(value)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = f"{value:,}"
+    return f"{value}{row['unit']}"
 
 
 def _is_noise(row: Row) -> bool:

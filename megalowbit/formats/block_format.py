@@ -53,6 +53,10 @@ class BlockFormat:
     scale: ScaleKind
     has_row_scales: bool = False
 
+    def __hash__(self) -> int:
+        """Of two fields, because launchers look formats up at each use of a layer."""
+        return hash((self.scale, self.block))
+
     def __post_init__(self) -> None:
         is_mixed = self.scale == "signed_fp32"
         assert is_mixed == (self.element == INT8_E5M2), (self.scale, self.element)

@@ -23,18 +23,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megalowbit.errors import UserError, shown
 from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.matmul.gemms import no_autocast
+from megalowbit.second_derivatives import differentiable_once
 
 IGNORED_LABEL = -100
+ONCE_ONLY = (
+    "second derivatives of chunked_cross_entropy are not defined: set it to false, or leave out "
+    "mlb.chunk_cross_entropy"
+)
 CHUNK_ELEMENTS = 2**25  # logits of a chunk: 128 MiB in fp32
 LIBRARIES = ("accelerate", "deepspeed", "megalowbit", "torch")  # whose hooks return what they are given
 ALIGNMENT = 128  # rows of a chunk, for the GEMM's tiles
@@ -138,8 +143,12 @@ class _SumOfLosses(torch.autograd.Function):
         return torch.where(is_counted, log_sum - of_target, 0).sum()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = partial(_SumOfLosses._gradients, ctx, grad_loss)
+        return *differentiable_once(ctx, grad_loss, gradients, ONCE_ONLY), None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight, known, is_counted, log_sum = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if needs_hidden else None
@@ -159,7 +168,7 @@ class _SumOfLosses(torch.autograd.Function):
                     stop = start + rows.shape[0]
                     torch.mm(grad_logits.T, hidden, out=grad_weight[start:stop])
         narrow = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return narrow, grad_weight, None, None
+        return narrow, grad_weight
 
 
 def chunk_size(num_tokens: int) -> int:

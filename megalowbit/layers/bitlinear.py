@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit import cuda_graphs
@@ -177,7 +178,7 @@ class BitLinear(SplitLinear):
         return None
 
     @property
-    def keeps_nothing_on_host(self) -> bool:
+    def changes_no_host_state(self) -> bool:
         """Whether a use of the layer changes nothing on the host but its number of uses."""
         is_observed = self.training and self.observer is not None
         return not is_observed and self.weight_slot is None and self.shards is None
@@ -201,7 +202,8 @@ class BitLinear(SplitLinear):
         Raises:
             UserError: the last axis has another size, the input is not a dense tensor or is on another
                 device, it lacks the axis `broadcast_dim` of the recipe's splits, or a size that `seed_compat`
-                needs; or a transform of `torch.func` is active.
+                needs; a transform of `torch.func` is active, or a tensor
+                has a forward-mode derivative.
         """
         self._check_input(input)
         device = input.device.type
@@ -283,6 +285,13 @@ class BitLinear(SplitLinear):
                 f"{self.title} cannot run inside torch.func.vmap, grad, jvp or another transform: use "
                 "backward() for gradients and a leading axis of the input for vmap, or call restore(model)"
             )
+        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+            for tensor in (input, *self.parameters()):
+                if forward_ad.unpack_dual(tensor).tangent is not None:
+                    raise UserError(
+                        f"{self.title} has no forward-mode derivatives: use backward(), or call "
+                        "restore(model)"
+                    )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise UserError(
                 f"{self.title} expects a last axis of {self.in_features}, "
@@ -376,19 +385,24 @@ class BitLinear(SplitLinear):
             observe=None if observer is None else partial(self._observe, observer),
             count=self._product_counts.add,
             fp8_counts=self._product_counts.on_device,
-            # a graph would repeat a look-up, and keep codes in memory that only its replays write
-            weights=None if cuda_graphs.is_capturing(self.weight.device) else self.weight_slot,
+            weights=self._weight_slot_outside_graphs(),
             # ZeRO 3 gathers the weight to another address for each use
             keeps_until_cleared=self.shards is not None or hasattr(self.weight, "ds_id"),
             is_replay=use.is_replay,
             needs_grad=needs_grad,
             step=use.step,
             sizes=self.sizes,
+            title=self.title,
             split_state=partial(self._split_state, use),
             shards=self.shards if shards is None else shards,
             probe=probe,
             input_forms=input_forms,
         )
+
+    def _weight_slot_outside_graphs(self) -> WeightSlot | None:
+        """The slot; none in a graph, which would repeat a look-up and keep codes that only replays write."""
+        slot = self.weight_slot
+        return None if slot is None or cuda_graphs.is_capturing(self.weight.device) else slot
 
     def _hadamard_signs(self, stream: RandomStream, recipe: Recipe, use: Use) -> int:
         if not recipe.hadamard:

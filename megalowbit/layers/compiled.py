@@ -39,12 +39,7 @@ from torch.library import CustomOpDef
 
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul.context import MatmulContext
-from megalowbit.layers.matmul.function import (
-    Dtypes,
-    backward_products,
-    differentiable_once,
-    forward_products,
-)
+from megalowbit.layers.matmul.function import ONCE_ONLY, Dtypes, backward_products, forward_products
 from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.matmul.use_counter import Use, is_recomputing
@@ -54,6 +49,7 @@ from megalowbit.quantize.backends import KERNEL_DTYPES, has_random_kernel
 from megalowbit.quantize.philox import RandomKey, StoredKey, signed
 from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.quantize.random_stream import RandomStream, check_advance
+from megalowbit.second_derivatives import differentiable_once
 
 SAVED_LENGTH = 4  # entries of a saved handle: a `Use`
 ON_HOST = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # do not merge, do not replay
@@ -75,7 +71,7 @@ class CompiledLayer(Protocol):
         """in_features and out_features."""
 
     @property
-    def keeps_nothing_on_host(self) -> bool:
+    def changes_no_host_state(self) -> bool:
         """Whether a use of the layer changes nothing on the host but its number of uses."""
 
     @property
@@ -150,7 +146,7 @@ def compiled_linear(
     needs_weight = any(part.requires_grad for part in (weight, *(factors or ())))
     forward, step = _forward, None if stream is None else stream.step_tensor
     is_shared = torch.compiler.is_compiling() and step is not None
-    if is_shared and layer.keeps_nothing_on_host and may_be_captured(layer.handle, input.device, input.dtype):
+    if is_shared and layer.changes_no_host_state and may_be_captured(layer.handle, input.device, input.dtype):
         forward, step = _captured_forward, draw_keys(step, layer.handle, input.device)
     outputs = forward(
         input,
@@ -388,11 +384,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Gradients of `_forward`'s arguments."""
-    if not torch.is_grad_enabled():
-        return _first_gradients(ctx, grads)
-    with torch.no_grad():  # create_graph=True
-        gradients = _first_gradients(ctx, grads)
-    return differentiable_once(ctx, grads[0], gradients)
+    return differentiable_once(ctx, grads[0], lambda: _first_gradients(ctx, grads), ONCE_ONLY)
 
 
 def _first_gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:

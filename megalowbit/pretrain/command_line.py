@@ -41,7 +41,6 @@ from megalowbit.pretrain.stopping.signals import (
     STOP_SIGNALS,
     StartSignals,
     block_stop_signals,
-    release_stop_signals,
 )
 
 if TYPE_CHECKING:
@@ -222,11 +221,19 @@ def program(command: Callable[[], int] | None = None) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return run_command(lambda identity: _run(build_parser().parse_args(arguments), identity))
+    options = argparse.Namespace()
+
+    def work(identity: ProcessIdentity) -> None:
+        _run(build_parser().parse_args(arguments, options), identity)
+
+    return run_command(work, lambda: _interrupted(options))
 
 
-def run_command(work: Callable[[ProcessIdentity], None]) -> int:
-    """Call `work` with this process's identity and report its errors; returns the exit code."""
+def run_command(work: Callable[[ProcessIdentity], None], interrupted: Callable[[], str]) -> int:
+    """Call `work` with this process's identity and report its errors; returns the exit code.
+
+    `interrupted` says what Ctrl-C has ended.
+    """
     identity = ProcessIdentity()
     escape_unprintable_output()
     try:
@@ -239,9 +246,29 @@ def run_command(work: Callable[[ProcessIdentity], None]) -> int:
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if identity.is_main:
-            _print_error("interrupted: continue from the last checkpoint with --resume auto")
+            _print_error(interrupted())
         return EXIT_INTERRUPTED
     return 0
+
+
+def _interrupted(options: argparse.Namespace) -> str:
+    """What Ctrl-C has ended; `options` is empty if they have not been read."""
+    if not vars(options):
+        return "interrupted before the command line was read"
+    if unfinished := _unfinished(options):
+        return f"interrupted before {unfinished}"
+    return (
+        "interrupted: --resume auto continues from the last checkpoint, or starts at step 0 if none was saved"
+    )
+
+
+def _unfinished(options: argparse.Namespace) -> str:
+    """What has not happened when a command that saves nothing is ended; empty for a run."""
+    if options.benchmark is not None:
+        return "the end of the benchmark; no figures are written"
+    if options.dry_run:
+        return "the end of the dry run"
+    return "the data were ready" if options.prepare_data else ""
 
 
 def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
@@ -255,10 +282,11 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
     prepare_environment()
     if options.dry_run or options.prepare_data:
-        release_stop_signals()
-        with StartSignals(is_main=identity.is_main):
+        with StartSignals(is_main=identity.is_main, before=_unfinished(options), ending=STOP_SIGNALS):
             _describe_or_prepare(options, config, identity)
         return
+    if identity.is_main:  # imports take seconds
+        print("start     importing torch and DeepSpeed", flush=True)
     if options.benchmark is not None:
         _benchmark(options, config, identity)
         return
@@ -303,7 +331,7 @@ def _benchmark(options: argparse.Namespace, config: PretrainConfig, identity: Pr
 
     with StartSignals(
         is_main=identity.is_main,
-        before="the end of the benchmark; no figures are written",
+        before=_unfinished(options),
         ending=STOP_SIGNALS,
         at_end=remove_empty_folder,
     ):

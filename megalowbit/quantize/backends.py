@@ -105,9 +105,13 @@ def maximum(request: EncodeRequest) -> Tensor | None:
 
 def can_encode(kernels: Kernels, request: EncodeRequest) -> bool:
     """Whether kernels support this request."""
-    encoding = request.encoding
-    is_common = request.x.dtype in KERNEL_DTYPES and encoding.has_kernels
-    return is_common and kernels.covers(encoding.format, request.operand_dtype or torch.bfloat16)
+    operand_dtype = request.operand_dtype or torch.bfloat16
+    return _can_encode(kernels, request.encoding, request.x.dtype, operand_dtype)  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=256)  # each operand asks
+def _can_encode(kernels: Kernels, encoding: Encoding, dtype: torch.dtype, operand_dtype: torch.dtype) -> bool:
+    return dtype in KERNEL_DTYPES and encoding.has_kernels and kernels.covers(encoding.format, operand_dtype)
 
 
 def has_random_kernel(encoding: Encoding, device: torch.device) -> bool:
@@ -189,7 +193,7 @@ def is_selective_checkpoint() -> bool:
     It numbers operations by kind and returns stored results in place of some. A forward and its repetition
     must therefore have the same operations, and no result may be written to behind its back.
     """
-    return any(map(_stores_results, _dispatch_modes()))
+    return torch._C._len_torch_dispatch_stack() > 0 and any(map(_stores_results, _dispatch_modes()))
 
 
 def _dispatch_modes() -> list[Any]:

@@ -95,6 +95,10 @@ class Encoding:
     is_eden: bool = False
     is_power_of_two: bool = False
 
+    def __hash__(self) -> int:
+        """Of few fields, because launchers look encodings up at each use of a layer."""
+        return hash((self.format.scale, self.format.block, self.is_stochastic, self.scale_rounding))
+
     def __post_init__(self) -> None:
         fitting = _FITTING[self.format.scale]
         if self.scale_rounding not in fitting:
@@ -188,6 +192,11 @@ class DecodeRequest(NamedTuple):
     transpose: bool = False
     tensor_scale: Tensor | None = None
 
+    @property
+    def without_tensors(self) -> tuple[BlockFormat, int, int, torch.dtype, bool]:
+        """All but codes and scales, for arguments that are kept."""
+        return self.format, self.rows, self.cols, self.dtype, self.transpose
+
     def new_matrix(self) -> Tensor:
         """An uninitialised, contiguous matrix for the result."""
         shape = (self.cols, self.rows) if self.transpose else (self.rows, self.cols)
@@ -221,17 +230,35 @@ class Encoded(NamedTuple):
     fp8: Fp8Operand | None = None
 
 
-def new_encoded(request: EncodeRequest) -> Encoded:
-    """Uninitialised tensors for the result of a kernel, without counts and error."""
-    format, (rows, cols), device = request.encoding.format, request.x.shape, request.x.device
-    codes = torch.empty(format.codes_shape(rows, cols), dtype=torch.uint8, device=device)
-    scales = torch.empty(format.scales_shape(rows, cols), dtype=SCALE_DTYPES[format.scale], device=device)
+class EncodedShapes(NamedTuple):
+    """Shapes of the tensors of an `Encoded`, and the dtype of its scales."""
+
+    codes: tuple[int, int]
+    scales: tuple[int, int]
+    scale_dtype: torch.dtype
+    tensor_scale: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, format: BlockFormat, rows: int, cols: int) -> EncodedShapes:
+        """The shapes of a matrix in this format."""
+        codes, scales = format.codes_shape(rows, cols), format.scales_shape(rows, cols)
+        return cls(codes, scales, SCALE_DTYPES[format.scale], format.tensor_scale_shape(rows))
+
+
+def new_encoded(request: EncodeRequest, shapes: EncodedShapes | None = None) -> Encoded:
+    """Uninitialised tensors for the result of a kernel, without counts and error.
+
+    `shapes` are those of the request, for a caller that has kept them.
+    """
+    x = request.x
+    device, kept = x.device, shapes or EncodedShapes.of(request.encoding.format, *x.shape)
+    codes = torch.empty(kept.codes, dtype=torch.uint8, device=device)
+    scales = torch.empty(kept.scales, dtype=kept.scale_dtype, device=device)
     tensor_scale = operand = None
-    above = format.tensor_scale_shape(rows)
-    if above is not None:
-        tensor_scale = torch.empty(above, dtype=torch.float32, device=device)
+    if kept.tensor_scale is not None:
+        tensor_scale = torch.empty(kept.tensor_scale, dtype=torch.float32, device=device)
     if request.operand_dtype is not None and request.fp8_dtype is None:
-        operand = torch.empty((rows, cols), dtype=request.operand_dtype, device=device)
+        operand = torch.empty(x.shape, dtype=request.operand_dtype, device=device)
     return Encoded(codes, scales, tensor_scale, operand)
 
 

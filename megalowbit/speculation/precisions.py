@@ -54,20 +54,6 @@ PRECISIONS = MappingProxyType(
 )
 
 
-@functools.lru_cache(maxsize=64)
-def quantizers_of(precision: str, product: str) -> tuple[str, str]:
-    """Quantizer names of a product's left and right operand, in the order of `OPERANDS`.
-
-    Raises:
-        UserError: there is no such precision or product.
-    """
-    _precision(precision)
-    if product not in OPERANDS:
-        raise unknown_name("product", product, PRODUCTS)
-    left, right = OPERANDS[product]
-    return operand_quantizer(precision, left), operand_quantizer(precision, right)
-
-
 def operand_quantizer(precision: str, operand: str) -> str:
     """The name of the quantizer of `"input"`, `"weight"` or `"grad_output"`.
 

@@ -63,6 +63,33 @@ def test_a_verdict_follows_from_value_and_limits(finding, status):
     assert finding.status == status
 
 
+def test_figures_are_written_without_exponents(tmp_path):
+    report = Report(tmp_path, *HERE)
+    for finding in (
+        info("speed", 123456.0, " tokens/s"),
+        info("ratio", 1.23456, " ×"),
+        at_most("launches", 1234.5, 98765.0, " µs", warn=12345.0),
+        at_least("rate", 12.0, 2.5e6, " B/s"),
+        expect("bytes", True, 7654321, "whole", " bytes"),
+        expect("same", True, True, "equal"),
+        at_most("error", 1.5e-7, 1e-6, " relative"),
+        at_most("lost", math.inf, 1e20, ""),
+    ):
+        report.add("bits", finding, 1.0)
+    table = report.write_summary({"bits": "Bits"}).read_text(encoding="utf-8").splitlines()
+    found = [line.split(" | ")[1:4] for line in table if line.startswith("| Bits")]
+    assert found == [
+        ["speed", "123,500 tokens/s", ""],
+        ["ratio", "1.235 ×", ""],
+        ["launches", "1,234 µs", "≤ 12,340, fail > 98,760 µs"],
+        ["rate", "12 B/s", "≥ 2,500,000 B/s"],
+        ["bytes", "7,654,321 bytes", "whole"],
+        ["same", "True", "equal"],
+        ["error", "1.5e-07 relative", "≤ 1e-06 relative"],
+        ["lost", "inf", "≤ 1e+20"],
+    ]
+
+
 def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
     report = Report(tmp_path)
     report.add("bits", at_most("encoding", 3.0, 0.0, " different bytes", note="a | b"), 1.0)

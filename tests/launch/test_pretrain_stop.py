@@ -29,6 +29,7 @@ from launchers import (
 
 pytestmark = pytest.mark.slow
 SECONDS = 300
+START = "start     importing torch and DeepSpeed\n"
 
 
 def ranks_of(launcher):
@@ -133,6 +134,13 @@ def test_a_signal_ends_a_benchmark_with_one_line_and_leaves_no_empty_folder(tmp_
     assert not (tmp_path / "out").exists()
 
 
+def test_sigterm_ends_a_dry_run_with_one_line(tmp_path):
+    process = start("python", "--ds-config", write_config(tmp_path), "--dry-run", cwd=tmp_path)
+    wait_for_library(process, "torch")
+    process.send_signal(signal.SIGTERM)
+    assert ended(process) == (143, "ended by SIGTERM before the end of the dry run\n")
+
+
 def wait_for_port(port, process):
     """Until somebody listens there: the main rank's store, where it waits for the others."""
     end = time.monotonic() + SECONDS
@@ -152,7 +160,7 @@ def test_an_interrupt_ends_a_run_that_waits_for_other_ranks(tmp_path):
     process = start("python", "--ds-config", "tiny.json", cwd=tmp_path, MASTER_PORT=str(port), **ranks)
     wait_for_port(port, process)
     process.send_signal(signal.SIGINT)
-    assert ended(process) == (130, "interrupted before the first step\n")
+    assert ended(process) == (130, f"{START}interrupted before the first step\n")
 
 
 def test_an_interrupt_ends_the_deepspeed_launcher_whose_other_node_never_comes(tmp_path):

@@ -1,6 +1,8 @@
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 from torch.func import functional_call, grad, jvp, vjp, vmap
 
 from megalowbit.errors import UserError
@@ -58,6 +60,64 @@ def test_a_transform_of_torch_func_is_rejected_and_leaves_the_layer_usable(trans
     assert torch.equal(model(x), expected)
     restore(model)
     transform(model, x)  # the remedy
+
+
+def dual(layer, x):
+    with forward_ad.dual_level():
+        layer(forward_ad.make_dual(x, x))
+
+
+def dual_weights(layer, x):
+    with forward_ad.dual_level():
+        duals = {name: forward_ad.make_dual(each, each) for name, each in weights(layer).items()}
+        functional_call(layer, duals, (x,))
+
+
+def batched(layer, x):
+    x = x.clone().requires_grad_()
+    torch.autograd.grad(layer(x), x, torch.ones(2, 3, 32), is_grads_batched=True)
+
+
+def by_vmap(layer, x):
+    x = x.clone().requires_grad_()
+    output = layer(x)
+    vmap(lambda grad_output: torch.autograd.grad(output, x, grad_output, retain_graph=True))(
+        torch.ones(2, 3, 32)
+    )
+
+
+AT_ONCE = r"takes one output gradient at a time: call backward for each .*restore"
+FORWARD_MODE = r"has no forward-mode derivatives: use backward\(\), or call restore\(model\)$"
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        (dual, FORWARD_MODE),
+        (dual_weights, FORWARD_MODE),
+        (lambda layer, x: jacobian(layer, x, vectorize=True, strategy="forward-mode"), FORWARD_MODE),
+        (batched, AT_ONCE),
+        (by_vmap, AT_ONCE),
+        (lambda layer, x: jacobian(layer, x, vectorize=True), AT_ONCE),
+    ],
+    ids=[
+        "dual input",
+        "dual weights",
+        "forward-mode jacobian",
+        "batched gradients",
+        "gradients by vmap",
+        "vectorised jacobian",
+    ],
+)
+def test_other_ways_of_derivation_are_rejected_with_the_layers_name_and_a_remedy(way, message):
+    model, x = nn.Sequential(BitLinear(64, 32)), torch.ones(3, 64)
+    expected = model(x)
+    with pytest.raises(UserError, match=rf"^BitLinear\(64, 32\) {message}"):
+        way(model, x)
+    with forward_ad.dual_level():
+        assert torch.equal(model(x), expected)  # without a dual tensor
+    restore(model)
+    way(model, x)  # the remedy
 
 
 def test_a_functional_call_has_the_bits_of_a_plain_one():

@@ -111,12 +111,12 @@ def test_layers_are_captured_if_only_kernels_draw(monkeypatch, change, expected)
 
 def test_an_observer_a_weight_cache_and_shards_stay_on_the_host():
     layer = layer_of()
-    assert layer.keeps_nothing_on_host
+    assert layer.changes_no_host_state
     layer.observer = object()
-    assert not layer.keeps_nothing_on_host
-    assert layer.eval().keeps_nothing_on_host
+    assert not layer.changes_no_host_state
+    assert layer.eval().changes_no_host_state
     layer.weight_slot = object()
-    assert not layer.keeps_nothing_on_host
+    assert not layer.changes_no_host_state
 
 
 def test_keys_are_those_of_an_eager_use_and_each_use_counts():

@@ -145,3 +145,52 @@ def test_an_unsuitable_number_of_processes_is_reported(capsys, tmp_path):
     arguments = ["--ds-config", str(write_config(tmp_path)), "--dry-run", "--processes", "6", *FOR_FOUR]
     assert main(arguments) == 2
     assert "does not divide the 6 processes" in capsys.readouterr().err
+
+
+IMPORTS = "megalowbit.engine.process_start.import_deepspeed"
+START = "start     importing torch and DeepSpeed\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "place", "out", "message"),
+    [
+        ([], IMPORTS, START, "interrupted: --resume auto continues from the last checkpoint, or starts at"),
+        (
+            ["--benchmark"],
+            IMPORTS,
+            START,
+            "interrupted before the end of the benchmark; no figures are written",
+        ),
+        (
+            ["--dry-run"],
+            "megalowbit.pretrain.estimate.dry_run.describe",
+            "",
+            "interrupted before the end of the dry run",
+        ),
+        (
+            ["--prepare-data"],
+            "megalowbit.data.loader.count_samples",
+            "",
+            "interrupted before the data were ready",
+        ),
+    ],
+    ids=["run", "benchmark", "dry-run", "prepare-data"],
+)
+def test_ctrl_c_says_what_was_not_done_and_whether_it_can_continue(
+    more, place, out, message, capsys, tmp_path, monkeypatch
+):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupt)
+    config = ["--ds-config", str(write_config(tmp_path)), *more]
+    assert main(config) == 130
+    found = capsys.readouterr()
+    assert found.out == out  # before imports that take seconds
+    assert found.err.startswith(message)
+    assert found.err.count("\n") == 1
+    if not more:
+        for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
+        assert main(config) == 130
+        assert capsys.readouterr() == ("", "")  # only the main rank speaks

@@ -274,6 +274,40 @@ def test_a_stochastic_candidate_draws_by_the_key():
     assert errors_of(x, names=names) != errors_of(x, key=RandomKey(2), names=names)
 
 
+# Shards
+
+
+def test_a_shard_is_measured_with_the_largest_magnitude_of_the_full_tensor():
+    """INT8 by hand: its one scale is that of the full tensor, whose largest element is on another rank."""
+    full = gaussian(300, 400) + 0.5
+    full[17, 3] = -60.0
+    x, given = full[:, 200:], []
+
+    def full_amax(local):
+        given.append(local)
+        return torch.tensor(60.0)
+
+    row = estimate(x, DEFAULT, KEY, quantizers=("int8",), full_amax=full_amax).tolist()
+    found = OperandStatistics(**dict(zip(COLUMNS, row[:-2], strict=True)))
+    (local,) = given
+    assert (local.dtype, local.shape, local.item()) == (torch.float32, (), x.abs().max().item())
+    assert replace(statistics(x), absmax=60.0, outlier_share=1 / x.numel()) == found  # the others are its own
+    wide, scale = x.double().numpy(), 60 / 127
+    squares = (np.round(wide / scale) * scale - wide) ** 2
+    assert row[-2:] == pytest.approx([np.mean(squares)] * 2, rel=1e-5)
+    assert errors_of(x, names=("int8",))["int8"][0] < row[-2] / 50  # with the shard's own scale
+
+
+def test_a_number_that_is_not_finite_on_one_rank_is_known_to_all():
+    x, given = gaussian(64, 32), []
+    row = estimate(x, DEFAULT, KEY, full_amax=lambda _: torch.tensor(math.inf)).tolist()
+    assert row[0] == x.numel()
+    assert all(map(math.isnan, row[1:]))
+    x[1, 2] = math.nan
+    estimate(x, DEFAULT, KEY, full_amax=lambda local: given.append(local.item()) or local)
+    assert given == [math.inf]  # a maximum over ranks drops NaN
+
+
 # Tensors that are no bulk
 
 

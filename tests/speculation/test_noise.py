@@ -11,7 +11,7 @@ from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.speculation.exchange import Exchange
 from megalowbit.speculation.noise import BF16_ERROR, MAX_DB, predict_snr_db
-from megalowbit.speculation.precisions import OPERANDS, PRECISIONS, PRODUCTS, quantizers_of
+from megalowbit.speculation.precisions import OPERANDS, PRECISIONS, PRODUCTS, operand_quantizer
 from megalowbit.speculation.probe import PrecisionCheck, ProductProbe, RankFindings
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.speculation.statistics import COLUMNS, Errors, OperandStatistics
@@ -95,7 +95,8 @@ class Checked:
 
     def measured(self, product, candidate):
         """With the noise of several draws if rounding is stochastic."""
-        names, masks, exact = quantizers_of(candidate, product), [], []
+        names = [operand_quantizer(candidate, role) for role in OPERANDS[product]]
+        masks, exact = [], []
         for role in OPERANDS[product]:
             of, x = self.found.statistics["a", role], self.x[role].double()
             limit = 6 * of.sigma if self.signal == "bulk" else math.inf

@@ -10,7 +10,7 @@ from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.speculation.estimator import sampled_places
 from megalowbit.speculation.exchange import Verification
-from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, quantizers_of
+from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, operand_quantizer
 from megalowbit.speculation.probe import ENERGIES, ROUNDING, PrecisionCheck, ProductProbe, RankFindings
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS
@@ -154,9 +154,8 @@ def test_the_noise_at_each_candidate_is_that_of_full_products(signal, unquantize
         CANDIDATES, check.findings.energies["a", "output"][3:].view(-1, 2), strict=True
     ):
         exact, made = [], []
-        for role, name, is_exact in zip(
-            OPERANDS["output"], quantizers_of(candidate, "output"), unquantized, strict=True
-        ):
+        for role, is_exact in zip(OPERANDS["output"], unquantized, strict=True):
+            name = operand_quantizer(candidate, role)
             exact.append(exact_of[role])
             values = x[role] if is_exact else quantizer(name)(x[role])
             made.append(values.double() * is_bulk[role])

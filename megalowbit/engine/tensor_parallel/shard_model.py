@@ -38,6 +38,7 @@ from megalowbit.errors import UserError
 from megalowbit.families.base import Family, Projection
 from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.matmul.sharded_operands import SumOutput
 from megalowbit.layers.tensor_parallel.linear import parallel_linear
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
     restore_sizes(model, sizes, family, size)
     group = TensorGroup(units.tensor)
     _exchange_layers(model, family, group, transposed)
-    _sum_head_norms(model, family, group)
+    sum_head_norms(model, family, group)
     setattr(model, IS_SHARDED, True)
     return units
 
@@ -261,9 +262,9 @@ def put_shard(
     model.set_submodule(name, new)
 
 
-def _sum_head_norms(model: nn.Module, family: Family, group: TensorGroup) -> None:
+def sum_head_norms(model: nn.Module, family: Family, group: TensorGroup) -> None:
     """Sum the gradients of norms on heads over the ranks, because each rank has only some heads."""
     for name, module in model.named_modules():
         if name.endswith(tuple(f".{norm}" for norm in family.head_norms)):
             for parameter in module.parameters():
-                parameter.register_hook(lambda gradient: group.sum(gradient.clone()))
+                parameter.register_hook(lambda gradient: SumOutput.apply(gradient, group))

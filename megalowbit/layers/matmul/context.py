@@ -54,6 +54,18 @@ class SplitOperand(NamedTuple):
         return SplitOperand(self.whole) if self.whole is not None and quantizer.is_identity else self
 
 
+def once(make: Callable[[], SplitOperand]) -> Callable[[], SplitOperand]:
+    """A function that calls another one at its first call; `functools.cache` takes several times as long."""
+    made: list[SplitOperand] = []
+
+    def get() -> SplitOperand:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return get
+
+
 class Made(NamedTuple):
     """A quantised operand, and its counts and error if they were requested."""
 
@@ -80,6 +92,7 @@ class MatmulContext:
         needs_grad: whether autograd records a graph; otherwise nothing is prepared for backward.
         step: the micro-batch.
         sizes: full in_features and out_features of the layer; a tensor-parallel rank may hold a part of them.
+        title: the layer's name in messages.
         split_state: role → the state that the split of that operand keeps between uses.
         shards: which operands are shards of a tensor-parallel layer; `None`: none.
         maxima: role → amax of the full operand, of which this rank has a shard; see `exchange_maxima`.
@@ -102,6 +115,7 @@ class MatmulContext:
     needs_grad: bool = True
     step: int = 0
     sizes: tuple[int, int] = (0, 0)
+    title: str = "a low-bit layer"
     split_state: Callable[[str], SplitState] | None = None
     shards: ShardedOperands | None = None
     maxima: dict[str, Tensor] = field(default_factory=dict)
@@ -148,11 +162,14 @@ class MatmulContext:
         with no_autocast(result.device.type):
             self.probe.observe_product(product, left, right, result, None if bias is None else bias.detach())
 
-    def split(self, x: Tensor, role: str) -> SplitOperand:
-        """Split an operand, in the shape in which the layer got it, as the recipe says."""
+    def split(self, x: Tensor, role: str, factors: WeightFactors | None = None) -> SplitOperand:
+        """Split an operand, in the shape in which the layer got it, as the recipe says.
+
+        `factors` are those of the result.
+        """
         settings: OperandSplit | None = getattr(self.recipe, f"split_{role}")
         if settings is None:
-            return SplitOperand(x)
+            return SplitOperand(x, factors=factors)
         assert self.split_state is not None  # a layer whose recipe has splits provides it
         found = split(
             x.detach(),
@@ -168,7 +185,7 @@ class MatmulContext:
             gain = torch.full((), found.residual_gain, dtype=torch.float32, device=x.device)
         is_row = settings.method == "mean"
         low_rank = LowRankPart(found.left, found.values, found.right, gain, is_row, found.products)
-        return SplitOperand(found.residual, low_rank, x, residual_amax=found.residual_amax)
+        return SplitOperand(found.residual, low_rank, x, factors=factors, residual_amax=found.residual_amax)
 
     def quantize(
         self,

@@ -22,18 +22,19 @@ not change the sum, so the product that it inspects is computed once more.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from megalowbit import cuda_graphs
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
-from megalowbit.layers.matmul.context import MatmulContext, SplitOperand
+from megalowbit.layers.matmul.context import MatmulContext, SplitOperand, once
 from megalowbit.layers.matmul.gemms import add_product, can_start_from, column_sums, gemm_dtype, multiply
 from megalowbit.layers.matmul.operand import MatmulOperand, exact_dtype, restore_operands, save_operands
 from megalowbit.layers.matmul.quantizations import Quantization, scale_format
@@ -42,11 +43,16 @@ from megalowbit.layers.matmul.split import Side, add_split_product, multiply_spl
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe, operand_quantizers
 from megalowbit.quantize.quantized_tensor import matrix_shape
+from megalowbit.second_derivatives import differentiable_once
 
 # For each product: whether its left and its right operand are transposed. Operands are stored in the order of
 # their tensors: input (M, K), weight (N, K), grad_output (M, N).
 TRANSPOSES = MappingProxyType(
     {"output": (False, True), "grad_input": (False, False), "grad_weight": (True, False)}
+)
+ONCE_ONLY = (
+    "second derivatives of a low-bit layer are not defined: use mlb.restore on the model, or name the "
+    "layer in the recipe's `keep`"
 )
 
 
@@ -82,8 +88,8 @@ def forward_products(
     """
     plan = context.quantizations
     # Evaluated once, and only if no sibling or no cache has the quantised forms.
-    split_input = functools.cache(lambda: context.split(input, "input"))
-    split_weight = functools.cache(lambda: context.split(weight, "weight")._replace(factors=factors))
+    split_input = once(lambda: context.split(input, "input"))
+    split_weight = once(lambda: context.split(weight, "weight", factors))
     wanted = [plan.input, plan.backward_input] if keeps_input else [plan.input]
     wanted += [plan.weight, plan.backward_weight] if keeps_weight else [plan.weight]
     context.exchange_maxima(wanted, {"input": input, "weight": weight})
@@ -257,10 +263,10 @@ def _product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Compute one product, also of split operands."""
-    gemm = functools.partial(_gemm, context, product)
     if left.low_rank is None and right.low_rank is None:
-        result = gemm(left, right, out_dtype=out_dtype, bias=bias)
+        result = _gemm(context, product, left, right, out_dtype=out_dtype, bias=bias)
     else:
+        gemm = functools.partial(_gemm, context, product)
         if context.recipe.gemm == "bf16":
             left, right = _decoded(context, left, right)
         result = multiply_split(
@@ -275,7 +281,8 @@ def _product(
             may_start=context.recipe.gemm == "bf16"
             and can_start_from(left.tensor, right.tensor, context.compute_dtype, out_dtype),
         )
-    context.probe_product(product, left, right, result, bias)
+    if context.probe is not None:
+        context.probe_product(product, left, right, result, bias)
     return result
 
 
@@ -400,32 +407,6 @@ def _weight_sum(ctx: Any) -> AddToSum | None:
     return functools.partial(sums.add_gradient, weight, accumulator)
 
 
-class _DifferentiableOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(_ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(None if each is None else each.detach() for each in tensors[-count:])
-
-    @staticmethod
-    def backward(_ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        raise UserError(
-            "second derivatives of a low-bit layer are not defined: use mlb.restore on the model, or name "
-            "the layer in the recipe's `keep`"
-        )
-
-
-def differentiable_once(
-    ctx: Any, grad_output: Tensor | None, gradients: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of a backward with `create_graph=True`; their derivatives are an error, not 0.
-
-    They depend on grad_output and the forward's inputs. Leaves among these are found in the graph; the anchor
-    covers the others if a second backward goes to all leaves.
-    """
-    leaves = [getattr(node, "variable", None) for node, _ in ctx.next_functions]
-    anchor = torch.zeros((), requires_grad=True)
-    return tuple(_DifferentiableOnce.apply(len(gradients), anchor, grad_output, *leaves, *gradients))
-
-
 class LowbitLinear(torch.autograd.Function):
     """output = Q(input) · Q(weight)ᵀ + bias with gradients from low-bit products; call `lowbit_linear`."""
 
@@ -454,11 +435,13 @@ class LowbitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight, bias and factors, from grad_output (…, out_features)."""
-        if not torch.is_grad_enabled():
-            return LowbitLinear._gradients(ctx, grad_output)
-        with torch.no_grad():  # create_graph=True
-            gradients = LowbitLinear._gradients(ctx, grad_output)
-        return differentiable_once(ctx, grad_output, gradients)
+        if is_batchedtensor(grad_output) or is_legacy_batchedtensor(grad_output):
+            raise UserError(
+                f"{ctx.context.title} takes one output gradient at a time: call backward for each (without "
+                "is_grads_batched, vectorize or vmap), or call restore(model)"
+            )
+        gradients = functools.partial(LowbitLinear._gradients, ctx, grad_output)
+        return differentiable_once(ctx, grad_output, gradients, ONCE_ONLY)
 
     @staticmethod
     def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

@@ -270,8 +270,9 @@ def _matrices(
     """Both operands in the GEMM's dtype; if fp32 stands for bf16 on a CPU, with the numbers of bf16."""
     a = left.operand(dtype, transpose=transpose_left)
     b = right.operand(dtype, transpose=transpose_right)
-    is_needed = torch.float32 in (left.exact_dtype, right.exact_dtype)
-    if compute_dtype != torch.bfloat16 or dtype != torch.float32 or is_needed:
+    if compute_dtype != torch.bfloat16 or dtype != torch.float32:
+        return a, b
+    if torch.float32 in (left.exact_dtype, right.exact_dtype):  # needed
         return a, b
     return rounded_to_bf16(a, left), rounded_to_bf16(b, right)
 

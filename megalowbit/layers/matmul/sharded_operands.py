@@ -121,7 +121,10 @@ class ShardedOperands:
 
 
 class SumGradient(torch.autograd.Function):
-    """The identity; its gradient is summed over the ranks."""
+    """The identity; its gradient is summed over the ranks.
+
+    Each of the two functions is the backward of the other, so all derivatives are right.
+    """
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, group: TensorGroup) -> Tensor:
@@ -132,4 +135,19 @@ class SumGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         """Sum a copy of the gradient."""
-        return ctx.group.sum(grad_output.clone(memory_format=torch.contiguous_format)), None
+        return SumOutput.apply(grad_output, ctx.group), None
+
+
+class SumOutput(torch.autograd.Function):
+    """The sum over the ranks; its gradient is already the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, group: TensorGroup) -> Tensor:
+        """Sum a copy of the output."""
+        ctx.group = group
+        return group.sum(output.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Return a view of the gradient, whose own gradient differs between the ranks and is summed."""
+        return SumGradient.apply(grad_output, ctx.group), None

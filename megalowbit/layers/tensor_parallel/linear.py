@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
-from megalowbit.layers.matmul.sharded_operands import SumGradient
+from megalowbit.layers.matmul.sharded_operands import SumGradient, SumOutput
 from megalowbit.layers.state_dict_layout import HFStateDict
 
 
@@ -119,22 +119,8 @@ class RowParallelLinear(_ShardedLinear):
         """(…, in_features), this rank's shard → (…, out_features), the same on all ranks."""
         output = nn.functional.linear(input, self.weight)
         if self.tensor_group.size > 1:
-            output = _SumOutput.apply(output, self.tensor_group)
+            output = SumOutput.apply(output, self.tensor_group)
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-class _SumOutput(torch.autograd.Function):
-    """The sum over the ranks; its gradient is already the same on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, group: TensorGroup) -> Tensor:
-        del ctx
-        return group.sum(output.clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return grad_output, None
 
 
 def parallel_linear(

@@ -11,8 +11,8 @@ c follows the block's largest stored gradient (including S and c) and rises by a
 An overflow is attributed to the block in which backward met it first, if its c is above 1. The target of that
 block then falls by an octave, which it regains after 1000 applied steps.
 
-Not covered: compiled models; parameters that code outside a block's forward reads; writing in place to a
-block's output, which autograd rejects.
+Not covered: compiled models; second derivatives, which are an error; parameters that code outside a block's
+forward reads; writing in place to a block's output, which autograd rejects.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from megalowbit.errors import UserError, shown
 from megalowbit.json_text import is_finite_number
 from megalowbit.optim.loss_scale.state import is_whole, plain_number
 from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
+from megalowbit.second_derivatives import differentiable_once
 
 logger = logging.getLogger(__name__)
+
+ONCE_ONLY = "second derivatives are not defined with layer_scaling: leave it out"
 
 RECOVERY_STEPS = 1000  # applied steps after which a block regains an octave lost to an overflow
 MOST_OCTAVES = 4096  # more than between any two numbers
@@ -73,7 +76,11 @@ def matching_modules(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 class _MultiplyGradient(torch.autograd.Function):
-    """Identity whose backward multiplies; the factor is evaluated in backward, like `factor_of`."""
+    """Identity whose backward multiplies; the factor is evaluated in backward, like `factor_of`.
+
+    A second backward would pass the identity at a block's input but not the one at its output, and would be
+    wrong by the factor.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: Callable[[], float]) -> Tensor:
@@ -81,9 +88,13 @@ class _MultiplyGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        factor = ctx.factor()
-        return (gradients[0] if factor == 1.0 else gradients[0] * factor), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        factor, (gradient,) = ctx.factor(), gradients
+
+        def multiply() -> list[Tensor]:
+            return [gradient if factor == 1.0 else gradient * factor]
+
+        return *differentiable_once(ctx, gradient, multiply, ONCE_ONLY), None
 
 
 class _Block:

@@ -32,7 +32,7 @@ from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, share_inputs
 from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
-from megalowbit.speculation.precisions import quantizers_of, recipe_with
+from megalowbit.speculation.precisions import operand_quantizer, recipe_with
 from megalowbit.speculation.settings import HIGHEST, SpeculationSettings
 
 if TYPE_CHECKING:
@@ -287,5 +287,4 @@ def largest_recipes(settings: SpeculationSettings, recipe: Recipe) -> LargestRec
 
 def _code_bytes(name: str) -> int:
     """Bytes of a weight's codes and scales, to compare candidate precisions."""
-    _, operand = quantizers_of(name, "output")
-    return quantizer(operand).quantize(torch.zeros(128, 128)).nbytes
+    return quantizer(operand_quantizer(name, "weight")).quantize(torch.zeros(128, 128)).nbytes

@@ -43,13 +43,8 @@ def pending_stop_signal() -> signal.Signals | None:
     return signal.Signals(min(waiting)) if waiting else None
 
 
-def release_stop_signals() -> None:
-    """Unblock stop signals, which then end the process; for work that saves nothing."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-
-
 class StartSignals:
-    """Context manager around the start of a run, when the loop does not poll for signals yet, or a benchmark.
+    """Context manager around work that does not poll for signals: a run's start, and what saves nothing.
 
     SIGTERM and the death of the launcher end the process at once. Ctrl-C raises `KeyboardInterrupt`. If the
     main thread is waiting in a library for other ranks, Python cannot raise it; the process then ends after

@@ -23,12 +23,12 @@ class FixedArguments:
         values: by name.
         programs: how many are launched.
         words: names of the tensors that the kernel takes as int32.
-        plans: what `launch_plans` finds for them.
+        plans: what `launch_plans` finds for them, by the types of the other arguments.
     """
 
     def __init__(self, values: dict[str, Any], programs: int, words: tuple[str, ...] = ()) -> None:
         self.values, self.programs, self.words = values, programs, words
-        self.plans: dict[tuple[Any, ...], Any] = {}
+        self.plans: dict[tuple[type, ...], Any] = {}
 
     def complete(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments, tensors in the dtypes of the kernel."""

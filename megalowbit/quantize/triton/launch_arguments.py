@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megalowbit import cuda_graphs
-from megalowbit.formats.block_format import GROUP
+from megalowbit.formats.block_format import GROUP, BlockFormat
 from megalowbit.quantize.encoding import (
     COUNT_NAMES,
     ERROR_NAMES,
@@ -48,10 +48,10 @@ def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int
     at most `COUNTED_ELEMENTS`, because a thread would need more registers than there are.
     """
     x, signs = request.x.resolve_neg(), request.signs
-    fixed, programs = reading_of(
+    source, programs = reading_of(
         x.shape, x.stride(), x.dtype, request.encoding, signs is not None, request.with_counts, tall_rows
     )
-    return {**fixed, "x": as_stored(x), "signs": signs or 0}, programs
+    return {**source, "x": as_stored(x), "signs": signs or 0}, programs
 
 
 @functools.lru_cache(maxsize=4096)
@@ -136,21 +136,21 @@ def decode_with(
     The kernel takes `tensors` and, as constants or numbers, `others`.
     """
     out, words = request.new_matrix(), as_words(request.codes)
-    fixed = _decoding(request[2:7], words.shape[1], tile, tall_tile, tuple(others.items()))
+    fixed = _decoding(request.without_tensors, words.shape[1], tile, tall_tile, tuple(others.items()))
     launch_fixed(kernel, out.device, fixed, codes=words, out=out, **tensors)
     return out
 
 
 @functools.lru_cache(maxsize=4096)
 def _decoding(
-    request: tuple[Any, ...],
+    matrix: tuple[BlockFormat, int, int, torch.dtype, bool],
     words: int,
     tile: tuple[int, int],
     tall_tile: tuple[int, int],
     others: tuple[tuple[str, Any], ...],
 ) -> FixedArguments:
-    """What `decode_with` launches besides tensors, for these fields of a `DecodeRequest`."""
-    format, rows, cols, dtype, transpose = request
+    """What `decode_with` launches besides tensors, for `DecodeRequest.without_tensors`."""
+    format, rows, cols, dtype, transpose = matrix
     tile_rows, tile_words = tall_tile if transpose else tile
     block_rows, block_cols = format.block or (1, GROUP)
     values = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from megalowbit.quantize.encoding import (
     SHIFT,
     DecodeRequest,
     Encoded,
+    EncodedShapes,
     EncodeRequest,
     Encoding,
     new_encoded,
@@ -69,26 +70,24 @@ def covers(format: BlockFormat, dtype: torch.dtype) -> bool:
 
 def encode(request: EncodeRequest) -> Encoded:
     """Quantise a matrix; same result as `reference.encode`; requires `covers`."""
-    from megalowbit.quantize.triton import fp4 as kernels
-
     if request.x.is_neg():  # its strides may be others once the signs are resolved
         request = request._replace(x=request.x.resolve_neg())
     x, device, tensor_amax = request.x, request.x.device, request.tensor_amax
-    fp8_dtype, encoded = request.fp8_dtype, new_encoded(request)
+    fp8_dtype, arguments = request.fp8_dtype, _arguments_of(request)
+    encoded = new_encoded(request, arguments.shapes)
     if request.with_exponents or fp8_dtype is not None:
         encoded = encoded._replace(exponents=no_exponents(device))
-    fixed = _fixed_of(request)
     if request.encoding.format.has_tensor_scale:
         if tensor_amax is None:
-            tensor_amax = _maximum(x, request.signs, fixed.of_amax)
+            tensor_amax = _maximum(x, request.signs, arguments.of_amax)
         else:
             tensor_amax = tensor_amax.to(device, torch.float32).resolve_neg()
-    partial = partial_counts(request, fixed.of_encode.programs)
+    partial = partial_counts(request, arguments.of_encode.programs)
     is_drawn = request.encoding.is_stochastic
     launch_fixed(
-        kernels.encode_kernel,
+        _kernels().encode_kernel,
         device,
-        fixed.of_encode,
+        arguments.of_encode,
         x=x,
         amax=tensor_amax,
         codes=encoded.codes,
@@ -112,7 +111,14 @@ def encode(request: EncodeRequest) -> Encoded:
             transpose=False,
         )
         encoded = encoded._replace(fp8=fp8)
-    return with_counts(encoded, partial, request.x.numel())
+    return with_counts(encoded, partial, x.numel()) if request.with_counts else encoded
+
+
+@functools.lru_cache(maxsize=1)
+def _kernels() -> Any:
+    from megalowbit.quantize.triton import fp4  # imports Triton
+
+    return fp4
 
 
 def maximum(request: EncodeRequest) -> Tensor:
@@ -122,33 +128,32 @@ def maximum(request: EncodeRequest) -> Tensor:
         Largest finite block maximum, times `q_scalar`: fp32, 0-dim.
     """
     request = request._replace(x=request.x.resolve_neg())
-    return _maximum(request.x, request.signs, _fixed_of(request).of_amax)
+    return _maximum(request.x, request.signs, _arguments_of(request).of_amax)
 
 
-def _maximum(x: Tensor, signs: int | None, fixed: FixedArguments) -> Tensor:
-    from megalowbit.quantize.triton.fp4 import amax_kernel
-
+def _maximum(x: Tensor, signs: int | None, arguments: FixedArguments) -> Tensor:
     largest = torch.zeros((), dtype=torch.float32, device=x.device)  # the kernel raises the bits, as int32
-    launch_fixed(amax_kernel, x.device, fixed, x=x, amax=largest, signs=signs or 0)
+    launch_fixed(_kernels().amax_kernel, x.device, arguments, x=x, amax=largest, signs=signs or 0)
     return largest
 
 
-class _Fixed(NamedTuple):
-    """The arguments of an encoding that are the same in each step of a layer, by kernel."""
+class _EncodingArguments(NamedTuple):
+    """What is the same in each step of a layer: arguments by kernel, and shapes of the result."""
 
     of_amax: FixedArguments
     of_encode: FixedArguments
+    shapes: EncodedShapes
 
 
-def _fixed_of(request: EncodeRequest) -> _Fixed:
+def _arguments_of(request: EncodeRequest) -> _EncodingArguments:
     x, operand_dtype = request.x, None if request.fp8_dtype is not None else request.operand_dtype
     has_signs = request.signs is not None
     source = x.shape, x.stride(), x.dtype, request.encoding, has_signs, request.with_counts
-    return _fixed(*source, operand_dtype)
+    return _cached_arguments(*source, operand_dtype)
 
 
 @functools.lru_cache(maxsize=4096)
-def _fixed(
+def _cached_arguments(
     shape: tuple[int, int],
     strides: tuple[int, int],
     dtype: torch.dtype,
@@ -156,7 +161,7 @@ def _fixed(
     has_signs: bool,
     with_counts: bool,
     operand_dtype: torch.dtype | None,
-) -> _Fixed:
+) -> _EncodingArguments:
     source, programs = reading_of(shape, strides, dtype, encoding, has_signs, with_counts, TALL_ROWS)
     choices = {
         "IS_STOCHASTIC": encoding.is_stochastic,
@@ -167,9 +172,10 @@ def _fixed(
         "FOUR_OVER_SIX": encoding.four_over_six,
         "IS_POWER_OF_TWO": encoding.is_power_of_two,
     }
-    return _Fixed(
+    return _EncodingArguments(
         FixedArguments({**source, "ONE_SCALE": False}, programs, words=("amax",)),
         FixedArguments({**source, **choices}, programs, words=("codes",)),
+        EncodedShapes.of(encoding.format, *shape),
     )
 
 

@@ -56,6 +56,7 @@ LAUNCHER_PARAMETERS = (
     "launch_enter_hook", "launch_exit_hook", "args",
 )  # fmt: skip
 WORDS = 2**31
+_ADDRESS, _LOW_BITS = Tensor.data_ptr, (15).__and__  # Triton distinguishes addresses divisible by 16
 logger = logging.getLogger("megalowbit")
 
 
@@ -70,17 +71,17 @@ class Layout:
     def __init__(self, kernel: Any, types: tuple[type, ...]) -> None:
         self.compiled: dict[tuple[Any, ...], Any] = {}
         self.is_known = True
-        tensors, fixed, free = [], [], []
+        tensors, specialized, free = [], [], []
         for parameter, kind in zip(kernel.params, types, strict=True):
             if kind in (Tensor, Parameter):
                 tensors.append(parameter.num)
             elif parameter.is_constexpr or kind is float or (kind is int and not parameter.do_not_specialize):
-                fixed.append(parameter.num)
+                specialized.append(parameter.num)
             elif kind is int:
                 free.append(parameter.num)
             elif kind is not type(None):
                 self.is_known = False
-        self._tensors, self._fixed, self._free = map(_getter, (tensors, fixed, free))
+        self._tensors, self._specialized, self._free = map(_getter, (tensors, specialized, free))
 
     def key(self, values: tuple[Any, ...], device: int) -> tuple[Any, ...]:
         """All that the compiled version depends on besides the types.
@@ -90,7 +91,7 @@ class Layout:
         tensors = self._tensors(values)
         return (
             device,
-            self._fixed(values),
+            self._specialized(values),
             tuple([each.dtype for each in tensors]),
             tuple([each.data_ptr() & 15 == 0 for each in tensors]),
             tuple([-WORDS <= each < WORDS or each < 2**63 for each in self._free(values)]),
@@ -100,9 +101,22 @@ class Layout:
 
 def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """A function that returns a tuple of these entries."""
-    if len(indices) < 2:  # `itemgetter` of one index returns no tuple
-        return lambda values: tuple([values[index] for index in indices])
-    return itemgetter(*indices)
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return itemgetter(slice(indices[0], indices[0] + 1) if indices else slice(0))  # of one index: no tuple
+
+
+class GivenArguments:
+    """The arguments of certain types that come with each launch: which are tensors, which are numbers.
+
+    Attributes:
+        compiled: compiled versions by what else they depend on, and how all arguments get in their order.
+    """
+
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self.tensors = _getter([at for at, kind in enumerate(kinds) if issubclass(kind, Tensor)])
+        self.numbers = _getter([at for at, kind in enumerate(kinds) if kind is int])
+        self.compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 
 
 class KernelPlans:
@@ -120,26 +134,32 @@ class KernelPlans:
 
     def launch_fixed(self, fixed: FixedArguments, given: dict[str, Any]) -> None:
         """Launch on the current device and stream, by the plan in `fixed` if there is one."""
-        active = driver.active if self._is_compiled else None
-        key: list[Any] = [active, None if active is None else active.get_current_device(), JITFunction.run]
-        for value in given.values():
-            if type(value) is int:
-                key.append(-WORDS <= value < WORDS)  # kernels do not specialise these further
-            else:
-                key.append(None if value is None else value.data_ptr() & 15 == 0)
-        plan = fixed.plans.get(tuple(key))
-        if active is None or plan is None or is_observed() or self.kernel.pre_run_hooks:
+        if not self._is_compiled:
+            self.launch(fixed.programs, fixed.complete(given))
+            return
+        values, active = tuple(given.values()), driver.active
+        device, kinds = active.get_current_device(), tuple(map(type, values))
+        found = fixed.plans.get(kinds)
+        if found is None:
+            found = fixed.plans[kinds] = GivenArguments(kinds)
+        numbers = found.numbers(values)
+        # kernels do not specialise numbers further; `map` of functions in C is much faster than a loop
+        is_narrow = not numbers or (max(numbers) < WORDS and min(numbers) >= -WORDS)
+        alignments = tuple(map(_LOW_BITS, map(_ADDRESS, found.tensors(values))))
+        key = active, device, JITFunction.run, is_narrow, alignments
+        plan = found.compiled.get(key)
+        if plan is None or is_observed() or self.kernel.pre_run_hooks:
             compiled = self.launch(fixed.programs, fixed.complete(given))
             if compiled is not None:
-                places = [self.kernel.arg_names.index(name) for name in given]
-                values = [fixed.values.get(name) for name in self.kernel.arg_names]
-                fixed.plans[tuple(key)] = compiled, places, values
+                found.compiled[key] = compiled, *self._order(fixed, given)
             return
-        compiled, places, values = plan
-        values = values.copy()
-        for place, value in zip(places, given.values(), strict=True):
-            values[place] = value
-        _run(compiled, fixed.programs, active.get_current_stream(key[1]), values)
+        compiled, order, constants = plan
+        _run(compiled, fixed.programs, active.get_current_stream(device), order(values + constants))
+
+    def _order(self, fixed: FixedArguments, given: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+        """A function that puts given values and those kept in the kernel's order, and those kept."""
+        names = [*given, *fixed.values]
+        return itemgetter(*map(names.index, self.kernel.arg_names)), tuple(fixed.values.values())
 
     def launch(self, programs: int, arguments: dict[str, Any]) -> CompiledKernel | None:
         """Launch on the current device and stream.
@@ -199,17 +219,12 @@ def plans_of(kernel: Any) -> KernelPlans:
 def is_observed() -> bool:
     """Whether something is set that must see each launch, or that changes what is compiled."""
     runtime = knobs.runtime
-    return bool(
-        _has_calls(runtime.launch_enter_hook)
-        or _has_calls(runtime.launch_exit_hook)
-        or runtime.add_stages_inspection_hook is not None
-        or runtime.debug
-        or knobs.compilation.instrumentation_mode
-    )
-
-
-def _has_calls(hook: Any) -> bool:
-    return hook is not None and (type(hook) is not knobs.HookChain or bool(hook.calls))
+    if runtime.add_stages_inspection_hook is not None or runtime.debug:
+        return True
+    for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook):
+        if hook is not None and (type(hook) is not knobs.HookChain or hook.calls):
+            return True
+    return bool(knobs.compilation.instrumentation_mode)
 
 
 @functools.lru_cache(maxsize=8)

@@ -80,10 +80,13 @@ class StepCounters:
         """
         now, capture = int(self._step), cuda_graphs.capture_of(device)
         with torch.inference_mode(False):  # a counter made in an evaluation is written in training
-            counter = self._written(now, device) if capture is None else self._moved_on(now, device, capture)
+            if capture is None:
+                counter = self._eager_counter(now, device)
+            else:
+                counter = self._graph_counter(now, device, capture)
         return DrawnStep(counter.tensor, counter.value - counter.offset - step, counter.key_change)
 
-    def _written(self, now: int, device: torch.device) -> _Counter:
+    def _eager_counter(self, now: int, device: torch.device) -> _Counter:
         """The counter of the current stream, with at least this micro-batch."""
         place = device, _stream(device)
         if not self._free.get(device):
@@ -96,7 +99,7 @@ class StepCounters:
             found.value = now
         return found
 
-    def _moved_on(self, now: int, device: torch.device, capture: int) -> _Counter:
+    def _graph_counter(self, now: int, device: torch.device, capture: int) -> _Counter:
         """The counter of a graph, with at least this micro-batch in its first replay."""
         place = device, _stream(device), capture
         found = self._captured.get(place)

@@ -34,7 +34,7 @@ class DeviceTable:
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._index_rows: list[int] = []
         self._index = torch.empty(0, dtype=torch.int64, device=device)
-        self._by_name = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), rows by layer and role
+        self._by_name = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), by layer and role
         self._role_index = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), theirs, into ROLES
         self._scales = make_scales(device)
         self._step = _zeros(0, device)

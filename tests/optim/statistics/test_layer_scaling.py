@@ -375,3 +375,20 @@ def test_chosen_modules_leave_gradients_as_they_are_bit_for_bit():
         model(torch.randn(5, 4)).backward()
     assert torch.equal(buffers[0].flat, buffers[1].flat)
     assert buffers[0].flat.any()
+
+
+@pytest.mark.parametrize("octaves", [[0, 0, 0], [3, 16, 7]])
+def test_a_second_derivative_is_an_error_and_first_ones_with_a_graph_keep_their_bits(octaves):
+    def gradient_of_x(model, create_graph):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        return torch.autograd.grad(model(x), x, create_graph=create_graph)[0]
+
+    scaled = Model()
+    settle(LayerScaling(scaled, find_blocks(scaled)), octaves)
+    gradient_of_x(Model(), create_graph=True).square().sum().backward()  # the remedy
+    found = gradient_of_x(scaled, create_graph=True)
+    assert torch.equal(found, gradient_of_x(scaled, create_graph=False))
+    with pytest.raises(
+        UserError, match=r"^second derivatives are not defined with layer_scaling: leave it out$"
+    ):
+        found.square().sum().backward()

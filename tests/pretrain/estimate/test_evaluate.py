@@ -108,6 +108,15 @@ def test_two_processes_find_the_same(tmp_path):
     assert figures(json.loads((tmp_path / "out.json").read_text())) == recorded[4]
 
 
+def test_ctrl_c_takes_one_line(tmp_path, monkeypatch, capsys):
+    def interrupt(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalowbit.engine.process_start.import_deepspeed", interrupt)
+    assert main(["evaluate", str(tmp_path)]) == 130
+    assert capsys.readouterr() == ("", "interrupted before the text was evaluated\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

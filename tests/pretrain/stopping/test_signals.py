@@ -59,15 +59,6 @@ def test_a_stop_signal_during_startup_is_kept_until_it_is_read(name):
     assert process.returncode == 0
 
 
-def test_released_signals_have_their_default_effect():
-    code = (
-        "import os, signal; from megalowbit.pretrain.stopping.signals import *; block_stop_signals(); "
-        "os.kill(os.getpid(), signal.SIGTERM); print('waits', flush=True); release_stop_signals()"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "waits\n")
-
-
 STARTING = """
 import sys
 from megalowbit.pretrain.stopping import signals
