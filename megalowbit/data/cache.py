@@ -1,29 +1,34 @@
 """Caches files that take long to build: trained tokenizers and tokenised corpora.
 
-A file is written under a temporary name and then renamed, so readers never see an incomplete file. Processes
-or jobs may build the same file at the same time, because they produce the same content. A manifest next to
-the file has its size and digest; a file that does not match is built again, and a warning is logged.
+A file is written under a temporary name and then renamed, so readers never see an incomplete file. One
+process builds it while others wait for a lock (`flock`, which NFS and Lustre support between nodes). On a
+file system without locks several may build the same file, which is safe, because they produce the same
+content. A manifest next to the file has its size and digest; a file that does not match is built again, and a
+warning is logged.
 `run_on_each_node_first` runs the work on one process of each node and raises errors on all processes, so that
 none waits for a process that has failed.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import glob
 import hashlib
 import json
 import logging
 import os
+import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
-from megalowbit.distributed.agreement import gather
-from megalowbit.distributed.process_group import identify, is_initialized, is_true_anywhere
-from megalowbit.durable_files import atomic_file
-from megalowbit.errors import UserError
-from megalowbit.json_text import read_json_object
+from megalowbit.durable_files import atomic_file, sync
+from megalowbit.errors import TransientError, UserError
+from megalowbit.json_text import parse_json, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,10 @@ Result = TypeVar("Result")
 
 BLOCK_BYTES = 256 * 1024
 NUM_BLOCKS = 256  # files up to 64 MiB are read completely
+LARGEST_MANIFEST = 2**16  # bytes
+WAIT_SECONDS = 3600.0
+SECONDS_BETWEEN_TRIES = 0.5
+NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class _Lines(logging.Handler):
@@ -77,32 +86,44 @@ def content_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def cached_file(path: Path, build: Callable[[Path], None]) -> Path:
+def cached_file(
+    path: Path,
+    build: Callable[[Path], dict[str, int] | None],
+    *,
+    timeout: float = WAIT_SECONDS,
+) -> Path:
     """Return `path`; call `build` first if the file does not exist or is damaged.
+
+    One process builds, and others wait, also on other nodes with a shared folder. If the builder is killed,
+    one of those that wait takes its place.
 
     Args:
         path: the final name; its folder is created.
         build: writes the file to the temporary path that it is given; must write the same bytes every time.
-            An `OSError` raised by it is reported as an error of the cache folder, so `build` must report
-            errors of reading in another way, as every `Corpus` does.
+            It may return numbers for the manifest (`facts_of`). To continue after a kill, it keeps a journal
+            (`journal_of`) next to that path, which is then the same at the next call. An `OSError` raised by
+            it is reported as an error of the cache folder, so `build` must report errors of reading in
+            another way, as every `Corpus` does.
+        timeout: seconds to wait for another process that builds the file.
 
     Raises:
         UserError: the cache folder cannot be written.
+        TransientError: another process was still building after `timeout`.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
         if path.is_dir():
             raise UserError(f"{path} in the cache is a folder and should be a file: remove it")
-        if path.exists():
-            if _is_whole(path):
-                return path
-            logger.warning("%s is damaged (it does not match its manifest): building it again", path)
+        if path.exists() and _is_whole(path):
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
+        lock = _acquire(path, timeout)
         try:
-            build(draft)
-            _move_into_place(draft, path)
+            _build_once(path, build, has_lock=lock is not None)
         finally:
-            draft.unlink(missing_ok=True)
+            if lock is not None:
+                # before it is released, so that nobody gets the lock of a file that has lost its name
+                _lock_of(path).unlink(missing_ok=True)
+                lock.close()
     except OSError as error:
         raise UserError(
             f"cache folder {path.parent} cannot be written ({error.strerror or error}): "
@@ -111,27 +132,126 @@ def cached_file(path: Path, build: Callable[[Path], None]) -> Path:
     return path
 
 
+def _build_once(path: Path, build: Callable[[Path], dict[str, int] | None], *, has_lock: bool) -> None:
+    if path.exists():  # another process may have built it in the meantime
+        if _is_whole(path):
+            return
+        logger.warning("%s is damaged (it does not match its manifest): building it again", path)
+    # without a lock, several processes may build, and each needs a name of its own
+    unique = "partial" if has_lock else f"{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
+    draft = path.with_name(f".{path.name}.{unique}")
+    journal = journal_of(draft)
+    try:
+        _move_into_place(draft, path, build(draft) or {})
+        journal.unlink(missing_ok=True)
+    finally:
+        is_kept = has_lock and journal.exists()
+        for left in [*([] if is_kept else [draft, journal]), *(_left_by_kills(path) if has_lock else [])]:
+            left.unlink(missing_ok=True)
+
+
+def _left_by_kills(path: Path) -> list[Path]:
+    """What `atomic_file` has not renamed of manifests and journals; who has the lock may remove it."""
+    name = glob.escape(path.name)
+    return [left for pattern in (f".{name}.*.tmp", f"..{name}.*.tmp") for left in path.parent.glob(pattern)]
+
+
+def journal_of(draft: Path) -> Path:
+    """Where `build` notes how far it has written `draft`; while it exists, the draft is kept."""
+    return draft.with_name(f"{draft.name}.json")
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """What `build` has returned for a file that `cached_file` has built; older files have nothing."""
+    return {key: value for key, value in _read_manifest(path).items() if key not in ("size", "digest")}
+
+
 def _manifest(path: Path) -> Path:
     return path.with_name(path.name + ".manifest.json")
 
 
+def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest = _manifest(path)
+    found = parse_json(read_text(manifest, largest=LARGEST_MANIFEST), str(manifest))
+    return found if isinstance(found, dict) else {}
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
 def _is_whole(path: Path) -> bool:
     try:
-        known = read_json_object(_manifest(path))
-    except UserError:
+        known = _read_manifest(path)
+    except (UserError, OSError):
         return False
-    return known == {"size": path.stat().st_size, "digest": content_digest(path)}
+    return (known.get("size"), known.get("digest")) == (path.stat().st_size, content_digest(path))
 
 
-def _move_into_place(draft: Path, path: Path) -> None:
+def _move_into_place(draft: Path, path: Path, facts: dict[str, int]) -> None:
     if path.exists() and _is_whole(path):
-        return  # another process has finished first, and may be reading its file already
-    facts = {"size": draft.stat().st_size, "digest": content_digest(draft)}
+        return  # without a lock, another process has finished first, and may be reading its file already
+    with draft.open("rb+") as file:
+        os.fsync(file.fileno())
+    # The manifest first: a file without one would be built again, a manifest without a file is replaced.
     with atomic_file(_manifest(path)) as note:
-        json.dump(facts, note)
-        with draft.open("rb+") as file:
-            os.fsync(file.fileno())
-        draft.replace(path)
+        json.dump({"size": draft.stat().st_size, "digest": content_digest(draft), **facts}, note)
+    draft.replace(path)
+    sync(path.parent)
+
+
+def _acquire(path: Path, timeout: float) -> IO[str] | None:
+    """Wait until this process alone may build `path`; the lock is held until the returned file is closed.
+
+    The kernel releases it when a process ends, however that happens. None if the file system has no locks.
+
+    Raises:
+        TransientError: another process still holds it after `timeout` seconds.
+    """
+    lock, end, is_logged = _lock_of(path), time.monotonic() + timeout, False
+    while True:
+        file = lock.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            if error.errno in NO_LOCKS:
+                logger.warning("%s has no file locks: processes that need it may all build %s", lock, path)
+                return None
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            if time.monotonic() >= end:
+                raise TransientError(
+                    f"{path} is still being built by {_holder(lock)} after {timeout:g} s: raise "
+                    "data.build_timeout, or build it beforehand with --prepare-data"
+                ) from None
+            if not is_logged:
+                logger.info("waiting for %s, which %s builds, for at most %g s", path, _holder(lock), timeout)
+                is_logged = True
+            time.sleep(min(SECONDS_BETWEEN_TRIES, max(0.0, end - time.monotonic())))
+            continue
+        if _is_same(file, lock):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            return file
+        file.close()  # its owner has removed it since it was opened
+
+
+def _holder(lock: Path) -> str:
+    try:
+        return lock.read_text(encoding="utf-8") or "another process"
+    except OSError:  # just removed
+        return "another process"
+
+
+def _is_same(file: IO[str], path: Path) -> bool:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    own = os.fstat(file.fileno())
+    return (own.st_ino, own.st_dev) == (found.st_ino, found.st_dev)
 
 
 def run_on_each_node_first(work: Callable[[], Result], fingerprint: Callable[[Result], str]) -> Result:
@@ -148,6 +268,8 @@ def run_on_each_node_first(work: Callable[[], Result], fingerprint: Callable[[Re
         UserError: `work` raised a `UserError` on some rank, or the results of ranks differ.
         RuntimeError: `work` raised another error on another rank (that rank raises the original error).
     """
+    from megalowbit.distributed.process_group import identify, is_initialized  # torch: see below
+
     if not is_initialized():
         return work()
     is_first = identify().local_rank == 0
@@ -164,20 +286,31 @@ def run_on_each_node_first(work: Callable[[], Result], fingerprint: Callable[[Re
     return results[0]
 
 
+# The functions that use collectives import torch themselves: processes that only tokenise start without it.
+
+
 def _raise_everywhere(failure: Exception | None) -> None:
+    from megalowbit.distributed.agreement import gather
+    from megalowbit.distributed.process_group import is_true_anywhere
+
     if not is_true_anywhere(failure is not None):
         return
-    local = None if failure is None else (isinstance(failure, UserError), str(failure), repr(failure))
+    kinds = [kind for kind in (TransientError, UserError) if isinstance(failure, kind)]
+    local = None if failure is None else ([kind.__name__ for kind in kinds], str(failure), repr(failure))
     of_all_ranks = gather(local)
     if failure is not None:
         raise failure
     for rank, failed in enumerate(of_all_ranks):
         if failed is not None:
-            is_user_error, message, description = failed
-            raise UserError(message) if is_user_error else RuntimeError(f"rank {rank} failed: {description}")
+            names, message, description = failed
+            if names:  # exit codes of ranks agree if the types do
+                raise TransientError(message) if TransientError.__name__ in names else UserError(message)
+            raise RuntimeError(f"rank {rank} failed: {description}")
 
 
 def _compare_everywhere(fingerprint: str) -> None:
+    from megalowbit.distributed.agreement import gather
+
     of_all_ranks = gather(fingerprint)
     different = [rank for rank, other in enumerate(of_all_ranks) if other != of_all_ranks[0]]
     if different:

@@ -11,12 +11,10 @@ import hashlib
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from megalowbit.data.corpus import Corpus
-from megalowbit.data.local_files import LOCAL_SUFFIXES
-from megalowbit.data.settings import DataSettings
+from megalowbit.data.settings import DataSettings, names_files
 from megalowbit.errors import UserError, unknown_name
 
 NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -46,10 +44,11 @@ class HubCorpus(Corpus):
         self.split = split
         self.text_field = text_field
         self._rows = self._load()
+        self._num_read = 0
 
     @classmethod
     def is_meant(cls, corpus: str) -> bool:
-        return Path(corpus).suffix not in LOCAL_SUFFIXES and NAME.fullmatch(corpus) is not None
+        return not names_files(corpus) and NAME.fullmatch(corpus) is not None
 
     @classmethod
     def open(cls, settings: DataSettings) -> HubCorpus:
@@ -63,6 +62,10 @@ class HubCorpus(Corpus):
     @property
     def name(self) -> str:
         return "/".join(part for part in (self.dataset_name, self.config, self.split) if part)
+
+    @property
+    def share_read(self) -> float:
+        return self._num_read / max(1, len(self._rows))
 
     def _load(self) -> Any:
         import datasets  # slow to import, and only this kind of corpus needs it
@@ -100,9 +103,14 @@ class HubCorpus(Corpus):
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:
+        self.bad_records.reset()
+        self._num_read = 0
         try:
             for rows in self._rows.iter(batch_size=ROWS_PER_READ):
-                yield from (text for text in rows[self.text_field] if text)
+                texts = [text for text in rows[self.text_field] if text]
+                self._num_read += len(rows[self.text_field])
+                self.bad_records.empty += len(rows[self.text_field]) - len(texts)
+                yield from texts
         except OSError as error:
             raise UserError(
                 f"data set {self.name!r} cannot be read ({error}): remove it from the cache of the datasets "

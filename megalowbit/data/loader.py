@@ -21,6 +21,7 @@ from megalowbit.data.packing import PackedDataset, pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
+from megalowbit.data.validation import ValidationText, open_validation
 from megalowbit.errors import UserError
 
 
@@ -36,6 +37,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         world_size: number of data-parallel ranks.
         seed: determines the order of the samples.
         tokenizer: the tokenizer of the samples; saved together with the model.
+        validation: the text for validation; None: there is none.
 
     Raises:
         UserError: the data set has fewer samples than one micro-batch over all ranks.
@@ -50,6 +52,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         world_size: int,
         seed: int,
         tokenizer: Tokenizer,
+        validation: ValidationText | None = None,
     ) -> None:
         if micro_batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
@@ -62,6 +65,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         self.world_size = world_size
         self.seed = seed
         self.tokenizer = tokenizer
+        self.validation = validation
         self.position = 0
         if dataset.num_samples < self.samples_per_batch:
             raise UserError(
@@ -146,7 +150,7 @@ def build_loader(
     """
 
     def work() -> ShardedLoader:
-        dataset, tokenizer = _open(settings)
+        dataset, tokenizer, validation = _open(settings)
         return ShardedLoader(
             dataset,
             micro_batch_size=micro_batch_size,
@@ -154,22 +158,39 @@ def build_loader(
             world_size=world_size,
             seed=settings.seed,
             tokenizer=tokenizer,
+            validation=validation,
         )
 
-    return run_on_each_node_first(work, lambda loader: loader.fingerprint)
+    return run_on_each_node_first(work, _fingerprint_of_all)
+
+
+def _fingerprint_of_all(loader: ShardedLoader) -> str:
+    """Identifies the data for training and for validation."""
+    return loader.fingerprint + ("" if loader.validation is None else loader.validation.fingerprint)
 
 
 def count_samples(settings: DataSettings) -> int:
-    """The number of samples in an epoch; tokenises the corpus if it is not in the cache. Not collective.
+    """The number of samples in an epoch; tokenises all text that is not in the cache. Not collective.
 
     Raises:
         UserError: as `build_loader`.
     """
-    dataset, _ = _open(settings)
+    dataset, _, _ = _open(settings)
     return dataset.num_samples
 
 
-def _open(settings: DataSettings) -> tuple[PackedDataset, Tokenizer]:
+def _open(settings: DataSettings) -> tuple[PackedDataset, Tokenizer, ValidationText | None]:
     corpus = open_corpus(settings)
     tokenizer = build_tokenizer(settings, corpus)
-    return pack(corpus, tokenizer, settings.sequence_length, settings.cache_dir), tokenizer
+    dataset = pack(
+        corpus,
+        tokenizer,
+        settings.sequence_length,
+        settings.cache_dir,
+        workers=settings.workers,
+        timeout=settings.build_timeout,
+    )
+    validation = open_validation(settings, tokenizer)
+    if validation is not None and validation.source == dataset.fingerprint:  # under another name
+        raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
+    return dataset, tokenizer, validation

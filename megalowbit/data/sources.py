@@ -1,19 +1,21 @@
 """Opens a corpus by name, and lists the kinds of corpora.
 
-`"stdlib"` is the standard library; an existing path is a local corpus; any other name is a Hugging Face data
-set. To add a kind, write a file with its `Corpus` class and add the class to `SOURCES`, in the order of
-precedence. Not covered: streaming data sets, and mixtures of several corpora.
+`"stdlib"` is the standard library; the prefix of Megatron's files, or one of them, names token ids; an
+existing path or a glob is a local corpus; any other name is a Hugging Face data set. To add a kind, write a
+file with its `Corpus` class and add the class to `SOURCES`, in the order of precedence. Not covered:
+streaming data sets, and mixtures of several corpora.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from megalowbit.data.corpus import Corpus
+from megalowbit.data.corpus import Corpus, DocumentShare
 from megalowbit.data.hub import HubCorpus
-from megalowbit.data.local_files import LOCAL_SUFFIXES, LocalCorpus
-from megalowbit.data.settings import DataSettings
+from megalowbit.data.settings import TEXT_KINDS, DataSettings
 from megalowbit.data.stdlib import STDLIB, StdlibCorpus
+from megalowbit.data.text_files.local_files import LocalCorpus
+from megalowbit.data.token_files.megatron import MegatronCorpus
 from megalowbit.errors import UserError
 
 
@@ -27,7 +29,7 @@ class Source(Protocol):
         """Open the corpus of `settings`; raises the errors of its constructor."""
 
 
-SOURCES: tuple[Source, ...] = (StdlibCorpus, LocalCorpus, HubCorpus)
+SOURCES: tuple[Source, ...] = (StdlibCorpus, MegatronCorpus, LocalCorpus, HubCorpus)
 
 
 def source_of(settings: DataSettings) -> Source:
@@ -41,18 +43,65 @@ def source_of(settings: DataSettings) -> Source:
             return source
     raise UserError(
         f"corpus {settings.corpus!r} does not exist: "
-        f'name a {", ".join(LOCAL_SUFFIXES[:-1])} or {LOCAL_SUFFIXES[-1]} file, a folder of them, "{STDLIB}" '
-        "or a data set"
+        f"name a {', '.join(TEXT_KINDS[:-1])} or {TEXT_KINDS[-1]} file, a folder or a glob of them, the "
+        f'prefix of .bin and .idx files, "{STDLIB}" or a data set'
     )
 
 
 def open_corpus(settings: DataSettings) -> Corpus:
-    """Open the corpus of `settings`.
+    """Open the corpus of `settings`, without the documents that are held out for validation.
 
     Raises:
         UserError: the file, folder or data set does not exist or cannot be used.
     """
-    return source_of(settings).open(settings)
+    corpus = source_of(settings).open(settings)
+    share = None if settings.validation is None else settings.validation.share
+    return corpus if share is None else DocumentShare(corpus, share, is_held_out=False)
+
+
+def open_validation_corpus(settings: DataSettings) -> Corpus:
+    """Open the text for validation that `settings.validation` names.
+
+    Raises:
+        UserError: it does not exist or cannot be used, or it is the text for training.
+    """
+    assert settings.validation is not None, "the caller has checked it"
+    corpus = open_corpus(validation_settings(settings))
+    share = settings.validation.share
+    return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
+
+
+def validation_settings(settings: DataSettings) -> DataSettings:
+    """The settings of the corpus that `settings.validation` names, or of which it takes a share.
+
+    Raises:
+        UserError: it is the text for training, or has no splits.
+    """
+    source = settings.validation
+    assert source is not None, "the caller has checked it"
+    named = {"corpus": settings.corpus, "corpus_config": settings.corpus_config}
+    if source.corpus is not None:
+        named = {"corpus": source.corpus, "corpus_config": source.corpus_config}
+    split = settings.split if source.split is None else source.split
+    other = settings.model_copy(update={**named, "split": split, "validation": None})
+    if source.split is not None and not is_on_hub(other):
+        raise UserError(
+            f"split = {source.split!r} needs a Hugging Face data set, and corpus {other.corpus} is not one: "
+            "name another corpus, or set share"
+        )
+    is_same = all(getattr(other, key) == getattr(settings, key) for key in (*named, "split"))
+    if is_same and source.share is None:
+        raise UserError(f"corpus {other.corpus} is the text for training: name other text, or set share")
+    return other
+
+
+def is_read_in_place(settings: DataSettings) -> bool:
+    """Whether the corpus consists of token ids, which are not cached.
+
+    Raises:
+        UserError: it is a path that does not exist.
+    """
+    return source_of(settings) is MegatronCorpus
 
 
 def is_on_hub(settings: DataSettings) -> bool:

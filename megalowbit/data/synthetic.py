@@ -30,6 +30,10 @@ class SyntheticTokens(Tokenizer):
         """Raise: there is no text."""
         raise TypeError(f"synthetic token ids stand for no text, and cannot encode {len(texts)} texts")
 
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        """Raise: there is no text."""
+        raise TypeError(f"synthetic token ids stand for no text: {len(ids)}")
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Raise: there is nothing to save."""
         raise TypeError(f"synthetic token ids have no tokenizer to save in {folder}")

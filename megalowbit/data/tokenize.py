@@ -21,9 +21,15 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import cached_file
+from megalowbit.data.cache import WAIT_SECONDS, cached_file
 from megalowbit.data.corpus import Corpus
-from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER, SMALLEST_BPE, DataSettings
+from megalowbit.data.settings import (
+    BPE_TOKENIZER,
+    BYTE_TOKENIZER,
+    NO_TOKENIZER,
+    SMALLEST_BPE,
+    DataSettings,
+)
 from megalowbit.data.sources import open_corpus
 from megalowbit.errors import UserError
 from megalowbit.json_text import refuse_irregular_files
@@ -54,13 +60,13 @@ class Tokenizer(ABC):
     Attributes:
         name: the user's name for it.
         vocab_size: number of ids; a model needs at least this `vocab_size`.
-        eos_token_id: id that ends a document.
+        eos_token_id: id that ends a document; None if it is not known, and then nothing can be tokenised.
         fingerprint: hexadecimal; equal for tokenizers that give equal ids.
     """
 
     name: str
     vocab_size: int
-    eos_token_id: int
+    eos_token_id: int | None
     fingerprint: str
 
     @property
@@ -71,6 +77,13 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
         """The ids of each text as a one-dimensional array of `dtype`, without an end-of-document id."""
+
+    @abstractmethod
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        """Bytes of UTF-8 in the text of these ids, one-dimensional; an end of a document has none.
+
+        0 if the text is not known.
+        """
 
     @abstractmethod
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -95,6 +108,9 @@ class ByteTokenizer(Tokenizer):
             )
             for text in texts
         ]
+
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        return int(np.count_nonzero(ids))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a byte-level BPE without merges; unlike this class it keeps NULs within a text, as id 0."""
@@ -125,6 +141,12 @@ class BPETokenizer(Tokenizer):
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=self.dtype) for encoding in encodings]
+
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, number in self._bpe.get_vocab().items():  # a letter of a token is a byte of the text
+            lengths[number] = 0 if token in SPECIAL_TOKENS else len(token)
+        return int(lengths[ids].sum())
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         _save(self._bpe, END_OF_TEXT, folder)
@@ -160,7 +182,8 @@ class FolderTokenizer(Tokenizer):
                 f"tokenizer {folder} has no end-of-sequence token, which is needed at the end of documents: "
                 'set "eos_token" in its tokenizer_config.json'
             )
-        self.vocab_size = len(self._tokenizer)
+        # not its length: ids may have gaps, and the largest one needs a row of the embedding
+        self.vocab_size = max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values(), default=0))
         self.eos_token_id = int(eos_token_id)
         self.fingerprint = _folder_fingerprint(folder)
 
@@ -169,8 +192,36 @@ class FolderTokenizer(Tokenizer):
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=self.dtype) for ids in encoded["input_ids"]]
 
+    def count_bytes(self, ids: NDArray[Any]) -> int:
+        ends = np.flatnonzero(ids == self.eos_token_id)
+        documents = [each[each != self.eos_token_id].tolist() for each in np.split(ids, ends)]
+        texts = self._tokenizer.batch_decode(documents, clean_up_tokenization_spaces=False)
+        return sum(len(text.encode()) for text in texts)
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         self._tokenizer.save_pretrained(folder)
+
+
+class NoTokenizer(Tokenizer):
+    """Stands for the unknown tokenizer that made the token ids of a corpus."""
+
+    name = NO_TOKENIZER
+    eos_token_id = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.fingerprint = hashlib.sha256(f"{NO_TOKENIZER} {vocab_size}".encode()).hexdigest()
+
+    def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
+        """Raise: nothing is known that turns text into ids."""
+        raise TypeError(f'tokenizer "{NO_TOKENIZER}" cannot encode {len(texts)} texts')
+
+    def count_bytes(self, ids: NDArray[Any]) -> int:  # noqa: ARG002
+        return 0
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Do nothing: the exported model has no tokenizer."""
+        logger.info('data.tokenizer is "%s": no tokenizer is saved in %s', NO_TOKENIZER, folder)
 
 
 def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tokenizer:
@@ -183,22 +234,34 @@ def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tok
     """
     if settings.tokenizer == BYTE_TOKENIZER:
         return ByteTokenizer()
+    if settings.tokenizer == NO_TOKENIZER:
+        assert settings.vocab_size is not None, "DataSettings has checked it"
+        return NoTokenizer(settings.vocab_size)
     if settings.tokenizer != BPE_TOKENIZER:
         folder = Path(settings.tokenizer).expanduser()
         if not folder.is_dir():
             raise UserError(
                 f"tokenizer {settings.tokenizer!r} is neither "
-                f'"{BYTE_TOKENIZER}" nor "{BPE_TOKENIZER}" nor an existing folder: set data.tokenizer to one'
+                f'"{BYTE_TOKENIZER}" nor "{BPE_TOKENIZER}" nor "{NO_TOKENIZER}" nor an existing folder: '
+                "set data.tokenizer to one"
             )
         return FolderTokenizer(folder)
     assert settings.vocab_size is not None, "DataSettings has checked it"
-    return train_bpe(corpus or open_corpus(settings), settings.vocab_size, settings.cache_dir)
+    return train_bpe(
+        corpus or open_corpus(settings),
+        settings.vocab_size,
+        settings.cache_dir,
+        timeout=settings.build_timeout,
+    )
 
 
-def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
+def train_bpe(
+    corpus: Corpus, vocab_size: int, cache_dir: Path, *, timeout: float = WAIT_SECONDS
+) -> BPETokenizer:
     """Train a byte-level BPE on the first 256 Mi characters of `corpus`, or load it from the cache.
 
-    If the corpus is too small for `vocab_size`, the vocabulary is smaller.
+    `timeout` is how many seconds to wait while another process trains it. If the corpus is too small for
+    `vocab_size`, the vocabulary is smaller.
     """
     parts = (BPE_FORMAT, tokenizers.__version__, vocab_size, corpus.fingerprint)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -208,7 +271,9 @@ def train_bpe(corpus: Corpus, vocab_size: int, cache_dir: Path) -> BPETokenizer:
         bpe = _train(_limited(corpus.documents()), vocab_size)
         path.write_text(bpe.to_str(), encoding="utf-8")
 
-    tokenizer = BPETokenizer(cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build))
+    tokenizer = BPETokenizer(
+        cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build, timeout=timeout)
+    )
     if tokenizer.vocab_size < vocab_size:
         logger.warning(
             "corpus %s yields a vocabulary of only %d tokens, not vocab_size %d",

@@ -237,10 +237,15 @@ def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _model_forward(model: Any, *, labels: Tensor | None = None, **options: Any) -> Any:
-    """The model's forward; in training with `labels`, through `_head_forward` with targets."""
+def _model_forward(
+    model: Any, *, labels: Tensor | None = None, needs_logits: bool | None = None, **options: Any
+) -> Any:
+    """The model's forward; in training with `labels`, through `_head_forward` with targets.
+
+    `needs_logits=False` does so in evaluation, too (see `token_losses`).
+    """
     needs_logits = (
-        not model.training
+        (not model.training if needs_logits is None else needs_logits)
         or options.get("logits_to_keep", 0) not in (0, None)
         or options.get("return_dict", model.config.return_dict) is False
     )

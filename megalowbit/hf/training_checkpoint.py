@@ -104,6 +104,18 @@ def read_checkpoint(folder: Path) -> TrainingCheckpoint:
         return _read_contents(step)
 
 
+def holds_run(step: Path, recipe: Recipe) -> bool:
+    """Whether a step folder holds the state of a run with this recipe, and not weights alone.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    with reading(f"checkpoint {step}"):
+        header = CheckpointContents(step).header
+        is_run = header.get("progress") is not None
+        return is_run and Recipe.from_dict(header[OUR_KEY]["recipe"]) == recipe
+
+
 def _passed_over(step: Path) -> list[str]:
     """Names of incomplete or damaged checkpoints of later steps than the newest complete one."""
     names = [*map(step_name, steps_in(step.parent)), *damaged_in(step.parent)]

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -143,8 +144,8 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prepare-data",
         action="store_true",
-        help="tokenise the corpus into the cache and exit; do this once before many processes train on a "
-        "large corpus",
+        help="tokenise the corpus and the text for validation into the cache and exit; do this once before "
+        "many processes train on a large corpus",
     )
 
 
@@ -199,11 +200,14 @@ def with_profile(overrides: list[str], text: str | bool | None, path: Path) -> l
     return [*turned_on, *overrides, *given]
 
 
-def program() -> int:
-    """Run the command line in a process that may get stop signals; returns 0 and exits with other codes."""
+def program(command: Callable[[], int] | None = None) -> int:
+    """Run a command line in a process that may get stop signals; returns 0 and exits with other codes.
+
+    `command` returns the exit code; None: `main`.
+    """
     block_stop_signals()  # before heavy imports: their threads inherit the signal mask
     try:
-        code = main()
+        code = (command or main)()
     except Exception:
         traceback.print_exc()
         code = 1
@@ -217,12 +221,24 @@ def program() -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    identity, options = ProcessIdentity(), argparse.Namespace()
+    options = argparse.Namespace()
+
+    def work(identity: ProcessIdentity) -> None:
+        _run(build_parser().parse_args(arguments, options), identity)
+
+    return run_command(work, lambda: _interrupted(options))
+
+
+def run_command(work: Callable[[ProcessIdentity], None], interrupted: Callable[[], str]) -> int:
+    """Call `work` with this process's identity and report its errors; returns the exit code.
+
+    `interrupted` says what Ctrl-C has ended.
+    """
+    identity = ProcessIdentity()
     escape_unprintable_output()
     try:
         identity = identify()
-        options = build_parser().parse_args(arguments)
-        _run(options, identity)
+        work(identity)
     except UserError as error:
         _report(error, identity)
         if error.is_on_all_ranks:
@@ -230,7 +246,7 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         if identity.is_main:
-            _print_error(_interrupted(options))
+            _print_error(interrupted())
         return EXIT_INTERRUPTED
     return 0
 
@@ -264,9 +280,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         _check_benchmark(options)
     overrides = with_profile(options.overrides, options.profile, Path(options.ds_config))
     config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
-    _limit_threads()
-    # torch reads this when it is imported; without it every rank prints a stack if the main process is lost
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    prepare_environment()
     if options.dry_run or options.prepare_data:
         with StartSignals(is_main=identity.is_main, before=_unfinished(options), ending=STOP_SIGNALS):
             _describe_or_prepare(options, config, identity)
@@ -344,13 +358,15 @@ def _describe_or_prepare(
         return
     from megalowbit.data.cache import reported_builds
     from megalowbit.data.loader import count_samples
+    from megalowbit.data.sources import is_read_in_place
     from megalowbit.pretrain.checks import check_config
 
     check_config(config)
     data = config.settings.data
     with reported_builds(functools.partial(print, flush=True)):
         count = count_samples(data)
-    print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {data.cache_dir}")
+    place = f"{data.corpus} (read in place)" if is_read_in_place(data) else data.cache_dir
+    print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {place}")
 
 
 def _pretrain(
@@ -389,6 +405,13 @@ def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int |
         return int(options.processes)
     is_only_prepared = options.prepare_data or (options.dry_run and identity.world_size == 1)
     return None if is_only_prepared else identity.world_size
+
+
+def prepare_environment() -> None:
+    """Set variables that torch reads when it is imported."""
+    _limit_threads()
+    # without it every rank prints a stack if the main process is lost
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 def _limit_threads() -> None:

@@ -28,21 +28,22 @@ from megalowbit.config.deepspeed_json import (
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.pipeline import check_pipeline, stages_of
 from megalowbit.config.zero import auto_sizes
-from megalowbit.data.settings import DataSettings
+from megalowbit.data.settings import DataSettings, is_token_prefix, names_files
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.pretrain.components.base import RUN_NAME, Component, RunSettings
 from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
+from megalowbit.pretrain.components.validation import ValidationSettings, check_validation
 from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
 from megalowbit.values import LARGEST, SettingsModel, unit
 
 BLOCK = "megalowbit"
 ENGINE_KEYS = tuple(EngineSettings.model_fields)
-FILE_KEYS = (("model", "config"), ("model", "checkpoint"), ("data", "cache_dir"))
-NAME_OR_FILE_KEYS = (("data", "corpus"), ("data", "tokenizer"))
-NOT_PATHS = {"stdlib", "byte", "bpe"}
+FILE_KEYS = ("model.config", "model.checkpoint", "data.cache_dir")
+NAME_OR_FILE_KEYS = ("data.corpus", "data.tokenizer", "data.validation.corpus")
+NOT_PATHS = {"stdlib", "byte", "bpe", "none"}
 LARGE_VOCABULARY = 2**16  # from here on, the loss is computed in chunks by default
 DEFAULT_RECIPE = "nvfp4"  # of the loop only: an engine without the loop converts no layers by default
 
@@ -238,6 +239,15 @@ def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts,
         check_pipeline(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     with problems.collect():
         check_retries(settings.run.overflow_retries, parts.settings)
+    validation = settings.of(ValidationSettings)
+    with problems.collect():
+        check_validation(
+            validation or ValidationSettings(),
+            has_text=settings.data.validation is not None,
+            sequence_length=settings.data.sequence_length,
+            micro_batch_size=parts.deepspeed["train_micro_batch_size_per_gpu"],
+            stages=stages_of(parts.deepspeed),
+        )
 
 
 def _read_overridden(path: Path, overrides: list[str]) -> dict[str, Any]:
@@ -355,29 +365,33 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
     """Resolve the paths in `block` relative to `base`, in place; names that are not paths are kept."""
-    for section, key in (*FILE_KEYS, *NAME_OR_FILE_KEYS):
-        holder = block.get(section)
+    for dotted in (*FILE_KEYS, *NAME_OR_FILE_KEYS):
+        *sections, key = dotted.split(".")
+        holder: Any = block
+        for section in sections:
+            holder = holder.get(section) if isinstance(holder, dict) else None
         if not isinstance(holder, dict):
             continue
         value = holder.get(key)
         if not isinstance(value, str) or value in NOT_PATHS:
             continue
         if not value:  # it would resolve to the folder itself
-            raise UserError(f"{BLOCK}.{section}.{key} = '' is empty: name a file, or leave it out")
+            raise UserError(f"{BLOCK}.{dotted} = '' is empty: name a file, or leave it out")
         try:
-            holder[key] = _absolute(value, base, is_path=(section, key) in FILE_KEYS)
+            holder[key] = _absolute(value, base, is_path=dotted in FILE_KEYS)
         # too long; a loop of links or no home directory; a null byte
         except (OSError, RuntimeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(
-                f"{BLOCK}.{section}.{key} = {shown(value)} is not a valid path ({reason}): name another"
+                f"{BLOCK}.{dotted} = {shown(value)} is not a valid path ({reason}): name another"
             ) from None
 
 
 def _absolute(value: str, base: Path, *, is_path: bool) -> str:
     path = base / Path(value).expanduser()
     # A corpus may also be the name of a data set: only a value that exists or looks like a file is a path.
-    looks_like_file = is_path or Path(value).suffix in {".txt", ".jsonl", ".parquet", ".json"}
-    if path.exists() or looks_like_file or value.startswith((".", "~")):
+    looks_like_file = is_path or names_files(value) or Path(value).suffix == ".json"
+    # a prefix of files and a glob do not exist themselves
+    if path.exists() or is_token_prefix(path) or looks_like_file or value.startswith((".", "~")):
         return str(path.resolve())
     return value

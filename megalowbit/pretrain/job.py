@@ -163,6 +163,13 @@ class Job:
         )
         self.store.save(self.engine, self.step, state, own, spare=self._retained_steps())
         agree(self._note_saved)
+        self.store.name_checkpoints(self.named_checkpoints)
+
+    @property
+    def named_checkpoints(self) -> dict[str, int | None]:
+        """Names of files, and the steps of the checkpoints that they name, which are kept."""
+        named = (component.named_checkpoints() for component in self.components)
+        return {name: step for each in named for name, step in each.items()}
 
     def _note_saved(self) -> None:
         try:
@@ -172,17 +179,19 @@ class Job:
             raise file_system_error(message, error) from error
 
     def _retained_steps(self) -> tuple[int, ...]:
-        """Steps whose checkpoints a rollback may need: the newest one known to be good, and the next one.
+        """Steps whose checkpoints have a name or may be needed by a rollback.
 
-        The next one is kept because it becomes the newest good one if the loss stays stable.
+        A rollback needs the newest one known to be good, and the next one, which becomes the newest good one
+        if the loss stays stable.
         """
+        named = tuple(step for step in self.named_checkpoints.values() if step is not None)
         until = self.loss_guard.good_until(self.step)
         if until is None:
-            return ()
+            return named
         saved = (*self.store.steps(), self.step)
         saved = tuple(step for step in saved if step % self.checkpoint_every == 0) or saved
         good, later = [step for step in saved if step <= until], [step for step in saved if step > until]
-        return (*good[-1:], *later[:1])
+        return (*good[-1:], *later[:1], *named)
 
     def _state(self, weight_splits: Mapping[str, Any]) -> dict[str, Any]:
         """The client state of a checkpoint; the engine adds weights and optimizer state."""
@@ -220,6 +229,13 @@ class Job:
         forget_uses(self.engine.module)  # also clears cached weights
         own = self.store.rank_state(self.engine, path)
         succeed_together(lambda: self._continue_from(path, state, own))
+        self.note_checkpoints()
+
+    def note_checkpoints(self) -> None:
+        """Tell components which checkpoints there are, after a load. Every rank must call it."""
+        saved_steps = agree(self.store.steps)
+        for component in self.components:
+            component.after_load(saved_steps)
 
     def _continue_from(self, path: Path, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Restore what `_state` saved, and this rank's state `own`; the engine has restored its part."""
@@ -325,6 +341,7 @@ def _components(
     built: list[Component] = []
     parts = RunParts(
         engine=engine,
+        loader=loader,
         recipe=recipe,
         num_layers=num_layers,
         precision=config.parts.settings.precision,

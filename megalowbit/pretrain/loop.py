@@ -62,7 +62,7 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
         watchdog.mark(f"step {job.step + 1}")
         for component in job.components:
             recorder.log(component.before_step(job.step))
-        step = train_step(job)
+        step = _evaluated(job, train_step(job), watchdog)
         _record(job, recorder, step)
         recorder.log(watchdog.step_ended(step.seconds))
         watchdog.mark(f"the end of step {job.step}")  # a rollback loads a checkpoint
@@ -84,8 +84,22 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
     return Ending.DONE
 
 
+def _evaluated(job: Job, step: TrainedStep, watchdog: Watchdog) -> TrainedStep:
+    """The step with the columns of components that evaluate the model after it."""
+
+    def progress() -> None:
+        watchdog.mark(f"the validation of step {job.step}")
+
+    facts = dict(step.facts)
+    for component in job.components:
+        facts |= component.evaluate(job.step, progress)
+    return step._replace(facts=facts)
+
+
 def _is_save_due(job: Job, recorder: Recorder) -> bool:
-    """Whether to save a periodic checkpoint now; logs a line if one is due but the loss is not stable."""
+    """Whether to save a checkpoint now; logs a line if a periodic one is due but the loss is not stable."""
+    if job.step in job.named_checkpoints.values():
+        return True
     if job.step % job.checkpoint_every:
         return False
     if not job.loss_guard.is_stable:
@@ -154,6 +168,8 @@ def roll_back(job: Job, recorder: Recorder, decision: GuardDecision) -> None:
     job.loader.load_state_dict(position)
     guard.rollbacks = [*made, {"after_step": step, "to_step": job.step, "reason": decision.line}]
     job.store.remove_after(job.step)
+    job.note_checkpoints()
+    job.store.name_checkpoints(job.named_checkpoints)
     recorder.roll_back()
     recorder.log(
         f"rolled back after step {step} to step {job.step} ({decision.line}): training continues with new "

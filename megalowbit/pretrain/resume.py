@@ -55,6 +55,9 @@ MAY_CHANGE = (
     # paths: their contents are compared instead, by fingerprint (data) and by value (model)
     "megalowbit.data.cache_dir",
     "megalowbit.data.corpus",
+    "megalowbit.data.max_bad_records",
+    "megalowbit.data.workers",
+    "megalowbit.data.build_timeout",
     "megalowbit.data.tokenizer",
     "megalowbit.model.config",
     "megalowbit.model.checkpoint",

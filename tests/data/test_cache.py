@@ -1,15 +1,18 @@
+import errno
 import json
 import logging
 import os
+import signal
 import textwrap
 import threading
+import time
 
 import pytest
 from forks import run_processes
 
 from megalowbit.data import cache
 from megalowbit.data.cache import cached_file, content_digest, run_on_each_node_first
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError
 
 TIMEOUT = 90
 
@@ -79,7 +82,31 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path):
+def test_one_of_several_builds_and_the_others_wait(tmp_path):
+    build, seen = Builder(os.urandom(1 << 20)), []
+
+    def slowly(path):
+        time.sleep(0.3)
+        build(path)
+
+    def use():
+        seen.append(cached_file(tmp_path / "file", slowly).read_bytes())
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert seen == [build.content] * 4
+    assert build.calls == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "file.manifest.json"]
+
+
+def test_without_file_locks_builds_at_the_same_time_do_not_disturb_each_other(tmp_path, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(cache.fcntl, "flock", refuse)
     barrier = threading.Barrier(4)
     content = os.urandom(1 << 20)
     seen = []
@@ -97,6 +124,65 @@ def test_builds_at_the_same_time_do_not_disturb_each_other(tmp_path):
     for thread in threads:
         thread.join(TIMEOUT)
     assert seen == [content] * 4
+    assert "has no file locks" in caplog.text
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "file.manifest.json", ".file.lock"}
+
+
+def test_waiting_ends_with_a_line_that_names_the_builder(tmp_path):
+    is_building, may_end = threading.Event(), threading.Event()
+
+    def build(path):
+        is_building.set()
+        may_end.wait(TIMEOUT)
+        path.write_bytes(b"tokens")
+
+    builder = threading.Thread(target=cached_file, args=(tmp_path / "file", build))
+    builder.start()
+    assert is_building.wait(TIMEOUT)
+    message = rf"file is still being built by process {os.getpid()} on .* after 0\.2 s"
+    with pytest.raises(TransientError, match=message):
+        cached_file(tmp_path / "file", Builder(), timeout=0.2)
+    may_end.set()
+    builder.join(TIMEOUT)
+    assert cached_file(tmp_path / "file", Builder(), timeout=0.2).read_bytes() == b"tokens"
+
+
+def test_who_waits_for_a_killed_builder_takes_its_place(tmp_path):
+    ready, go = os.pipe()
+    child = os.fork()
+    if child == 0:  # builds until it is killed
+        cached_file(tmp_path / "file", lambda path: (os.write(go, b"x"), time.sleep(TIMEOUT)))
+        os._exit(0)
+    os.read(ready, 1)
+    build, seen = Builder(), []
+    waiting = threading.Thread(target=lambda: seen.append(cached_file(tmp_path / "file", build)))
+    waiting.start()
+    time.sleep(0.2)
+    assert not build.calls
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    waiting.join(TIMEOUT)
+    assert seen
+    assert build.calls == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "file.manifest.json"]
+
+
+def test_a_draft_with_a_journal_is_kept_for_the_next_build(tmp_path):
+    def fail(draft):
+        draft.write_bytes(b"half")
+        cache.journal_of(draft).write_text("{}")
+        raise UserError("a record is bad")
+
+    with pytest.raises(UserError, match="a record is bad"):
+        cached_file(tmp_path / "file", fail)
+
+    def go_on(draft):
+        draft.write_bytes(draft.read_bytes() + b" and whole")
+        return {"documents": 3}
+
+    path = cached_file(tmp_path / "file", go_on)
+    assert path.read_bytes() == b"half and whole"
+    assert cache.facts_of(path) == {"documents": 3}
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "file.manifest.json"]
 
 
@@ -159,7 +245,7 @@ PROCESS = """
     from pathlib import Path
     import torch.distributed as dist
     from megalowbit.data.cache import run_on_each_node_first
-    from megalowbit.errors import UserError
+    from megalowbit.errors import TransientError, UserError
 
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2,
@@ -172,6 +258,8 @@ PROCESS = """
             return (folder / "made").exists()
         if scenario == f"user_error_on_{rank}":
             raise UserError("no such corpus")
+        if scenario == "transient" and rank == 1:
+            raise TransientError("still being built")
         if scenario == "defect" and rank == 0:
             raise KeyError("a bug")
         return rank if scenario == "difference" else 1
@@ -187,6 +275,7 @@ SCENARIOS = {
     "order": ["result True", "result True"],
     "user_error_on_0": ["UserError no such corpus"] * 2,
     "user_error_on_1": ["UserError no such corpus"] * 2,
+    "transient": ["TransientError still being built"] * 2,
     "defect": ["KeyError 'a bug'", "RuntimeError rank 0 failed: KeyError('a bug')"],
     "difference": ["UserError rank 1 reads other data than rank 0 (1 instead of 0)"] * 2,
 }

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megalowbit.data import packing
 from megalowbit.data.corpus import Corpus
 from megalowbit.data.packing import PackedDataset, pack
+from megalowbit.data.token_files import build
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 
@@ -53,8 +53,8 @@ def test_batches_of_documents_do_not_change_the_result(tmp_path, monkeypatch):
     texts = [f"document {number} " * (number % 7 + 1) for number in range(200)]
     tokens = np.frombuffer("".join(f"{text}\0" for text in texts).encode(), np.uint8)
     for number, (documents, characters) in enumerate([(512, 2**20), (1, 2**20), (7, 50)]):
-        monkeypatch.setattr(packing, "BATCH_DOCUMENTS", documents)
-        monkeypatch.setattr(packing, "BATCH_CHARACTERS", characters)
+        monkeypatch.setattr(build, "BATCH_DOCUMENTS", documents)
+        monkeypatch.setattr(build, "BATCH_CHARACTERS", characters)
         pack(Documents(*texts), ByteTokenizer(), 8, tmp_path / str(number))
         assert np.array_equal(np.load(token_file(tmp_path / str(number))), tokens)
 
@@ -111,5 +111,5 @@ def test_a_sample_beyond_the_end_is_an_error():
 
 
 def test_the_header_has_one_length_for_every_number_of_tokens():
-    lengths = {len(packing._header(np.dtype(np.uint16), 10**digits)) for digits in range(16)}
-    assert lengths == {packing.HEADER_BYTES}
+    lengths = {len(build._header(np.dtype(np.uint16), 10**digits)) for digits in range(16)}
+    assert lengths == {build.HEADER_BYTES}

@@ -257,7 +257,9 @@ OTHER_RUNS = {
                 "log_every": 2, "layers_every": 1, "count_every": 1, "tensorboard": True, "timers": True,
             },
             "checkpoint": {"every": 2, "keep": 1, "export_hf": True},
+            "validation": {"every": 3, "tokens": 64, "bf16": True},
         },
+        sets=("megalowbit.data.validation.corpus=stdlib",),
         is_continued=False,
     ),
 }  # fmt: skip

@@ -2,9 +2,11 @@ import io
 import os
 import sys
 
+import numpy as np
 import pytest
 
 from launchers import write_config
+from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.pretrain import command_line
 from megalowbit.pretrain.command_line import build_parser, main
 
@@ -82,6 +84,17 @@ def test_data_can_be_prepared_in_advance(tmp_path, capsys):
     assert main(["--ds-config", config, "--prepare-data"]) == 0
     assert capsys.readouterr().out.splitlines() == lines[-1:]
     assert list((tmp_path / "cache").rglob("*.npy"))
+
+
+def test_token_ids_are_ready_where_they_are(tmp_path, capsys):
+    with MegatronWriter(tmp_path / "ids", 256) as writer:
+        writer.add_document(np.append(np.arange(1, 199), 0))  # with its end
+    config = str(write_config(tmp_path))
+    chosen = f"megalowbit.data.corpus={tmp_path / 'ids'}"
+    assert main(["--ds-config", config, "--prepare-data", "--set", chosen]) == 0
+    line = f"6 sequences of 32 tokens are ready in {tmp_path / 'ids'} (read in place)"
+    assert capsys.readouterr().out.splitlines() == [line]
+    assert not (tmp_path / "cache").exists()
 
 
 def test_an_output_without_arrows_gets_escapes(tmp_path, monkeypatch):

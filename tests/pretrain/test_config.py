@@ -197,6 +197,25 @@ def test_the_cache_folder_is_a_path_like_the_others(write, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("corpus", "is_path"),
+    [
+        ("text.jsonl.zst", True), ("text.arrow", True), ("shards/*.jsonl", True), ("ids.bin", True),
+        ("ids", True), ("other", False), ("someone/data", False), ("stdlib", False),
+    ],
+)  # fmt: skip
+def test_a_corpus_that_looks_like_files_is_a_path_beside_the_configuration(write, tmp_path, corpus, is_path):
+    (tmp_path / "ids.idx").touch()  # "ids" is the prefix of Megatron's files
+    path = write(raw_config(data={"corpus": corpus, "sequence_length": 8}))
+    assert resolve(path).settings.data.corpus == (str(tmp_path / corpus) if is_path else corpus)
+
+
+def test_none_is_no_folder_with_a_tokenizer(write, tmp_path):
+    (tmp_path / "none").mkdir()
+    data = {"corpus": "ids.bin", "tokenizer": "none", "vocab_size": 300, "sequence_length": 8}
+    assert resolve(write(raw_config(data=data))).settings.data.tokenizer == "none"
+
+
+@pytest.mark.parametrize(
     ("path", "message"),
     [
         (("megalowbit",), 'has no "megalowbit" object'),

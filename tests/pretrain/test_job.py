@@ -1,9 +1,11 @@
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from megalowbit.checkpoints.shards import ORIGIN_KEY
+from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import read_checkpoint
 from megalowbit.layers.carried_state import split_counts
@@ -110,6 +112,21 @@ def test_dropout_and_rounding_depend_on_the_seed_of_the_run(build_job):
 def test_parts_that_do_not_fit_are_refused(build_job, overrides, message):
     with pytest.raises(UserError, match=message):
         build_job(*overrides)
+
+
+def test_token_ids_of_megatrons_files_are_trained_on_without_their_tokenizer(build_job, tmp_path):
+    ids = np.random.default_rng(0).integers(0, 250, 4000)
+    with MegatronWriter(tmp_path / "ids", 250) as writer:
+        writer.add_document(ids)
+    overrides = [f"megalowbit.data.{each}" for each in (f"corpus={tmp_path / 'ids'}", "tokenizer=none")]
+    job = build_job(*overrides, "megalowbit.data.vocab_size=250")
+    samples = set(map(tuple, ids.reshape(-1, 32).tolist()))
+    assert set(map(tuple, next(job.loader)["input_ids"].tolist())) < samples
+    assert train_step(job)[0]["loss"] == pytest.approx(np.log(256), rel=0.1)
+    with pytest.raises(
+        UserError, match=r"token id \d+ at position \d+ of document 0 is outside .* 200 tokens"
+    ):
+        build_job(*overrides, "megalowbit.data.vocab_size=200")
 
 
 def test_a_projection_that_is_neither_swapped_nor_kept_is_an_error(build_job):

@@ -129,7 +129,7 @@ def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool, is_lates
     try:
         write_manifest(path, facts)
         if is_latest and is_latest_needed:
-            _write_latest(path)
+            _write_name(path, LATEST)
     except OSError as error:
         raise write_error(f"checkpoint {path}", error) from error
     if is_latest and not is_latest_needed:
@@ -138,14 +138,19 @@ def _commit(path: Path, facts: Iterable[FileFacts], *, is_latest: bool, is_lates
 
 def point_latest_at(path: Path) -> None:
     """Write the checkpoint's name to `latest`, which only other programs read; a failure is logged."""
+    point_at(path, LATEST)
+
+
+def point_at(path: Path, name: str) -> None:
+    """Write the checkpoint's name to the file `name` beside it; a failure is logged."""
     try:
-        _write_latest(path)
+        _write_name(path, name)
     except OSError as error:
-        logger.warning("%s cannot be written: %s", path.parent / LATEST, error.strerror)
+        logger.warning("%s cannot be written: %s", path.parent / name, error.strerror)
 
 
-def _write_latest(path: Path) -> None:
-    with atomic_file(path.parent / LATEST) as file:
+def _write_name(path: Path, name: str) -> None:
+    with atomic_file(path.parent / name) as file:
         file.write(path.name)
 
 

@@ -49,6 +49,7 @@ from megalowbit.durable_files import (
 )
 from megalowbit.engine.checkpoints.save_and_load import (
     load_together,
+    point_at,
     point_latest_at,
     remove_checkpoint,
     save_together,
@@ -256,6 +257,24 @@ class CheckpointStore:
             remove_checkpoint(path)
         else:
             self._set_aside(path, f"checkpoint {path} has no {MANIFEST}")
+
+    def name_checkpoints(self, named: Mapping[str, int | None]) -> None:
+        """Write files such as `best`, each with the name of a step's checkpoint; every rank must call it.
+
+        None removes the file. Like `latest`, they are for other programs: a failure is logged only.
+        """
+        if named:
+            agree(self._name_checkpoints, named)
+
+    def _name_checkpoints(self, named: Mapping[str, int | None]) -> None:
+        for name, step in named.items():
+            if step is not None:
+                point_at(self.path_of(step), name)
+                continue
+            try:
+                (self.folder / name).unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", self.folder / name, error.strerror)
 
     def _prune(self, saved: Path, spare: Collection[int]) -> None:
         """Remove all checkpoints but the newest `keep` complete ones, `spare` and `saved`.

@@ -9,16 +9,18 @@ error within the schedule still ends only one rank. Not checked: that both stage
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_labels, check_values
 from megalowbit.engine.pipeline.parts import batch_limits
 from megalowbit.errors import UserError
+from megalowbit.hf.token_losses import sum_of_token_losses
 
 Batch = tuple[Inputs, Tensor]
 
@@ -137,6 +139,33 @@ class BatchReader:
             yield
         finally:
             engine.data_iterator, engine.batch_fn = source, function
+
+
+def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """The sum of each batch's losses, see `hf.token_losses`; every rank must call it.
+
+    Args:
+        engine: of a `PipelinedModel`, in evaluation mode.
+        batches: of the training shape, the target of each position as its label.
+
+    Returns:
+        (n,) float64; zeros in all stages but the last.
+    """
+    found: list[Tensor] = []
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        found.append(sum_of_token_losses(logits, targets))
+        return found[-1]
+
+    module = engine.module
+    trained, module.loss_fn = module.loss_fn, loss_of
+    try:
+        engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+    finally:
+        module.loss_fn = trained
+    if not found:
+        return torch.zeros(len(batches), dtype=torch.float64, device=engine.device)
+    return torch.stack(found)
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

@@ -44,7 +44,14 @@ SOURCES = frozenset({".py", ".c", ".cpp", ".h", ".cu", ".cuh"})
 # paths may differ between nodes: their contents are compared by fingerprint, or broadcast
 PLACES = frozenset(
     f"{BLOCK}.{key}"
-    for key in ("data.cache_dir", "data.corpus", "data.tokenizer", "model.config", "model.checkpoint")
+    for key in (
+        "data.cache_dir",
+        "data.corpus",
+        "data.validation.corpus",
+        "data.tokenizer",
+        "model.config",
+        "model.checkpoint",
+    )
 )
 REMEDIES = {
     "code": "install the same megalowbit on every node",

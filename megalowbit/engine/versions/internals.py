@@ -105,15 +105,15 @@ LOW, ALL, THREE = (1, 2), (1, 2, 3), (3,)
 MEASURED = "gradients are measured in pieces: norm, clipping, overflows"
 LAYOUT = "checkpoints record where each parameter is in the flat buffers"
 LOADED = "checkpoints of another layout are loaded into masters and moments"
-STAGES = "a pipeline's stages, groups and tied weights"
+STAGES = "a pipeline's stages, groups, tied weights and loss"
 
 FORGOTTEN = "zero_grad clears gradients that backward has reduced"
 
 PIPELINE = (
     "_grid", "_synchronize_tied_weights", "_topo", "activation_checkpoint_interval", "ckpt_layer_path",
     "data_parallel_size", "dp_proc_group", "ds_model_proc_group", "ds_pipe_replicated", "forward_funcs",
-    "get_tied_weights_and_groups", "num_stages", "parts", "pp_proc_group", "slice_proc_group", "stage_id",
-    "stage_to_global", "tied_comms", "tied_modules",
+    "get_tied_weights_and_groups", "loss_fn", "num_stages", "parts", "pp_proc_group", "slice_proc_group",
+    "stage_id", "stage_to_global", "tied_comms", "tied_modules",
 )  # fmt: skip
 # owner → name → (ZeRO stages whose objects have it, what depends on it)
 INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {

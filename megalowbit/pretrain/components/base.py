@@ -13,7 +13,7 @@ the loop's decisions (`loop.roll_back`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -25,6 +25,7 @@ from megalowbit.telemetry.settings import TelemetrySettings
 from megalowbit.values import SettingsModel, unit
 
 if TYPE_CHECKING:
+    from megalowbit.data.loader import ShardedLoader
     from megalowbit.families.model_flops import ModelFlops
     from megalowbit.layers.recipe import Recipe
 
@@ -72,6 +73,7 @@ class RunParts:
 
     Attributes:
         engine: DeepSpeed's engine around the converted model.
+        loader: the batches of this rank, tokenizer and text for validation.
         recipe: how the layers quantise.
         num_layers: low-bit layers of the full model; this process may hold a part of them.
         precision: of the model: `"fp16"`, `"bf16"` or `"fp32"`.
@@ -84,6 +86,7 @@ class RunParts:
     """
 
     engine: Any
+    loader: ShardedLoader
     recipe: Recipe
     num_layers: int
     precision: str
@@ -170,6 +173,13 @@ class Component:
         """Columns of the metrics for this step; `known` has the loop's columns, such as the loss."""
         return {}
 
+    def evaluate(self, step: int, progress: Callable[[], None]) -> Facts:
+        """Columns for `step` (counted from 1) that need forwards of the model; called after `facts`.
+
+        `progress` must be called every few seconds. `--benchmark` does not call this hook.
+        """
+        return {}
+
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
         """Called after the metrics of `step` (counted from 1) are recorded. Returns lines to print."""
         return ()
@@ -193,6 +203,16 @@ class Component:
         Raises:
             UserError: the component cannot continue from `state`.
         """
+
+    def named_checkpoints(self) -> Mapping[str, int | None]:
+        """Steps whose checkpoints are saved at once and kept, by the name of a file beside them.
+
+        The file names the step. None: no checkpoint has this name.
+        """
+        return {}
+
+    def after_load(self, saved_steps: Collection[int]) -> None:
+        """Called after `load_state_dict` with the steps of all complete checkpoints."""
 
     def open_records(self, folder: Path, resume_step: int | None) -> None:
         """Open `records` on the main process and remove lines after `resume_step`; None: a new run."""

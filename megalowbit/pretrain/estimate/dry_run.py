@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalowbit.data.sources import is_on_hub, open_corpus
 from megalowbit.data.tokenize import build_tokenizer
+from megalowbit.data.validation import describe_validation
 from megalowbit.families.config_checks import check_fits
 from megalowbit.hf.checkpoint import build_model, read_config
 from megalowbit.layers.bitlinear import BitLinear
@@ -50,12 +51,15 @@ def describe(config: PretrainConfig) -> str:
     recipe = recipe_of(config.recipe)
     is_hub = is_on_hub(config.settings.data)
     corpus = config.settings.data.corpus if is_hub else open_corpus(config.settings.data).name
+    text = describe_validation(config.settings.data)
     sections = {
         "processes": f"{config.grid.world_size} ({config.grid})"
         + (SIZED_TO_FIT if config.is_sized_to_fit else ""),
         "configuration": json.dumps(config.to_dict(), indent=2),
         **_model_sections(config, recipe),
-        "data": (f"data set {corpus} (not downloaded)" if is_hub else corpus) + f"; {_tokens(config)}",
+        "data": (f"data set {corpus} (not downloaded)" if is_hub else corpus)
+        + f"; {_tokens(config)}"
+        + ("" if text is None else f"\nvalidation: {text}"),
         **_memory_sections(config, recipe),
     }
     return "\n\n".join(f"== {title}\n{text}" for title, text in sections.items())

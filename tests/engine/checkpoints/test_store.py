@@ -376,3 +376,21 @@ def test_protected_checkpoints_are_kept_whatever_their_age(tmp_path):
     assert store.steps() == [1, 3, 4]
     store.save(engine, 5, {})
     assert store.steps() == [5]
+
+
+def test_names_are_files_with_the_names_of_checkpoints(tmp_path, caplog):
+    store = CheckpointStore(tmp_path)
+    store.name_checkpoints({"best": 3})
+    assert (tmp_path / "best").read_text() == "step-00000003"
+    store.name_checkpoints({"best": 12345})
+    assert (tmp_path / "best").read_text() == "step-00012345"
+    for _ in range(2):
+        store.name_checkpoints({"best": None})
+        assert not (tmp_path / "best").exists()
+    store.name_checkpoints({})
+    assert [*tmp_path.iterdir()] == []
+    (tmp_path / "best").mkdir()
+    for step_or_none in (3, None):  # for other programs: no reason to end a run
+        store.name_checkpoints({"best": step_or_none})
+        assert f"{tmp_path / 'best'} cannot be" in caplog.text
+        caplog.clear()

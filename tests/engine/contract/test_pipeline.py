@@ -10,7 +10,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalowbit.engine.initialize import initialize
+from megalowbit.engine.pipeline import batch_reader
 from megalowbit.engine.pipeline.setup import pipeline_module
+from megalowbit.hf.token_losses import sum_of_token_losses
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -94,6 +96,24 @@ def test_our_reader_replaces_that_of_the_engine(engine):
 def test_the_loss_of_a_step_is_stored_for_each_data_parallel_rank(engine):
     mean = engine.train_batch(batches())
     assert engine.dp_group_loss.item() == pytest.approx(mean.item()), "the loop records this loss"
+
+
+def test_batches_are_evaluated_with_a_loss_function_of_ours(engine, monkeypatch):
+    trained, seen = engine.module.loss_fn, []
+    monkeypatch.setattr(
+        batch_reader,
+        "sum_of_token_losses",
+        lambda logits, targets: (seen.append(logits.shape), sum_of_token_losses(logits, targets))[1],
+    )
+    sums = batch_reader.sums_of_losses(engine, list(batches(3)))
+    assert seen == [(1, 6, 8)] * 3, "a validation would not see the logits of each batch"
+    assert sums.tolist() == [float(sums[0])] * 3, "the losses of a batch would depend on those before it"
+    # labels are not shifted: each position predicts its own token
+    with torch.no_grad():
+        logits = engine.module(torch.arange(6, device=engine.device).reshape(1, 6))
+    expected = torch.nn.functional.cross_entropy(logits[0].double(), torch.arange(6), reduction="sum")
+    assert sums[0].item() == pytest.approx(expected.item(), rel=1e-6)
+    assert engine.module.loss_fn is trained, "training would go on with the loss of the validation"
 
 
 def test_modules_become_the_stages_functions_in_order(engine):

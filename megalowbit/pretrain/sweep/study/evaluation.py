@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megalowbit.data.local_files import LocalCorpus
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus
+from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings

@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from megalowbit.data.local_files import LocalCorpus
 from megalowbit.data.stdlib import StdlibCorpus
+from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.durable_files import atomic_file, sha256_of
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object

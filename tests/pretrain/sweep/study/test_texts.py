@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from megalowbit.data.local_files import LocalCorpus
+from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.study_file import Text
 from megalowbit.pretrain.sweep.study.texts import docstrings, write_text

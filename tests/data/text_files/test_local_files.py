@@ -10,9 +10,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from unprivileged import said_without_privileges
 
-from megalowbit.data import local_files
-from megalowbit.data.local_files import BYTE_ORDER_MARK, LocalCorpus
 from megalowbit.data.packing import pack
+from megalowbit.data.settings import DataSettings
+from megalowbit.data.sources import open_corpus
+from megalowbit.data.text_files import lines
+from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 
@@ -36,7 +38,7 @@ def test_a_text_file_is_one_unchanged_document(tmp_path):
 
 
 def test_a_large_text_file_is_cut_at_line_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(local_files, "LARGEST_DOCUMENT", 100)
+    monkeypatch.setattr(lines, "LARGEST_DOCUMENT", 100)
     text = "".join(f"line {number}\n" for number in range(100))
     (tmp_path / "a.txt").write_text(text)
     pieces = documents(tmp_path / "a.txt")
@@ -49,19 +51,19 @@ def test_a_large_text_file_is_cut_at_line_ends(tmp_path, monkeypatch):
 def test_long_lines_are_cut_at_spaces_and_nothing_is_lost(tmp_path_factory, text, has_mark):
     path = tmp_path_factory.mktemp("long") / "a.txt"
     text = "x" + text
-    path.write_bytes((BYTE_ORDER_MARK if has_mark else b"") + text.encode())
+    path.write_bytes((lines.BYTE_ORDER_MARK if has_mark else b"") + text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_files, "LARGEST_DOCUMENT", 20)
-        patch.setattr(local_files, "READ_SIZE", 6)
+        patch.setattr(lines, "LARGEST_DOCUMENT", 20)
+        patch.setattr(lines, "READ_SIZE", 6)
         found = documents(path)
-        cut = list(local_files._cut(text))
+        cut = list(lines.cut(text))
     assert "".join(found) == "".join(cut) == text
     assert all(len(piece) <= 20 for piece in cut)
     for before, after in itertools.pairwise(cut):  # at a space, unless there is none
         assert after[0] in " \t\n" or not set(before[14 - 20 :]) & set(" \t\n")
     if max(map(len, text.splitlines())) < 20:  # as files without long lines always were
-        lines, expected = text.splitlines(keepends=True), [""]
-        for line in lines:
+        rows, expected = text.splitlines(keepends=True), [""]
+        for line in rows:
             expected[-1] += line
             if len(expected[-1]) >= 20:
                 expected.append("")
@@ -72,7 +74,7 @@ def test_long_lines_are_cut_at_spaces_and_nothing_is_lost(tmp_path_factory, text
     ("content", "line"), [(b"ab\ncd\xc3", 2), (b"ab\n" + b"c" * 99 + b"\xff" + b"d" * 99, 2)]
 )
 def test_a_byte_that_is_wrong_is_found_in_long_lines_too(tmp_path, monkeypatch, content, line):
-    monkeypatch.setattr(local_files, "READ_SIZE", 8)
+    monkeypatch.setattr(lines, "READ_SIZE", 8)
     (tmp_path / "a.txt").write_bytes(content)
     with pytest.raises(UserError, match=rf"a\.txt, line {line}: byte 0x(c3|ff) is not UTF-8"):
         documents(tmp_path / "a.txt")
@@ -80,8 +82,8 @@ def test_a_byte_that_is_wrong_is_found_in_long_lines_too(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("text", ["word " * 2**22, "x" * 2**24, "é " * 2**23])
 def test_tokenising_a_long_line_takes_constant_memory(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(local_files, "LARGEST_DOCUMENT", 2**18)
-    monkeypatch.setattr(local_files, "READ_SIZE", 2**16)
+    monkeypatch.setattr(lines, "LARGEST_DOCUMENT", 2**18)
+    monkeypatch.setattr(lines, "READ_SIZE", 2**16)
     path, size = tmp_path / "a.txt", len(text.encode())
     path.write_text(text, encoding="utf-8")
     del text
@@ -213,7 +215,7 @@ def test_damage_inside_a_parquet_file_is_reported_for_that_file_and_not_the_cach
 def test_a_parquet_column_that_is_not_utf8_is_named(tmp_path):
     column = pyarrow.array([b"\xff"]).view(pyarrow.string())
     write_parquet(tmp_path / "a.parquet", text=column)
-    with pytest.raises(UserError, match=r"a\.parquet: column 'text' is not UTF-8"):
+    with pytest.raises(UserError, match=r"a\.parquet, row 1: 'text' is not UTF-8"):
         documents(tmp_path / "a.parquet")
 
 
@@ -227,7 +229,7 @@ def test_a_file_deleted_before_it_is_read_is_named(tmp_path):
 
 def test_a_folder_without_text_files_is_refused(tmp_path):
     (tmp_path / "notes.md").write_text("x")
-    with pytest.raises(UserError, match=r"has no \.txt, \.jsonl, \.parquet files"):
+    with pytest.raises(UserError, match=r"has no \.txt, \.jsonl, \.parquet, \.arrow files"):
         LocalCorpus(tmp_path)
 
 
@@ -261,3 +263,34 @@ def test_only_regular_files_are_read_as_text(tmp_path, kind):
     if kind != "link to nothing":
         with pytest.raises(UserError, match="is a FIFO, a socket or a device: name a file or a folder"):
             LocalCorpus(path)
+
+
+def test_a_glob_names_files_in_any_folders(tmp_path, monkeypatch):
+    for name in ("a/1.txt", "a/2.txt", "b/c/1.txt", "a/1.md", "a/.1.txt", "1.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a" / "folder.txt").mkdir()
+    assert documents(tmp_path / "a" / "*.txt") == ["a/1.txt", "a/2.txt"]
+    assert documents(tmp_path / "**" / "1.*") == ["1.txt", "a/1.txt", "b/c/1.txt"]
+    assert documents(tmp_path / "[ab]" / "[!1].txt") == ["a/2.txt"]
+    monkeypatch.chdir(tmp_path)
+    corpus = open_corpus(DataSettings(corpus="a/?.txt", sequence_length=8))
+    assert list(corpus.documents()) == ["a/1.txt", "a/2.txt"]
+    with pytest.raises(UserError, match=r"corpus glob .*\*\.jsonl matches no \.txt, .*\.arrow files"):
+        documents(tmp_path / "*.jsonl")
+
+
+def test_the_fingerprint_of_a_glob_follows_names_and_content_but_not_the_place(tmp_path):
+    for place in ("one", "two"):
+        (tmp_path / place / "a").mkdir(parents=True)
+        for name in ("x", "y"):
+            (tmp_path / place / "a" / f"{name}.txt").write_text(name)
+    one, two = (LocalCorpus(tmp_path / place / "*" / "?.txt").fingerprint for place in ("one", "two"))
+    assert one == two
+    assert LocalCorpus(tmp_path / "one" / "*" / "x.txt").fingerprint != one
+
+
+def test_a_file_whose_name_is_a_glob_is_that_file(tmp_path):
+    (tmp_path / "a[1].txt").write_text("itself")
+    (tmp_path / "a1.txt").write_text("another")
+    assert documents(tmp_path / "a[1].txt") == ["itself"]

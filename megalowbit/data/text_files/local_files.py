@@ -1,0 +1,185 @@
+"""Local text: `.txt`, `.jsonl`, `.parquet` and `.arrow` files, or a folder or a glob of them.
+
+A document is a `.txt` file, a line of a `.jsonl` file or a row of a `.parquet` or `.arrow` file. `.txt` and
+`.jsonl` may be compressed (`.gz`, `.zst`). `lines` and `tables` read them.
+
+Text must be valid UTF-8. A byte, line or field that is not is a bad record: it stops the run with an error
+that names file and line, because nobody would notice silently missing text, unless `max_bad_records` allows
+leaving it out. Blank lines and empty texts within a file are not documents.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+from megalowbit.data.cache import content_digest
+from megalowbit.data.corpus import BadRecords, Corpus
+from megalowbit.data.settings import COMPRESSIONS, GLOB, TEXT_KINDS, DataSettings, kind_of
+from megalowbit.data.text_files.lines import TextFile, jsonl_documents, text_documents
+from megalowbit.data.text_files.tables import arrow_documents, parquet_documents
+from megalowbit.errors import UserError
+
+READERS: dict[str, Callable[[TextFile], Iterator[str]]] = {
+    ".txt": text_documents,
+    ".jsonl": jsonl_documents,
+    ".parquet": parquet_documents,
+    ".arrow": arrow_documents,
+}
+
+
+class LocalCorpus(Corpus):
+    """A file, or all text files below a folder or that match a glob, in the order of their paths.
+
+    Args:
+        path: the file, folder or glob (`shards/*.jsonl.zst`, `**` for any folders).
+        text_field: the field (jsonl) or column (parquet, arrow) with the text.
+        max_bad_records: how many records may be left out because they are not text.
+
+    Raises:
+        UserError: the path does not exist, there are no text files, or one is of another kind, is empty or
+            cannot be read.
+    """
+
+    def __init__(self, path: Path, *, text_field: str = "text", max_bad_records: int = 0) -> None:
+        self.path = path
+        self.text_field = text_field
+        self.bad_records = BadRecords(max_bad_records)
+        self.files = tuple(_find_files(path))
+        for file in self.files:
+            _refuse_unreadable(file)
+        self._reading: TextFile | None = None
+        self._bytes_done = 0
+
+    @classmethod
+    def is_meant(cls, corpus: str) -> bool:
+        return GLOB.search(corpus) is not None or Path(corpus).expanduser().exists()
+
+    @classmethod
+    def open(cls, settings: DataSettings) -> LocalCorpus:
+        return cls(
+            Path(settings.corpus).expanduser(),
+            text_field=settings.text_field,
+            max_bad_records=settings.max_bad_records,
+        )
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def share_read(self) -> float:
+        return (self._bytes_done + (self._reading.bytes_read if self._reading else 0)) / self._num_bytes
+
+    @cached_property
+    def _num_bytes(self) -> int:
+        return max(1, sum(file.stat().st_size for file in self.files))
+
+    @cached_property
+    def fingerprint(self) -> str:  # it reads the files
+        digest = hashlib.sha256(f"files {self.text_field!r}".encode())
+        root = _root(self.path)
+        for file in self.files:
+            relative = file.suffix if root is None else file.relative_to(root).as_posix()
+            digest.update(f"{relative}\0{content_digest(file)}\0".encode())
+        return digest.hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        self.bad_records.reset()
+        self._bytes_done = 0
+        for path in self.files:
+            self._reading = file = TextFile(path, self.text_field, self.bad_records)
+            is_empty, bad_before = True, self.bad_records.count
+            try:
+                for document in READERS[kind_of(path) or ""](file):
+                    is_empty = False
+                    yield document
+            # from reading, because the consumer cannot raise here; the last two are a damaged .gz file's
+            except (OSError, EOFError, zlib.error) as error:
+                raise _unreadable(path, error) from error
+            if is_empty and self.bad_records.count == bad_before:
+                raise UserError(f"corpus file {path} contains no text: remove or replace it")
+            self._reading = None
+            self._bytes_done += file.size
+
+
+def _root(path: Path) -> Path | None:
+    """The folder that contains all files of a folder or a glob; None for a single file."""
+    if path.is_file():
+        return None
+    while GLOB.search(str(path)) and not path.exists():
+        path = path.parent
+    return path
+
+
+def _find_files(path: Path) -> list[Path]:
+    if path.is_file():
+        if kind_of(path) is None:
+            raise UserError(
+                f"corpus file {path} has an unknown suffix: rename it to one of {', '.join(TEXT_KINDS)} "
+                f"(the first two also with {' or '.join(COMPRESSIONS)})"
+            )
+        return [path]
+    is_glob = GLOB.search(str(path)) is not None and not path.exists()
+    if not is_glob and not path.exists():
+        raise UserError(f"corpus {path} does not exist: name a file, a folder or a glob")
+    if not is_glob and not path.is_dir():
+        raise UserError(f"corpus {path} is a FIFO, a socket or a device: name a file or a folder")
+    root = _root(path)
+    assert root is not None
+    found = _matches(path) if is_glob else _walk(path)
+    files = sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    if not files:
+        place = f"glob {path} matches" if is_glob else f"folder {path} has"
+        raise UserError(f"corpus {place} no {', '.join(TEXT_KINDS)} files: name another")
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"corpus file {file} is not a regular file, or is a dangling link: remove it")
+    return files
+
+
+def _matches(pattern: Path) -> Iterator[Path]:
+    """The text files that match a glob; folders and files of other kinds are passed over."""
+    for name in glob.glob(str(pattern), recursive=True):  # noqa: PTH207 - the pattern may be absolute
+        if kind_of(name) is not None and not Path(name).is_dir():
+            yield Path(name)
+
+
+def _walk(path: Path) -> Iterator[Path]:
+    """All text files below a folder, except hidden ones; links to folders are not followed.
+
+    Raises:
+        UserError: a folder cannot be read, so its text would be silently missing.
+    """
+
+    def refuse(error: OSError) -> None:
+        reason = error.strerror or error
+        raise UserError(
+            f"corpus folder {error.filename} cannot be read ({reason}): fix or remove it"
+        ) from error
+
+    for folder, subfolders, names in os.walk(path, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and kind_of(name) is not None:
+                yield Path(folder) / name
+
+
+def _refuse_unreadable(file: Path) -> None:
+    try:
+        with file.open("rb") as opened:
+            is_empty = not opened.read(1)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if is_empty:
+        raise UserError(f"corpus file {file} is empty: remove or replace it")
+
+
+def _unreadable(file: Path, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or error
+    return UserError(f"corpus file {file} cannot be read ({reason}): fix or remove it")

@@ -1,0 +1,215 @@
+"""Text for validation, in batches that do not depend on the number of ranks, and the loss on it.
+
+The tokens are those of the documents in their order, with an end-of-document id after each. Every token after
+the first is predicted exactly once, from at most `sequence_length` tokens before it:
+
+    sequence i predicts the tokens i·L+1 … (i+1)·L from the tokens i·L … (i+1)·L−1
+    the last one ends with the last token; it begins earlier if it would be shorter, and then ignores the
+    predictions that the sequence before it has made
+
+Sequences are numbered, and batch k always has the sequences k·size … (k+1)·size−1. Ranks share batches, not
+sequences: what depends on a batch, such as the scale of a tensor in FP4, is the same for any number of ranks.
+All batches have the same shape. The last one is filled with repetitions of its own sequences, whose
+predictions are ignored: they change neither a maximum nor the count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megalowbit.data.packing import pack
+from megalowbit.data.settings import DataSettings
+from megalowbit.data.sources import is_on_hub, open_validation_corpus, validation_settings
+from megalowbit.data.tokenize import Tokenizer
+from megalowbit.errors import UserError
+
+IGNORED = -100  # target of a position whose prediction does not count; torch's default
+Batch = Mapping[str, torch.Tensor]
+
+
+class ValidationText:
+    """Sequences and their targets, by the number of the batch.
+
+    Args:
+        tokens: one-dimensional array of ids; may be a memory map.
+        sequence_length: tokens in a sequence.
+        fingerprint: identifies the tokens.
+        name: the user's name of the text.
+        limit: predict only so many tokens; None: all.
+        check: as for `PackedDataset`; `count_bytes` calls it.
+
+    Attributes:
+        source: identifies the tokens.
+        num_predicted: number of tokens that are predicted.
+        fingerprint: identifies the sequences.
+
+    Raises:
+        UserError: there are fewer tokens than in one sequence.
+    """
+
+    def __init__(
+        self,
+        tokens: NDArray[Any],
+        sequence_length: int,
+        *,
+        fingerprint: str,
+        name: str,
+        limit: int | None = None,
+        check: Callable[[NDArray[Any], int], None] | None = None,
+    ) -> None:
+        if len(tokens) < sequence_length:
+            raise UserError(
+                f"{name} has {len(tokens)} tokens, fewer than one sequence of {sequence_length}: use more "
+                "text"
+            )
+        self.name, self.sequence_length = name, sequence_length
+        self.source, self._tokens, self._check = fingerprint, tokens, check
+        self.num_predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+        parts = (fingerprint, sequence_length, self.num_predicted)
+        self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+    def limited(self, limit: int | None) -> ValidationText:
+        """The same text, of which only the first `limit` tokens are predicted; None: all."""
+        return ValidationText(
+            self._tokens,
+            self.sequence_length,
+            fingerprint=self.source,
+            name=self.name,
+            limit=limit,
+            check=self._check,
+        )
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences."""
+        return math.ceil(self.num_predicted / self.sequence_length)
+
+    def num_batches(self, size: int) -> int:
+        """Number of batches of `size` sequences."""
+        return math.ceil(self.num_sequences / size)
+
+    def batch(self, number: int, size: int) -> Batch:
+        """Batch `number`: `input_ids` and `labels`, both int64 (size, sequence_length), on the CPU.
+
+        The label of a position is the next token, so it must not be shifted again; or `IGNORED`.
+        """
+        first = number * size
+        count = min(size, self.num_sequences - first)
+        rows = [self._sequence(first + place) for place in range(count)]
+        unused = np.full(self.sequence_length, IGNORED)
+        rows += [(rows[place % count][0], unused) for place in range(count, size)]
+        ids, targets = (torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True))
+        return {"input_ids": ids, "labels": targets}
+
+    def _sequence(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids and targets of a sequence."""
+        length = self.sequence_length
+        first = number * length  # the token first + 1 is predicted first
+        last = min(first + length, self.num_predicted)
+        start = max(0, last - length)
+        targets = np.full(length, IGNORED)
+        targets[first - start : last - start] = self._tokens[first + 1 : last + 1]
+        return self._tokens[start : start + length].astype(np.int64), targets
+
+    def count_bytes(self, tokenizer: Tokenizer) -> int:
+        """Bytes of the text of the predicted tokens, each token once; checks every token that is read.
+
+        Raises:
+            UserError: a token id is outside the vocabulary.
+        """
+        if self._check is not None:
+            self._check(self._tokens[: max(self.sequence_length, self.num_predicted + 1)], 0)
+        return tokenizer.count_bytes(np.asarray(self._tokens[1 : self.num_predicted + 1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextLoss:
+    """The loss on a text.
+
+    Attributes:
+        nats: sum of the losses of all predicted tokens.
+        num_tokens: number of predicted tokens.
+        num_bytes: bytes of their text.
+    """
+
+    nats: float
+    num_tokens: int
+    num_bytes: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of a token, in nats."""
+        return self.nats / self.num_tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite if it is too large for a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss of the whole text in bits, per byte of it; None: the tokens stand for no text."""
+        return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
+
+
+def open_validation(settings: DataSettings, tokenizer: Tokenizer) -> ValidationText | None:
+    """The text for validation, tokenised or from the cache; None: the settings name none. Not collective.
+
+    Raises:
+        UserError: it cannot be read, is shorter than one sequence, or is the text for training.
+    """
+    if settings.validation is None:
+        return None
+    with _naming_the_section():
+        corpus = open_validation_corpus(settings)
+        found = pack(
+            corpus,
+            tokenizer,
+            settings.sequence_length,
+            settings.cache_dir,
+            workers=settings.workers,
+            timeout=settings.build_timeout,
+        )
+    return ValidationText(
+        found.tokens,
+        settings.sequence_length,
+        fingerprint=found.fingerprint,
+        name=corpus.name,
+        check=found.check and _naming_the_section()(found.check),
+    )
+
+
+def describe_validation(settings: DataSettings) -> str | None:
+    """The name of the text, which is opened but not read, nor downloaded; None: the settings name none.
+
+    Raises:
+        UserError: it does not exist, or is the text for training.
+    """
+    if settings.validation is None:
+        return None
+    with _naming_the_section():
+        other = validation_settings(settings)
+        if is_on_hub(other):
+            return f"data set {other.corpus}, {other.split} (not downloaded)"
+        return open_validation_corpus(settings).name
+
+
+@contextmanager
+def _naming_the_section() -> Iterator[None]:
+    """Let errors begin with `data.validation`."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data.validation: {str(error).removeprefix('data.validation: ')}") from error

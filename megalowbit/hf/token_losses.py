@@ -1,0 +1,53 @@
+"""Sums of the losses of single tokens, to evaluate a model on a text.
+
+A model's own loss is a mean over the positions of a batch, of which each predicts the label after it. Here
+each position has its own target, and the result is a sum: sums over batches of any size add up exactly to
+that over a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalowbit.hf.chunked_cross_entropy import IGNORED_LABEL, is_chunked
+from megalowbit.hf.model import one_sequence_a_row
+
+
+def sum_of_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Sum over the positions of −log softmax(logits)[target].
+
+    Args:
+        logits: (batch, tokens, vocabulary); each loss is computed in fp32.
+        targets: (batch, tokens), int64; −100 is ignored.
+
+    Returns:
+        0-dim, float64.
+    """
+    losses = torch.nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED_LABEL, reduction="none"
+    )
+    return losses.double().sum()
+
+
+def sum_of_model_losses(run: Callable[..., Any], model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The sum of a batch's losses; a model that trains without the matrix of all logits needs none here.
+
+    Args:
+        run: the model, or an engine around it.
+        model: a causal language model of transformers, in evaluation mode.
+        batch: `input_ids` (batch, tokens); `labels` of that shape, the target of each position.
+
+    Returns:
+        0-dim, float64.
+    """
+    ids, targets = batch["input_ids"], batch["labels"]
+    with one_sequence_a_row():
+        if not is_chunked(model):
+            return sum_of_token_losses(run(input_ids=ids, use_cache=False).logits, targets)
+        options = {"shift_labels": targets, "num_items_in_batch": 1, "use_cache": False}
+        total: Tensor = run(input_ids=ids, labels=targets, needs_logits=False, **options).loss
+    return total.double()

@@ -1,0 +1,187 @@
+"""`python -m megalowbit evaluate`: the loss of a checkpoint or a Hugging Face folder on held-out text.
+
+It builds the job of a run, with the same model, precision, recipe and layout on any number of processes, and
+does what `components/validation.py` does in a run. A checkpoint therefore gives the losses that its run has
+recorded, bit for bit on the same process grid. The corpus of the training need not be there.
+
+The configuration is that of the run that the path is in, or any other. If its recipe is that of the
+checkpoint, the full state is restored, with a late switch, chosen precisions and split weights; otherwise
+only the weights are read. Like training, this needs memory for the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megalowbit.data.cache import run_on_each_node_first
+from megalowbit.data.loader import ShardedLoader
+from megalowbit.data.packing import PackedDataset
+from megalowbit.data.settings import BPE_TOKENIZER, DataSettings
+from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer
+from megalowbit.data.validation import open_validation
+from megalowbit.distributed.agreement import agree
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.durable_files import atomic_file
+from megalowbit.engine.process_start import compute_deterministically, start_process_group
+from megalowbit.engine.run_checks.ranks_agree import check_ranks_agree
+from megalowbit.errors import UserError, file_system_error
+from megalowbit.hf.training_checkpoint import find_checkpoint, holds_run, is_training_checkpoint
+from megalowbit.json_text import read_json_object
+from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.pretrain.checks import check_config, check_kernels
+from megalowbit.pretrain.components.validation import Validation, describe
+from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
+from megalowbit.pretrain.job import Job, assemble
+from megalowbit.pretrain.records.lines import job_lines
+from megalowbit.pretrain.run import report_lost_ranks, start_facts
+from megalowbit.pretrain.run_folder.folder import RunFolder
+from megalowbit.telemetry.facts import Fact
+
+TEXT_MISSING = (
+    'there is no text to evaluate on: name it with --set \'megalowbit.data.validation={"corpus": "…"}\''
+)
+
+SHOWN = ("model ", "recipe ", "kernels ", "data ")  # labels of the lines that are printed
+
+
+def evaluate(
+    path: Path,
+    identity: ProcessIdentity,
+    *,
+    config_file: Path | None,
+    overrides: list[str],
+    output: Path | None,
+) -> dict[str, Fact]:
+    """Evaluate the weights in `path` and print the result; every rank calls this once.
+
+    Args:
+        path: a run folder, a checkpoint or a Hugging Face folder; it exists.
+        identity: this process.
+        config_file: the configuration; None: that of the run.
+        overrides: as for `load_config`.
+        output: file for the figures as JSON; None: none.
+
+    Returns:
+        The figures, by the names that a run's metrics have.
+
+    Raises:
+        UserError: configuration, weights or text cannot be used.
+    """
+    run = _run_folder_of(path)
+    is_ours = is_training_checkpoint(path)
+    source = find_checkpoint(path) if is_ours else path
+    config = _configuration(source, run, config_file, overrides, identity.world_size)
+    with report_lost_ranks(identity):
+        if config.settings.run.deterministic:
+            compute_deterministically()
+        start_process_group(identity)
+        check_ranks_agree(start_facts(config, is_resume=False))
+        agree(lambda: check_config(config))
+        agree(lambda: check_kernels(recipe_of(config.recipe)))
+        tokenizer = run / "tokenizer" if run is not None else source
+        job = assemble(
+            config,
+            identity,
+            RunFolder(run or Path()),
+            open_data=partial(_text_only, tokenizer_folder=tokenizer),
+        )
+        if is_ours and agree(holds_run, source, recipe_of(config.recipe)):
+            job.load(source)
+        validation = job.find(Validation)
+        assert validation is not None  # `_configuration` has checked that there is a text
+        if identity.is_main:
+            lines = job_lines(job, identity, validation.describe_text())
+            print("\n".join(line for line in lines if line.startswith(SHOWN)), flush=True)
+        facts = validation.measure(lambda: None)
+        if identity.is_main:
+            print(f"\n{source}: {describe(facts)}", flush=True)
+        agree(lambda: _write(output, source, job, facts))
+    return facts
+
+
+def _run_folder_of(path: Path) -> Path | None:
+    """The folder of the run that `path` is, or is in; None: there is no run."""
+    for folder in (path, path.parent, path.parent.parent):
+        config = folder / "config.json"
+        if config.is_file() and BLOCK in read_json_object(config):
+            return folder
+    return None
+
+
+def _configuration(
+    source: Path, run: Path | None, config_file: Path | None, overrides: list[str], world_size: int
+) -> PretrainConfig:
+    """The configuration with `source` as the model's weights, for this number of processes.
+
+    Raises:
+        UserError: there is none, it is invalid, or it names no text.
+    """
+    if config_file is None and run is None:
+        raise UserError(f"{source} is not in a run's folder: name a configuration with --ds-config")
+    file = config_file or RunFolder(run or Path()).config
+    weights = {"checkpoint": str(source.resolve()), "config": None, "outliers": None}
+    sizes = ["train_batch_size=auto", "gradient_accumulation_steps=1"]
+    model = [f"{BLOCK}.model.{key}={json.dumps(value)}" for key, value in weights.items()]
+    config = load_config(file, [*sizes, *model, *overrides], world_size=world_size)
+    if config.settings.data.validation is None:
+        raise UserError(f"{file}: {TEXT_MISSING}")
+    return config
+
+
+class _TextOnly(ShardedLoader):
+    """A loader that is not used for training, so it need not continue where the run was."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+def _text_only(
+    settings: DataSettings, *, micro_batch_size: int, rank: int, world_size: int, tokenizer_folder: Path
+) -> ShardedLoader:
+    """A loader with the text for validation, and zeros for training; arguments as for `build_loader`.
+
+    A trained tokenizer is read from `tokenizer_folder`, if it is there.
+    """
+
+    def work() -> ShardedLoader:
+        tokenizer = _tokenizer(settings, tokenizer_folder)
+        length = settings.sequence_length
+        zeros = np.zeros(micro_batch_size * world_size * length, dtype=np.uint8)
+        return _TextOnly(
+            PackedDataset(zeros, length, fingerprint="zeros", name="zeros"),
+            micro_batch_size=micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            seed=settings.seed,
+            tokenizer=tokenizer,
+            validation=open_validation(settings, tokenizer),
+        )
+
+    fingerprint: Callable[[ShardedLoader], str] = lambda loader: (  # noqa: E731
+        "" if loader.validation is None else loader.validation.fingerprint
+    )
+    return run_on_each_node_first(work, fingerprint)
+
+
+def _tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
+    if settings.tokenizer == BPE_TOKENIZER and any(folder.glob("tokenizer*")):
+        return FolderTokenizer(folder)
+    return build_tokenizer(settings)
+
+
+def _write(output: Path | None, source: Path, job: Job, facts: Mapping[str, Fact]) -> None:
+    if output is None:
+        return
+    content = {"path": str(source), "step": job.step or None, "recipe": job.recipe.name, **facts}
+    try:
+        with atomic_file(output) as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+    except OSError as error:
+        message = f"--output {output} cannot be written ({error.strerror}): name another file"
+        raise file_system_error(message, error) from error

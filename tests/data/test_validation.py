@@ -1,0 +1,302 @@
+"""Which tokens a text's sequences predict, whose text counts, and what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launchers import training_text
+from megalowbit.data import packing
+from megalowbit.data.loader import build_loader, count_samples
+from megalowbit.data.settings import DataSettings, ValidationSource
+from megalowbit.data.sources import open_corpus, open_validation_corpus
+from megalowbit.data.token_files import megatron
+from megalowbit.data.token_files.megatron import MegatronWriter
+from megalowbit.data.tokenize import (
+    BPETokenizer,
+    ByteTokenizer,
+    FolderTokenizer,
+    NoTokenizer,
+    build_tokenizer,
+)
+from megalowbit.data.validation import IGNORED, TextLoss, ValidationText, describe_validation, open_validation
+from megalowbit.errors import UserError
+
+BYTES = ByteTokenizer()
+DOCUMENTS = [f"{line} äß漢" for line in training_text().splitlines()[:200]]
+
+
+def numbered(count, length, limit=None):
+    """Token i is i, so an id shows its place."""
+    tokens = np.arange(count, dtype=np.uint32)
+    return ValidationText(tokens, length, fingerprint="f", name="numbers", limit=limit)
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """A corpus of short documents."""
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": each}) + "\n" for each in DOCUMENTS))
+    return path
+
+
+def data(corpus, tmp_path, **more):
+    cache = tmp_path / "cache"
+    return DataSettings(corpus=str(corpus), sequence_length=32, cache_dir=cache, **more)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(2, 9), st.integers(0, 60), st.integers(1, 5), st.none() | st.integers(1, 40))
+def test_each_token_after_the_first_is_predicted_once_by_the_one_before_it(length, more, size, limit):
+    text = numbered(length + more, length, limit)
+    seen = []
+    for number in range(text.num_batches(size)):
+        batch = text.batch(number, size)
+        assert batch["input_ids"].shape == batch["labels"].shape == (size, length)
+        counted = batch["labels"] != IGNORED
+        assert (batch["labels"] - batch["input_ids"])[counted].unique().tolist() == [1]
+        seen += batch["labels"][counted].tolist()
+        # a filled row repeats one of its batch
+        rows = {tuple(row) for row in batch["input_ids"].tolist()}
+        used = batch["input_ids"][counted.any(1)].tolist()
+        assert rows == {tuple(row) for row in used}
+        assert all(row == list(range(row[0], row[0] + length)) for row in batch["input_ids"].tolist())
+    last = length + more - 1 if limit is None else min(limit, length + more - 1)
+    assert sorted(seen) == list(range(1, last + 1))
+    assert text.num_predicted == last
+
+
+def test_only_what_a_loss_depends_on_is_in_the_fingerprint():
+    whole = numbered(50, 8)
+    assert whole.limited(None).fingerprint == whole.limited(100).fingerprint == whole.fingerprint
+    assert whole.limited(20).limited(None).fingerprint == whole.fingerprint
+    assert len({each.fingerprint for each in (whole, whole.limited(20), numbered(50, 9))}) == 3
+
+
+def test_a_text_shorter_than_a_sequence_is_refused():
+    with pytest.raises(UserError, match="numbers has 7 tokens, fewer than one sequence of 8: use more text"):
+        numbered(7, 8)
+
+
+def test_figures_of_a_text():
+    loss = TextLoss(nats=200 * math.log(2), num_tokens=100, num_bytes=50)
+    assert loss.loss == pytest.approx(2 * math.log(2))
+    assert loss.perplexity == pytest.approx(4)
+    assert loss.bits_per_byte == pytest.approx(4)
+    assert TextLoss(nats=1e9, num_tokens=1, num_bytes=0).perplexity == math.inf
+    assert TextLoss(nats=1.0, num_tokens=1, num_bytes=0).bits_per_byte is None
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe", "folder"])
+def test_bytes_are_those_of_the_documents(documents, tmp_path, kind):
+    choice = {"tokenizer": "byte"} if kind == "byte" else {"tokenizer": "bpe", "vocab_size": 300}
+    tokenizer = build_tokenizer(data(documents, tmp_path, **choice))
+    if kind == "folder":
+        tokenizer.save_pretrained(tmp_path / "tokenizer")
+        tokenizer = FolderTokenizer(tmp_path / "tokenizer")
+    assert isinstance(
+        tokenizer, {"byte": ByteTokenizer, "bpe": BPETokenizer, "folder": FolderTokenizer}[kind]
+    )
+    end = np.array([tokenizer.eos_token_id], dtype=tokenizer.dtype)
+    pieces = [piece for ids in tokenizer.encode_batch(DOCUMENTS) for piece in (ids, end)]
+    tokens = np.concatenate([end, *pieces])
+    text = ValidationText(tokens, 32, fingerprint="", name="")
+    assert text.count_bytes(tokenizer) == sum(len(each.encode()) for each in DOCUMENTS)
+    first = sum(map(len, pieces[:20]))  # of ten documents
+    expected = sum(len(each.encode()) for each in DOCUMENTS[:10])
+    assert text.limited(first).count_bytes(tokenizer) == expected
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_a_share_divides_the_documents_between_training_and_validation(documents, tmp_path, share):
+    chosen = data(documents, tmp_path, validation=ValidationSource(share=share))
+    train, held = ([*each.documents()] for each in (open_corpus(chosen), open_validation_corpus(chosen)))
+    assert sorted(train + held) == sorted(DOCUMENTS)
+    assert not {*train} & {*held}
+    assert len(held) == pytest.approx(share * len(DOCUMENTS), abs=4 * math.sqrt(share * len(DOCUMENTS)))
+    names = [each.name for each in (open_corpus(chosen), open_validation_corpus(chosen))]
+    assert names == [f"{documents} (documents not held out)", f"{documents} (held-out documents)"]
+
+
+def test_a_document_keeps_its_side_whatever_else_is_there(documents, tmp_path):
+    small, large = (
+        {*open_validation_corpus(data(documents, tmp_path, validation={"share": share})).documents()}
+        for share in (0.1, 0.3)
+    )
+    assert small < large
+    with documents.open("a") as file:
+        file.writelines(json.dumps({"text": f"{number} more"}) + "\n" for number in range(100))
+    after = {*open_validation_corpus(data(documents, tmp_path, validation={"share": 0.1})).documents()}
+    assert small < after
+    assert not (after - small) & {*DOCUMENTS}
+
+
+def test_a_share_changes_the_training_data_and_other_text_does_not(documents, tmp_path):
+    held = tmp_path / "held.txt"
+    held.write_text("held out " * 30)
+    loaders = [
+        build_loader(data(documents, tmp_path, **more), micro_batch_size=2, rank=0, world_size=1)
+        for more in ({}, {"validation": {"corpus": str(held)}}, {"validation": {"share": 0.2}})
+    ]
+    plain, other, share = (each.fingerprint for each in loaders)
+    assert plain == other != share
+    assert [each.validation is not None for each in loaders] == [False, True, True]
+    total = loaders[0].dataset.num_tokens
+    assert loaders[2].dataset.num_tokens + loaders[2].validation.num_predicted + 1 == total
+
+
+@pytest.mark.parametrize("is_held_out", [False, True])
+def test_both_shares_count_all_bad_records_and_know_how_much_is_read(documents, tmp_path, is_held_out):
+    with documents.open("a") as file:
+        file.write('{"text": null}\n{"text": 3}\n')
+    opened = open_validation_corpus if is_held_out else open_corpus
+    share = {"validation": {"share": 0.2}}
+    corpus = opened(data(documents, tmp_path, max_bad_records=2, **share))
+    shares_read = [corpus.share_read for _ in corpus.documents()]
+    assert shares_read == sorted(shares_read)
+    assert 0 < shares_read[0] < shares_read[-1] <= corpus.share_read == 1
+    assert (corpus.bad_records.count, corpus.bad_records.limit) == (2, 2)
+    packing.pack(corpus, BYTES, 32, tmp_path)
+    fewer = opened(data(documents, tmp_path, max_bad_records=1, **share))
+    with pytest.raises(UserError, match=r"has 2 bad records, and data\.max_bad_records is 1"):
+        packing.pack(fewer, BYTES, 32, tmp_path)  # from the cache
+
+
+def test_text_for_validation_is_built_with_the_settings_of_the_data(documents, tmp_path, monkeypatch):
+    seen, write_tokens = [], packing.write_tokens
+
+    def write(corpus, *rest, workers):
+        seen.append((corpus.name, workers))
+        return write_tokens(corpus, *rest, workers=1)
+
+    monkeypatch.setattr(packing, "write_tokens", write)
+    count_samples(data(documents, tmp_path, validation={"share": 0.2}, workers=3))
+    sides = ("documents not held out", "held-out documents")
+    assert seen == [(f"{documents} ({side})", 3) for side in sides]
+
+
+def token_files(prefix, ids):
+    with MegatronWriter(prefix, 256) as writer:
+        writer.add_document(ids)
+    return str(prefix)
+
+
+def test_ids_without_a_tokenizer_have_no_bytes():
+    assert NoTokenizer(50).count_bytes(np.arange(50)) == 0
+
+
+def test_ids_for_validation_are_those_of_the_text(documents, tmp_path):
+    """Token ids and the text that they stand for give the same batches and bytes."""
+    text = open_validation(data("stdlib", tmp_path, validation={"corpus": str(documents)}), BYTES)
+    ids = np.frombuffer(b"".join(each.encode() + b"\0" for each in DOCUMENTS), np.uint8)
+    prefix = token_files(tmp_path / "held", ids)
+    for tokenizer in (BYTES, NoTokenizer(256)):
+        read = open_validation(data("stdlib", tmp_path, validation={"corpus": prefix}), tokenizer)
+        assert read.count_bytes(tokenizer) == (text.count_bytes(BYTES) if tokenizer is BYTES else 0)
+        assert read.num_batches(4) == text.num_batches(4)
+        for number in range(text.num_batches(4)):
+            expected = text.batch(number, 4)
+            assert all(each.equal(expected[key]) for key, each in read.batch(number, 4).items())
+
+
+@pytest.mark.parametrize(("limit", "is_read"), [(None, True), (700, True), (699, False)])
+def test_every_id_that_is_read_is_checked_before_training(tmp_path, monkeypatch, limit, is_read):
+    monkeypatch.setattr(megatron, "NUM_BLOCKS", 2)  # only the first and the last ids are checked when opened
+    monkeypatch.setattr(megatron, "ID_BLOCK", 10)
+    ids = np.ones(2000, np.int64)
+    ids[700] = 200
+    prefix = token_files(tmp_path / "held", ids)
+    tokenizer = NoTokenizer(150)
+    text = open_validation(data("stdlib", tmp_path, validation={"corpus": prefix}), tokenizer).limited(limit)
+    if is_read:
+        message = r"^data\.validation: corpus .*held: token id 200 at position 700 of document 0 is outside"
+        with pytest.raises(UserError, match=message):
+            text.count_bytes(tokenizer)
+    else:
+        text.count_bytes(tokenizer)
+
+
+def test_no_share_of_token_ids_is_held_out(tmp_path):
+    prefix = token_files(tmp_path / "ids", np.ones(500, np.int64))
+    chosen = data(prefix, tmp_path, validation={"share": 0.2})
+    for opened in (open_corpus, describe_validation):
+        with pytest.raises(UserError, match=r"data\.validation\.share = 0\.2 divides text, and corpus .*ids"):
+            opened(chosen)
+
+
+def test_the_text_for_training_under_another_name_is_refused(documents, tmp_path):
+    prefix = token_files(tmp_path / "ids", np.ones(500, np.int64))
+    (tmp_path / "copy.jsonl").write_bytes(documents.read_bytes())
+    for corpus, other in ((documents, tmp_path / "copy.jsonl"), (prefix, f"{prefix}.bin")):
+        with pytest.raises(UserError, match=r"^data\.validation: .* is the text for training"):
+            count_samples(data(corpus, tmp_path, validation={"corpus": str(other)}))
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.1, 1.5])
+def test_a_share_of_nothing_or_all_is_refused(share):
+    with pytest.raises(ValueError, match="share"):
+        ValidationSource(share=share)
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"corpus": "{folder}/none.txt"}, "^data.validation: corpus .*none.txt' does not exist"),
+        (
+            {"corpus": "{folder}/short.txt"},
+            "^data.validation: corpus .*short.txt has 6 tokens, fewer than one",
+        ),
+        ({"corpus": "{folder}/documents.jsonl"}, "is the text for training: name other text, or set share"),
+        ({"split": "validation"}, "split = 'validation' needs a Hugging Face data set, and corpus .* is not"),
+        ({"share": 1e-9}, "share = 1e-09 holds out none of the 200 documents .*: raise it"),
+    ],
+)
+def test_text_that_cannot_be_used_is_refused_in_one_line(documents, tmp_path, named, message):
+    (tmp_path / "short.txt").write_text("short")
+    named = {
+        key: str(value).format(folder=tmp_path) if key != "share" else value for key, value in named.items()
+    }
+    with pytest.raises(UserError, match=message) as refused:
+        open_validation(data(documents, tmp_path, validation=named), BYTES)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).count("data.validation: ") == 1
+
+
+def test_text_is_described_without_reading_it(documents, tmp_path):
+    held = tmp_path / "held.txt"
+    held.write_text("short")
+    names = [
+        describe_validation(data(corpus, tmp_path, validation=named))
+        for corpus, named in (
+            (documents, None),
+            (documents, {"corpus": str(held)}),
+            (documents, {"share": 1e-9}),
+            ("wikitext", {"split": "validation"}),
+        )
+    ]
+    shown = "data set wikitext, validation (not downloaded)"
+    assert names == [None, str(held), f"{documents} (held-out documents)", shown]
+    with pytest.raises(UserError, match=r"^data.validation: corpus 'none.txt' does not exist"):
+        describe_validation(data(documents, tmp_path, validation={"corpus": "none.txt"}))
+
+
+def test_a_share_that_leaves_nothing_to_train_on_is_refused(documents, tmp_path):
+    with pytest.raises(UserError, match=r"holds out all of the 200 documents .*: lower it"):
+        count_samples(data(documents, tmp_path, validation={"share": 1 - 1e-12}))
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({}, "names no text: set corpus"),
+        ({"share": 0.1, "split": "test"}, "share is set, and also corpus or split"),
+        ({"share": 0.1, "corpus": "x.txt"}, "share is set, and also corpus or split"),
+        ({"split": "test", "corpus_config": "x"}, "corpus_config = 'x' needs corpus"),
+    ],
+)
+def test_sources_that_contradict_each_other_are_refused(named, message):
+    with pytest.raises(ValueError, match=message):
+        ValidationSource(**named)

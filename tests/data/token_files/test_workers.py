@@ -1,0 +1,72 @@
+"""The processes that tokenise: when they start, what they import, and what becomes of an error."""
+
+import errno
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megalowbit.data.token_files import workers
+from megalowbit.data.token_files.workers import encode, encode_in_order
+from megalowbit.data.tokenize import ByteTokenizer
+from megalowbit.errors import UserError
+
+TEXTS = [f"document {number} é " * (number % 13 + 1) for number in range(400)]
+BATCHES = [TEXTS[start : start + 16] for start in range(0, 400, 16)]
+
+
+def ids_of(texts, end="\0"):
+    return np.frombuffer("".join(f"{text}{end}" for text in texts).encode(), np.uint8)
+
+
+@pytest.mark.parametrize("has_end", [True, False])
+def test_a_batch_is_its_documents_one_after_another(has_end):
+    sizes, ids = encode(ByteTokenizer(), ["ab", "", "é"], has_end=has_end)
+    assert sizes == ([3, 1, 3] if has_end else [2, 0, 2])
+    assert ids.tolist() == [*(b"ab\0\0\xc3\xa9\0" if has_end else b"ab\xc3\xa9")]
+
+
+def test_processes_start_by_themselves_when_a_corpus_is_large(monkeypatch):
+    monkeypatch.setattr(workers, "CHARACTERS_BEFORE_START", 2000)
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    started = []
+    monkeypatch.setattr(workers, "_start", lambda start=workers._start: started.append(1) or start())
+    small = list(encode_in_order(iter(BATCHES[:1]), ByteTokenizer(), None))
+    assert not started
+    large = list(encode_in_order(iter(BATCHES), ByteTokenizer(), None))
+    assert len(started) == 2
+    assert np.array_equal(np.concatenate([ids for _, ids in large]), ids_of(TEXTS))
+    assert small[0].sizes == large[0].sizes == [len(text.encode()) + 1 for text in TEXTS[:16]]
+
+
+def test_processes_that_tokenise_do_not_import_torch():
+    code = (
+        "import sys, megalowbit.data.token_files.workers, megalowbit.data.tokenize; "
+        "heavy = {'torch', 'datasets', 'transformers', 'pyarrow'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_processes_that_cannot_be_started_are_a_line_and_leave_none_behind(monkeypatch):
+    started, popen = [], subprocess.Popen
+
+    def second_fails(*arguments, **values):
+        if started:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        started.append(popen(*arguments, **values))
+        return started[0]
+
+    monkeypatch.setattr(workers.subprocess, "Popen", second_fails)
+    with pytest.raises(UserError, match=r"cannot be started \(Resource .*\): lower data\.workers"):
+        list(encode_in_order(iter(BATCHES), ByteTokenizer(), 3))
+    assert started[0].returncode is not None
+
+
+def test_an_error_of_the_tokenizer_comes_from_its_process():
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_token_id = "no id"
+    with pytest.raises(RuntimeError, match=r"a process that tokenises has failed:\n(.|\n)*ValueError"):
+        list(encode_in_order(iter([["a"], ["b"]]), tokenizer, 2))

@@ -1,0 +1,49 @@
+"""Sums of token losses beside float64 formulas, with and without the matrix of all logits."""
+
+import pytest
+import torch
+from tiny_models import KINDS, tiny_model
+
+from megalowbit.hf import chunked_cross_entropy
+from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.token_losses import sum_of_model_losses, sum_of_token_losses
+
+
+def batch_of(vocab_size):
+    generator = torch.Generator().manual_seed(0)
+    ids, targets = torch.randint(vocab_size, (2, 3, 12), generator=generator)
+    targets[0, 4:] = targets[2] = -100
+    return {"input_ids": ids, "labels": targets}
+
+
+def exact(logits, targets):
+    each = -logits.double().log_softmax(-1).flatten(0, 1)
+    rows = [index for index, target in enumerate(targets.flatten().tolist()) if target != -100]
+    return sum(float(each[row, int(targets.flatten()[row])]) for row in rows)
+
+
+def test_positions_count_with_their_own_target_and_ignored_ones_do_not():
+    batch = batch_of(50)
+    logits = torch.randn(3, 12, 50, generator=torch.Generator().manual_seed(1))
+    found = sum_of_token_losses(logits, batch["labels"])
+    assert found.dtype == torch.float64
+    assert float(found) == pytest.approx(exact(logits, batch["labels"]), rel=1e-6)
+    assert float(sum_of_token_losses(logits, torch.full((3, 12), -100))) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_model_that_trains_in_chunks_is_evaluated_in_chunks(kind, monkeypatch):
+    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_ELEMENTS", 0)
+    model = tiny_model(kind).eval()
+    batch = batch_of(model.config.vocab_size)
+    expected = exact(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+    assert float(sum_of_model_losses(model, model, batch)) == pytest.approx(expected, rel=1e-6)
+    chunk_cross_entropy(model)
+    shapes = []
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda _module, _args, output: shapes.append(output.shape))
+    head._forward_hooks[next(iter(head._forward_hooks))].__module__ = "megalowbit.test"
+    assert float(sum_of_model_losses(model, model, batch)) == pytest.approx(expected, rel=1e-6)
+    assert shapes == [()]  # no logits
+    assert model(input_ids=batch["input_ids"], labels=batch["input_ids"]).logits is not None

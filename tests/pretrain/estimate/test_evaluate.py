@@ -1,0 +1,134 @@
+"""`python -m megalowbit evaluate` finds what the run has recorded, in each place where its weights are."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from forked_ranks import variables
+
+from launchers import ROOT, check_refusal, free_port, training_text, write_config
+from megalowbit.__main__ import main
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.hf.checkpoint import import_checkpoint
+from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.estimate.evaluate import evaluate
+from megalowbit.pretrain.run import pretrain
+
+TEXT = training_text()[50:2000]
+BLOCK = {"recipe": "nvfp4", "run": {"steps": 4}, "validation": {"every": 2, "bf16": True}}
+SWITCH = {"late_switch": {"at": 3}}
+SPECULATION = {
+    "recipe": "speculative-int8",
+    "speculation": {"candidates": ["int8", "fp8", "bf16"], "threshold_db": 15, "every": 2},
+}
+BPE = {"tokenizer": "bpe", "vocab_size": 300}
+
+
+def trained(folder, **block):
+    """A finished run in `folder / "run"`; rows of its validations by step."""
+    config = write_config(folder, model={"vocab_size": 320}, block={**BLOCK, **block})
+    (folder / "held.txt").write_text(TEXT)
+    text = f'megalowbit.data.validation={{"corpus": "{folder / "held.txt"}"}}'
+    pretrain(
+        load_config(config, [text], world_size=1), ProcessIdentity(), run_dir=folder / "run", is_resume=False
+    )
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return {
+        row["step"]: {key: value for key, value in row.items() if "validation/" in key}
+        for row in rows
+        if "validation/loss" in row
+    }
+
+
+def evaluated(path, folder, *overrides, config_file=None):
+    output = folder / "out.json"
+    options = {"config_file": config_file, "overrides": list(overrides), "output": output}
+    facts = evaluate(path, ProcessIdentity(), **options)
+    found = json.loads(output.read_text())
+    assert figures(found) == facts
+    return found
+
+
+def figures(found):
+    return {key: value for key, value in found.items() if "validation/" in key}
+
+
+def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path, capsys):
+    recorded = trained(tmp_path)
+    (tmp_path / "text.txt").unlink()  # the text for training is not needed
+    run = tmp_path / "run"
+    newest = evaluated(run, tmp_path)
+    assert figures(newest) == recorded[4]
+    assert newest["path"].endswith("step-00000004")
+    assert (newest["step"], newest["recipe"]) == (4, "nvfp4")
+    assert f"loss {recorded[4]['validation/loss']:.4f}, perplexity" in capsys.readouterr().out
+    assert figures(evaluated(run / "checkpoints" / "step-00000002", tmp_path)) == recorded[2]
+    assert figures(evaluated(run / "hf", tmp_path)) == recorded[4]
+    plain = evaluated(run, tmp_path, "megalowbit.recipe=bf16")
+    assert plain["validation/loss"] == plain["validation/bf16_loss"] == recorded[4]["validation/bf16_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "block", [SWITCH, SPECULATION, {"data": {"corpus": "text.txt", "sequence_length": 32, **BPE}}]
+)
+def test_the_state_of_a_run_is_part_of_its_checkpoint(tmp_path, block):
+    recorded = trained(tmp_path, **block)
+    (tmp_path / "text.txt").unlink()
+    assert figures(evaluated(tmp_path / "run", tmp_path)) == recorded[4]
+    assert figures(evaluated(tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path)) == recorded[2]
+
+
+def test_a_folder_from_elsewhere_needs_a_configuration(tmp_path, capsys):
+    recorded = trained(tmp_path)
+    shutil.move(tmp_path / "run" / "hf", tmp_path / "elsewhere")
+    assert main(["evaluate", str(tmp_path / "elsewhere")]) == 2
+    assert "is not in a run's folder: name a configuration with --ds-config" in capsys.readouterr().err
+    config = tmp_path / "tiny.json"
+    assert main(["evaluate", str(tmp_path / "elsewhere"), "--ds-config", str(config)]) == 2
+    assert "there is no text to evaluate on" in capsys.readouterr().err
+    text = f"megalowbit.data.validation.corpus={tmp_path / 'held.txt'}"
+    assert figures(evaluated(tmp_path / "elsewhere", tmp_path, text, config_file=config)) == recorded[4]
+    import_checkpoint(tmp_path / "elsewhere", tmp_path / "start")  # weights without the state of a run
+    assert figures(evaluated(tmp_path / "start", tmp_path, text, config_file=config)) == recorded[4]
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same(tmp_path):
+    recorded, port, run = trained(tmp_path), free_port(), tmp_path / "run"
+    command = [sys.executable, "-m", "megalowbit", "evaluate", run, "--output", tmp_path / "out.json"]
+    environment = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    ranks = [
+        subprocess.Popen([str(word) for word in command], env={**environment, **variables(rank, 2, port)})
+        for rank in range(2)
+    ]
+    assert [rank.wait(240) for rank in ranks] == [0, 0]
+    assert figures(json.loads((tmp_path / "out.json").read_text())) == recorded[4]
+
+
+def test_ctrl_c_takes_one_line(tmp_path, monkeypatch, capsys):
+    def interrupt(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("megalowbit.engine.process_start.import_deepspeed", interrupt)
+    assert main(["evaluate", str(tmp_path)]) == 130
+    assert capsys.readouterr() == ("", "interrupted before the text was evaluated\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "COMMAND"),
+        (("judge",), "judge"),
+        (("evaluate",), "PATH"),
+        (("evaluate", "none"), "none does not exist"),
+    ],
+)
+def test_mistakes_take_one_line(arguments, message, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "megalowbit", *arguments], capture_output=True, text=True, cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""}, timeout=120, check=False,
+    )  # fmt: skip
+    check_refusal(done, message)
