@@ -56,7 +56,7 @@ def test_a_layer_quantises_three_matrices_and_decodes_two():
 
 @pytest.mark.parametrize(("operands", "count", "fills"), [(1, 28, 2), (2, 47, 1)])
 def test_splits_find_the_maxima_of_their_parts_while_they_write_them(operands, count, fills):
-    blocks = dict.fromkeys(("split_grad_output", "split_input")[:operands], {"rank": 8})
+    blocks = {key: {"rank": 8} for key in ("split_grad_output", "split_input")[:operands]}
     kernels = layer_kernels(mlb.recipe({"base": "nvfp4", **blocks}), SIZES)
     names = [each.name for each in kernels]
     assert launches(kernels) == count

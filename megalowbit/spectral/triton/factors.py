@@ -22,8 +22,8 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 BLOCK = tl.constexpr(16)  # of NVFP4
 FARTHEST = tl.constexpr(126)  # exponents by which numbers are scaled
-MAXIMA = tl.constexpr(3)  # of Uᵀ, Vᵀ and the residual
 SPACING = tl.constexpr(4)  # int32 from one maximum to the next; other addresses would be compiled for again
+CLEARED = tl.constexpr(16)  # int32 for the maxima of Uᵀ, Vᵀ and the residual, a power of two
 
 
 @triton.jit
@@ -184,11 +184,12 @@ def rows_kernel(
 def norms_kernel(x, norms, maxima, n, TILE: tl.constexpr):
     """Length of each row of x (programs, n), without overflow of squares; fp32. Also clears `maxima`.
 
-    `order_kernel` and `residual_kernel` raise those, each with many programs, so an earlier launch clears them.
+    Many programs of `order_kernel` and `residual_kernel` raise those, so an earlier launch must clear them.
     """
     row = tl.program_id(0)
-    i = tl.arange(0, 16)
-    tl.store(maxima + i, tl.zeros_like(i), mask=(row == 0) & (i < MAXIMA * SPACING))
+    if row == 0:
+        i = tl.arange(0, CLEARED)
+        tl.store(maxima + i, tl.zeros_like(i))
     largest = tl.full((), 0, tl.int32)
     for first in range(0, n, TILE):
         col = first + tl.arange(0, TILE)

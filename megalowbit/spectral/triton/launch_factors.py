@@ -153,8 +153,7 @@ def ordered(left: Tensor, product: Tensor, directions: Tensor, *, least: float) 
     (k, rows), cols = left.shape, product.shape[1]
     norms, values = (torch.empty(k, dtype=torch.float32, device=left.device) for _ in range(2))
     stored = as_stored(product)
-    shape = kernels.MAXIMA.value, kernels.SPACING.value
-    maxima = torch.empty(shape, dtype=torch.int32, device=left.device)  # bits of fp32
+    maxima = torch.empty(kernels.CLEARED.value, dtype=torch.int32, device=left.device)  # bits of fp32
     launch(kernels.norms_kernel, k, left.device, x=stored, norms=norms, maxima=maxima, n=cols, TILE=PIECE)
     new = [torch.empty_like(each) for each in (left, product, product)]
     pieces = -(-rows // PIECE) - (-cols // PIECE)
@@ -178,8 +177,8 @@ def ordered(left: Tensor, product: Tensor, directions: Tensor, *, least: float) 
         TILE=PIECE,
         RANK=tile_rank(k),
     )
-    found = Maxima(*maxima.view(torch.float32).select(1, 0).unbind())
-    return Ordered(new[0], values, new[1], new[2], found)
+    found = maxima.view(torch.float32)[:: kernels.SPACING.value]
+    return Ordered(new[0], values, new[1], new[2], Maxima(*found[:3].unbind()))
 
 
 def tile_rank(k: int) -> int:
