@@ -177,8 +177,8 @@ def ordered(left: Tensor, product: Tensor, directions: Tensor, *, least: float) 
         TILE=PIECE,
         RANK=tile_rank(k),
     )
-    found = maxima.view(torch.float32)[:: kernels.SPACING.value]
-    return Ordered(new[0], values, new[1], new[2], Maxima(*found[:3].unbind()))
+    found = maxima.view(torch.float32).view(-1, kernels.SPACING.value).select(1, 0).unbind()
+    return Ordered(new[0], values, new[1], new[2], Maxima(*found[:3]))
 
 
 def tile_rank(k: int) -> int:
