@@ -202,8 +202,7 @@ class BitLinear(SplitLinear):
         Raises:
             UserError: the last axis has another size, the input is not a dense tensor or is on another
                 device, it lacks the axis `broadcast_dim` of the recipe's splits, or a size that `seed_compat`
-                needs; a transform of `torch.func` is active, or a tensor
-                has a forward-mode derivative.
+                needs; a transform of `torch.func` is active, or a tensor has a forward-mode derivative.
         """
         self._check_input(input)
         device = input.device.type

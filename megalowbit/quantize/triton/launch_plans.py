@@ -8,9 +8,9 @@ the same grid, stream and arguments. A launch with options of its own, such as `
 
 This relies on Triton's internals. It is done only for NVIDIA GPUs and versions in `CHECKED`, and only if the
 functions that it replaces read what they read in those versions; another `JITFunction.run` is looked at
-again, and gets new plans. While hooks of a profiler are set, or
-Triton's debug or instrumentation options, launches are Triton's. Triton's check that globals of a kernel have
-not changed is left out. The interpreter is not affected.
+again, and gets new plans. While hooks of a profiler are set, or Triton's debug or instrumentation options,
+launches are Triton's. Triton's check that globals of a kernel have not changed is left out. The interpreter
+is not affected.
 
 A launcher that keeps what no tensor's address decides (`FixedArguments`) has a shorter way: the alignment of
 the tensors finds the plan. The compiled kernel takes addresses, so tensors are passed in the dtype they have.
