@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megalowbit as mlb
 from benchmarks.kernels.launches import launching
 from benchmarks.kernels.stand_in import StandInDriver, standing_in
-from benchmarks.launch_floor import applied, ways_of
+from benchmarks.launch_floor import applied, layer_launches
 from benchmarks.timing import parser, ratio
 from megalowbit.layers.matmul import gemms
 from megalowbit.quantize.random_stream import RandomStream
@@ -60,7 +59,8 @@ ratio       what the layer adds to nn.Linear with launch plans, over what it add
 launches    launches of Triton kernels
 operations  operations of torch, views included
 bytecodes   instructions of Python in the layer's step
-of floor    instructions of Python in the floor's step"""
+of floor    instructions of Python in the floor's step
+–           there is no floor: only the recipe nvfp4 has one, and only where launch plans are used"""
 
 
 class Overhead(NamedTuple):
@@ -73,7 +73,8 @@ class Overhead(NamedTuple):
         launches: of Triton kernels.
         operations: of torch, views included.
         bytecodes: instructions of Python.
-        floor: seconds, bytecodes and more of the floor; `None`: there is none for the recipe.
+        floor: seconds, bytecodes and more of the floor; `None`: there is none for the recipe, or launch plans
+            are not used.
     """
 
     plain: float
@@ -137,17 +138,17 @@ def main() -> None:
 
 def row(found: Overhead) -> str:
     """The columns of a recipe."""
-    floor = found.floor
-    times = [*found[:3], *(() if floor is None else (floor.planned, floor.bare))]
-    times_shown = "".join(f"{1e6 * value:10.0f}" for value in times) + (10 * 2 * " " if floor is None else "")
-    ratios = f"{found.ratio:10.2f}" + (10 * " " if floor is None else f"{floor.ratio:10.2f}")
-    counts = [
-        found.launches,
-        found.operations,
-        found.bytecodes,
-        *([] if floor is None else [floor.bytecodes]),
-    ]
-    return times_shown + ratios + "".join(f"{value:11}" for value in counts)
+    times, floor = found[:3], found.floor
+    of_floor = ["–"] * 4
+    if floor is not None:
+        of_floor = [*_microseconds(floor.planned, floor.bare), f"{floor.ratio:.2f}", str(floor.bytecodes)]
+    shown = [*_microseconds(*times), *of_floor[:2], f"{found.ratio:.2f}", of_floor[2]]
+    counts = [found.launches, found.operations, found.bytecodes, of_floor[3]]
+    return "".join(f"{each:>10}" for each in shown) + "".join(f"{each:>11}" for each in counts)
+
+
+def _microseconds(*times: float) -> list[str]:
+    return [f"{1e6 * each:.0f}" for each in times]
 
 
 def on(device: str) -> AbstractContextManager[StandInDriver | None]:
@@ -169,9 +170,10 @@ def overhead(chosen: Any, device: str, rounds: int) -> Overhead:
         if layer.recipe == mlb.recipe("nvfp4"):
             for _ in range(2):  # compiles, and makes plans
                 step()
-            ways = ways_of(step)
-            candidates["floor"] = step_of(layer, applied(layer, ways.planned))
-            candidates["bare"] = step_of(layer, applied(layer, ways.bare))
+            launches = layer_launches(step)
+            if launches is not None:
+                candidates["floor"] = step_of(layer, applied(layer, launches.planned))
+                candidates["bare"] = step_of(layer, applied(layer, launches.bare))
         times = timed(candidates, rounds, device)
         return Overhead(
             statistics.median(times["plain"]),
@@ -256,7 +258,11 @@ def operations_of(step: Callable[[], None]) -> list[str]:
 
 
 def bytecodes_of(step: Callable[[], None]) -> int:
-    """Instructions that Python executes in a step, in backward's thread too."""
+    """Instructions that Python executes in a step.
+
+    autograd computes gradients on a GPU in a thread that C++ started, where Python traces nothing. Here it
+    computes them in the calling thread, by the same functions.
+    """
     count = [0]
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
@@ -265,13 +271,12 @@ def bytecodes_of(step: Callable[[], None]) -> int:
         return trace
 
     former = sys.gettrace()
-    threading.settrace(trace)
-    sys.settrace(trace)
-    try:
-        step()
-    finally:
-        sys.settrace(former)
-        threading.settrace(former)
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.settrace(trace)
+        try:
+            step()
+        finally:
+            sys.settrace(former)
     return count[0]
 
 

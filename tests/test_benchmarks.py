@@ -220,12 +220,13 @@ def test_launch_overhead_compares_with_tritons_launcher_and_counts_launches():
 
 
 @pytest.mark.slow
-def test_the_floor_of_host_time_launches_and_computes_what_the_layer_does():
+def test_the_floor_of_host_time_launches_computes_and_saves_what_the_layer_does():
     pytest.importorskip("triton", reason="Triton is not installed")
     code = """
 from collections import Counter
 from unittest.mock import patch
 import torch, megalowbit as mlb
+from torch.autograd.graph import saved_tensors_hooks
 from benchmarks import launch_floor, launch_overhead as overhead
 from megalowbit.layers.matmul import gemms
 
@@ -234,17 +235,19 @@ with overhead.on("cpu") as driver, overhead.unchecked_rounding():
     layer = mlb.BitLinear(*overhead.SIZES[1:], dtype=torch.bfloat16)
     step = overhead.step_of(layer)
     step(), step()
-    ways = launch_floor.ways_of(step)
-    steps = [step, *(overhead.step_of(layer, launch_floor.applied(layer, way)) for way in ways)]
+    kept = launch_floor.layer_launches(step)
+    steps = [step, *(overhead.step_of(layer, launch_floor.applied(layer, each)) for each in kept)]
     found = []
     for each in steps:
-        with driver.recording() as launches:
+        saved = []
+        note = lambda tensor: saved.append((str(tensor.dtype), tuple(tensor.shape))) or tensor
+        with driver.recording() as launches, saved_tensors_hooks(note, lambda tensor: tensor):
             each()
-        views = {"detach", "view", "t", "promote_types"}
-        operations = Counter(name for name in overhead.operations_of(each) if name not in views)
-        found.append((Counter(map(str, [one[:6] for one in launches])), operations))
+        free = {"detach", "view", "t", "promote_types"}  # views, and a question about dtypes
+        operations = Counter(name for name in overhead.operations_of(each) if name not in free)
+        found.append((Counter(map(str, [one[:6] for one in launches])), operations, Counter(saved)))
     assert found[0] == found[1] == found[2], found
-    assert sum(found[0][0].values()) == 8
+    assert [sum(each.values()) for each in (found[0][0], found[0][2])] == [8, 6], found[0]
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -272,7 +272,7 @@ def _matrices(
     b = right.operand(dtype, transpose=transpose_right)
     if compute_dtype != torch.bfloat16 or dtype != torch.float32:
         return a, b
-    if torch.float32 in (left.exact_dtype, right.exact_dtype):  # needed
+    if torch.float32 in (left.exact_dtype, right.exact_dtype):  # bf16 would lose digits
         return a, b
     return rounded_to_bf16(a, left), rounded_to_bf16(b, right)
 
