@@ -63,7 +63,7 @@ def test_a_verdict_follows_from_value_and_limits(finding, status):
     assert finding.status == status
 
 
-def test_figures_are_written_without_exponents(tmp_path):
+def test_figures_from_1000_on_are_written_out(tmp_path):
     report = Report(tmp_path, *HERE)
     for finding in (
         info("speed", 123456.0, " tokens/s"),

@@ -141,6 +141,16 @@ def test_sigterm_ends_a_dry_run_with_one_line(tmp_path):
     assert ended(process) == (143, "ended by SIGTERM before the end of the dry run\n")
 
 
+@pytest.mark.parametrize(
+    ("flag", "before"), [("--dry-run", "the end of the dry run"), ("--prepare-data", "the data were ready")]
+)
+def test_an_interrupt_ends_what_trains_nothing_with_one_line(tmp_path, flag, before):
+    process = start("python", "--ds-config", write_config(tmp_path), flag, cwd=tmp_path)
+    wait_for_library(process, "libtorch_cpu")
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, f"interrupted before {before}\n")
+
+
 def wait_for_port(port, process):
     """Until somebody listens there: the main rank's store, where it waits for the others."""
     end = time.monotonic() + SECONDS
