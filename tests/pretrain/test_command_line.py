@@ -10,6 +10,8 @@ from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.pretrain import command_line
 from megalowbit.pretrain.command_line import build_parser, main
 
+START = "start     importing torch and DeepSpeed\n"
+
 
 def test_launcher_arguments_are_accepted_and_ranks_come_from_the_environment(tmp_path):
     config = str(tmp_path / "x.json")
@@ -78,7 +80,9 @@ def test_a_thread_count_chosen_by_the_user_is_kept(tmp_path, monkeypatch):
 def test_data_can_be_prepared_in_advance(tmp_path, capsys):
     config = str(write_config(tmp_path))
     assert main(["--ds-config", config, "--prepare-data"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    found = capsys.readouterr()
+    lines = found.out.splitlines()
+    assert found.err == START
     assert lines[0].startswith("data      tokenising ")  # before the work, which may take minutes
     assert "sequences of 32 tokens are ready in" in lines[-1]
     assert main(["--ds-config", config, "--prepare-data"]) == 0
@@ -148,7 +152,6 @@ def test_an_unsuitable_number_of_processes_is_reported(capsys, tmp_path):
 
 
 IMPORTS = "megalowbit.engine.process_start.import_deepspeed"
-START = "start     importing torch and DeepSpeed\n"
 
 
 @pytest.mark.parametrize(
@@ -165,13 +168,13 @@ START = "start     importing torch and DeepSpeed\n"
             ["--dry-run"],
             "megalowbit.pretrain.estimate.dry_run.describe",
             "",
-            "interrupted before the end of the dry run",
+            f"{START}interrupted before the end of the dry run",
         ),
         (
             ["--prepare-data"],
             "megalowbit.data.loader.count_samples",
             "",
-            "interrupted before the data were ready",
+            f"{START}interrupted before the data were ready",
         ),
     ],
     ids=["run", "benchmark", "dry-run", "prepare-data"],
@@ -188,7 +191,8 @@ def test_ctrl_c_says_what_was_not_done_and_whether_it_can_continue(
     found = capsys.readouterr()
     assert found.out == out  # before imports that take seconds
     assert found.err.startswith(message)
-    assert found.err.count("\n") == 1
+    assert found.err.count("\n") == message.count("\n") + 1
+    assert (found.out + found.err).count(START) == 1
     if not more:
         for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
