@@ -120,23 +120,26 @@ def test_data_of_a_run_on_many_processes_is_prepared_by_one(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "count", "said"),
     [
-        ([], "== processes\n4 (1 × 4: data 1, tensor 4), the smallest process grid of this configuration"),
-        (["--processes", "8"], "== processes\n8 (2 × 4: data 2, tensor 4)\n"),
+        ([], 4, "== processes\n4 (1 × 4: data 1, tensor 4), the smallest process grid of this configuration"),
+        (["--processes", "8"], 8, "== processes\n8 (2 × 4: data 2, tensor 4)\n"),
         (
             ["--set", "gradient_accumulation_steps=16", "--set", "train_micro_batch_size_per_gpu=2"],
+            16,
             "== processes\n16 (4 × 4: data 4, tensor 4), the smallest",
         ),
     ],
 )
-def test_one_process_sizes_a_run_of_many(more, said, capsys, tmp_path):
+def test_one_process_sizes_a_run_of_many(more, count, said, capsys, tmp_path):
     config = write_config(tmp_path)
     batch = ["--set", "train_batch_size=128"]
     model = ["--set", "megalowbit.model.overrides.n_head=4", "--set", "megalowbit.model.overrides.n_embd=64"]
     batch += ["--set", "gradient_accumulation_steps=auto"]
     assert main(["--ds-config", str(config), "--dry-run", *FOR_FOUR, *batch, *model, *more]) == 0
-    assert said in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert f"\n== memory of one of {count} processes (estimate)\n" in printed
 
 
 @pytest.mark.parametrize("more", [["--processes", "0", "--dry-run"], ["--processes", "4"]])
