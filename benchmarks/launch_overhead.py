@@ -119,7 +119,7 @@ class Operations(TorchDispatchMode):
 
 
 def main() -> None:
-    from linear import recipe  # a script of this folder
+    from arguments import recipe  # a script of this folder
 
     options = parser(__doc__)
     options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")

@@ -219,6 +219,29 @@ def test_launch_overhead_compares_with_tritons_launcher_and_counts_launches():
     assert launches < of_floor < bytecodes
 
 
+def test_mistakes_of_layer_kernels_are_told_before_torch_is_imported():
+    code = (
+        "import runpy, sys; sys.path.insert(0, 'benchmarks'); sys.argv = ['x', '--shape', '8x8']\n"
+        "try:\n    runpy.run_path('benchmarks/layer_kernels.py', run_name='__main__')\n"
+        "except SystemExit as error:\n    print(error.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "2 False\n"
+    assert "'8x8' is not tokens x in x out" in done.stderr
+
+
+def test_ctrl_c_ends_the_compilation_of_kernels_in_one_line(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import compile_kernels
+
+    def interrupt(_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_kernels, "compile_all", interrupt)
+    assert compile_kernels.main([]) == 130
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_the_floor_of_host_time_launches_and_computes_what_the_layer_does():
     pytest.importorskip("triton", reason="Triton is not installed")
