@@ -9,11 +9,12 @@ a GPU, Triton's own launcher runs up to the driver, which is a library that only
 takes longer than that of the recording one. Products are in bf16, as on a GPU.
 
 Without a GPU, times are CPU seconds of the process, so other processes count only by what they do to caches
-and clock. Bytecodes do not depend on the machine. The columns are explained below the table.
+and clock. Bytecodes do not depend on the machine. The columns are explained above the table.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -41,6 +42,7 @@ from megalowbit.quantize.triton import launch_arguments, launch_plans
 
 SIZES = (16, 64, 64)  # tokens, in_features, out_features
 REPEATS = 20  # steps of a round
+WIDE = 0.2  # a ratio whose middle half of rounds differs by more is not printed
 RECIPES = {
     "nvfp4": "nvfp4",
     "mxfp4, FP8 products": {"base": "mxfp4", "name": "fp8", "gemm": "fp8"},
@@ -52,9 +54,11 @@ LEGEND = """
 nn.Linear   µs of host time of its forward and backward in bf16 (the process's, median of interleaved rounds)
 former      µs of the layer's, with Triton's launcher
 plans       µs of the layer's, with launch plans
-floor       µs of its launches with plans, allocations and products, without the layer (`launch_floor`)
+floor       µs of its launches with plans, allocations and products, without the layer (`launch_floor`);
+            only the recipe `nvfp4` has one
 bare        µs of the same, with launches without plans
-ratio       what the layer adds to nn.Linear with launch plans, over what it adds with Triton's launcher
+ratio       what the layer adds to nn.Linear with launch plans, over what it adds with Triton's launcher;
+            median over rounds. "-": the middle half of them differs by more than 0.2, as on a busy machine
 ÷ floor     the layer with launch plans ÷ the floor, median over rounds
 launches    launches of Triton kernels
 operations  operations of torch, views included
@@ -75,6 +79,7 @@ class Overhead(NamedTuple):
         bytecodes: instructions of Python.
         floor: seconds, bytecodes and more of the floor; `None`: there is none for the recipe, or launch plans
             are not used.
+        ratios: in each round, what the layer adds to `nn.Linear`, over what it adds with Triton's launcher.
     """
 
     plain: float
@@ -84,11 +89,19 @@ class Overhead(NamedTuple):
     operations: int
     bytecodes: int
     floor: Floor | None
+    ratios: list[float]
 
     @property
     def ratio(self) -> float:
-        """What the layer adds to `nn.Linear`, over what it adds with Triton's launcher."""
-        return (self.planned - self.plain) / (self.former - self.plain)
+        """What the layer adds to `nn.Linear`, over what it adds with Triton's launcher; a median."""
+        return statistics.median(self.ratios)
+
+    @property
+    def spread(self) -> float:
+        """By how much the middle half of the ratios differs."""
+        cut = len(self.ratios) // 4
+        middle = sorted(self.ratios)[cut : len(self.ratios) - cut]
+        return middle[-1] - middle[0]
 
 
 class Floor(NamedTuple):
@@ -120,20 +133,21 @@ class Operations(TorchDispatchMode):
 
 
 def main() -> None:
-    from linear import recipe  # a script of this folder
+    from arguments import recipe  # a script of this folder
 
     options = parser(__doc__)
+    options.set_defaults(threads=1)
     options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     recipes = {each.name: each for each in chosen.recipe} if chosen.recipe else RECIPES
     titles = ("nn.Linear", "former", "plans", "floor", "bare", "ratio", "÷ floor")
     counts = ("launches", "operations", "bytecodes", "of floor")
+    print(LEGEND, flush=True)
     print(f"\n{'':<20}{''.join(f'{each:>10}' for each in titles)}{''.join(f'{each:>11}' for each in counts)}")
     with on(chosen.device):
         for name, each in recipes.items():
-            print(f"{name:<20}{row(overhead(each, chosen.device, chosen.rounds))}")
-    print(LEGEND)
+            print(f"{name:<20}{row(overhead(each, chosen.device, chosen.rounds))}", flush=True)
 
 
 def row(found: Overhead) -> str:
@@ -142,7 +156,8 @@ def row(found: Overhead) -> str:
     of_floor = ["–"] * 4
     if floor is not None:
         of_floor = [*_microseconds(floor.planned, floor.bare), f"{floor.ratio:.2f}", str(floor.bytecodes)]
-    shown = [*_microseconds(*times), *of_floor[:2], f"{found.ratio:.2f}", of_floor[2]]
+    ratio = f"{found.ratio:.2f}" if found.spread <= WIDE else "-"
+    shown = [*_microseconds(*times), *of_floor[:2], ratio, of_floor[2]]
     counts = [found.launches, found.operations, found.bytecodes, of_floor[3]]
     return "".join(f"{each:>10}" for each in shown) + "".join(f"{each:>11}" for each in counts)
 
@@ -183,7 +198,17 @@ def overhead(chosen: Any, device: str, rounds: int) -> Overhead:
             operations=len(operations_of(step)),
             bytecodes=bytecodes_of(step),
             floor=floor_of(candidates, times) if "floor" in candidates else None,
+            ratios=ratios_of(times),
         )
+
+
+def ratios_of(times: dict[str, list[float]]) -> list[float]:
+    """`Overhead.ratios`: a slow phase of the machine would not cancel in a difference of medians."""
+    rounds = zip(times["plain"], times["former"], times["planned"], strict=True)
+    return [
+        (planned - plain) / (former - plain) if former > plain else math.inf
+        for plain, former, planned in rounds
+    ]
 
 
 def floor_of(candidates: dict[str, Callable[[], None]], times: dict[str, list[float]]) -> Floor:

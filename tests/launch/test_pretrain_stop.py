@@ -138,7 +138,7 @@ def test_sigterm_ends_a_dry_run_with_one_line(tmp_path):
     process = start("python", "--ds-config", write_config(tmp_path), "--dry-run", cwd=tmp_path)
     wait_for_library(process, "torch")
     process.send_signal(signal.SIGTERM)
-    assert ended(process) == (143, "ended by SIGTERM before the end of the dry run\n")
+    assert ended(process) == (143, f"{START}ended by SIGTERM before the end of the dry run\n")
 
 
 @pytest.mark.parametrize(
