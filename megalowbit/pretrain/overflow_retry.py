@@ -113,7 +113,7 @@ def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> A
     """All micro-batches in one call; the loss is known only after the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
-    with job.phase("pipeline"):
+    with job.phase("pipeline"), one_sequence_a_row():
         job.engine.train_batch(iter(micro_batches))
     facts = _pending_facts(job, job.engine.dp_group_loss.double())
     return facts, facts.numbers.tolist()

@@ -24,6 +24,7 @@ ON_THE_HOST = {
     "megalowbit.layers.matmul.gemms.add_product",  # CPUs: as a factor of a sum in main_grad
     "megalowbit.layers.matmul.gemms.finish",  # CPUs: the same for the C kernel, in fp16 and fp32
     "megalowbit.spectral.orthogonal.cholesky_rows",  # CPUs: whether LAPACK failed
+    "megalowbit.engine.pipeline.micro_batches._check_range",  # of batches on the host
     "deepspeed.runtime.utils.is_invalid_grad_norm",  # ZeRO: the norm has been read before
     "deepspeed.runtime.zero.partition_parameters.__init__",  # ZeRO 3: to the device by its name, here "cpu"
 }
@@ -99,13 +100,26 @@ def test_a_check_of_speculation_is_a_second_read(build_job):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_ranks_read_their_devices_once(tmp_path):
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("tensor_parallel.autotp_size=2", {}),
+        (
+            "pipeline.stages=2",
+            {
+                "megalowbit.distributed.process_group.is_true_anywhere": 1,  # whether all ranks have a batch
+                "megalowbit.pretrain.overflow_retry._pipeline_attempt": 1,  # the loss, after the schedule
+            },
+        ),
+    ],
+)
+def test_ranks_read_their_devices_once_and_stages_of_a_pipeline_three_times(tmp_path, layout, more):
     config = write_config(tmp_path, block={"run": {"steps": 2}})
     done = run_ranks(
         "--ds-config",
         config,
         "--set",
-        "tensor_parallel.autotp_size=2",
+        layout,
         cwd=tmp_path,
         processes=2,
         hook="tests.layers.host_reads.install",
@@ -115,7 +129,7 @@ def test_tensor_parallel_ranks_read_their_devices_once(tmp_path):
         places = json.loads((tmp_path / f"reads-{rank}.json").read_text())
         for place in ON_THE_HOST:
             places.pop(place, None)
-        assert places == DEVICE
+        assert places == {**DEVICE, **more}
 
 
 def test_every_read_is_found(build_job):
