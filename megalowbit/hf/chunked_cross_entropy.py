@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from megalowbit.backward_checks import check_backward
 from megalowbit.errors import UserError, shown
 from megalowbit.families.registry import FAMILIES
-from megalowbit.layers.matmul.gemms import no_autocast
+from megalowbit.layers.matmul.gemms import autocast_dtype, no_autocast
 
 IGNORED_LABEL = -100
 WHOLE_LOGITS = "set it to false, or leave out mlb.chunk_cross_entropy"
@@ -112,9 +112,8 @@ def sum_of_losses(
             f"labels must be int64, one for each of {hidden.shape[0]} tokens, not {targets.dtype} for "
             f"{targets.numel()}: convert them with .long(), and give input_ids and labels of one shape"
         )
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+    dtype = autocast_dtype(hidden.device.type)
+    if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     elif hidden.dtype != weight.dtype:  # nn.Linear takes no such pair either
         raise UserError(

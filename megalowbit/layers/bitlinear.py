@@ -32,6 +32,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.compiled import compiled_linear, register
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
+from megalowbit.layers.matmul.gemms import autocast_dtype
 from megalowbit.layers.matmul.quantizations import OPERANDS
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
 from megalowbit.layers.matmul.slots import Chooser, Observer, Probe
@@ -205,8 +206,7 @@ class BitLinear(SplitLinear):
                 needs; a transform of `torch.func` is active, or a tensor has a forward-mode derivative.
         """
         self._check_input(input)
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        dtype = autocast_dtype(input.device.type) or input.dtype
         factors = WeightFactors(self.split_u, self.split_s, self.split_v) if self.is_split else None
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and not is_selective_checkpoint():

@@ -354,6 +354,6 @@ def _derived(random_key: RandomKey, purpose: str) -> RandomKey:
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[object]:
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # torch rejects "meta" there
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
