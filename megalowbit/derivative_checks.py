@@ -5,7 +5,8 @@ second backward, but only if that meets the node. Many do not: a gradient that a
 second backward to tensors behind an input that was computed. The gradient then counts as a constant, and a
 penalty on it is lost without a word. So the first backward is rejected. A forward-mode derivative of an
 output gradient would be lost in the same way. Transforms of `torch.func` and forward-mode derivatives are
-rejected in the forward. Compiled code has torch's own errors.
+rejected in the forward. In compiled code torch rejects a second backward that meets the compiled node; others
+(to named tensors only) take its gradients for constants, because the codes that are saved lead to no tensor.
 """
 
 from __future__ import annotations
