@@ -141,6 +141,18 @@ class BatchReader:
             engine.data_iterator, engine.batch_fn = source, function
 
 
+def loss_of_step(engine: Any) -> Tensor | None:
+    """The mean loss of a step's micro-batches, on the device; None in all stages but the last.
+
+    It is known when the optimizer steps. DeepSpeed sends the same number to the other stages afterwards
+    (`dp_group_loss`), which is too late for the optimizer's host read.
+    """
+    if not engine.is_last_stage():
+        return None
+    loss: Tensor = engine.total_loss / engine.micro_batches
+    return loss
+
+
 def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """The sum of each batch's losses, see `hf.token_losses`; every rank must call it.
 
