@@ -20,6 +20,7 @@ from megalowbit.distributed.agreement import succeed_together
 from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_labels, check_values
 from megalowbit.engine.pipeline.parts import batch_limits
 from megalowbit.errors import UserError
+from megalowbit.hf.model import one_sequence_a_row
 from megalowbit.hf.token_losses import sum_of_token_losses
 
 Batch = tuple[Inputs, Tensor]
@@ -158,7 +159,7 @@ def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tens
 
     Args:
         engine: of a `PipelinedModel`, in evaluation mode.
-        batches: of the training shape, the target of each position as its label.
+        batches: of the training shape, rows of one sequence, the target of each position as its label.
 
     Returns:
         (n,) float64; zeros in all stages but the last.
@@ -172,7 +173,10 @@ def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tens
     module = engine.module
     trained, module.loss_fn = module.loss_fn, loss_of
     try:
-        engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+        with one_sequence_a_row():
+            engine.eval_batch(
+                iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
+            )
     finally:
         module.loss_fn = trained
     if not found:
