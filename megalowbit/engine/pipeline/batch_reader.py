@@ -3,8 +3,8 @@
 DeepSpeed reads each micro-batch when it needs it, in the first and the last stage. If an iterator is too
 short or a batch is wrong, one of these stages ends and the other ranks wait forever. Here both stages read
 and check all batches first, and an error on one rank is raised on all. This costs one more small collective
-per step. An
-error within the schedule still ends only one rank. Not checked: that both stages read the same data.
+per step. The hosts exchange it over gloo, so that none waits for its device before the schedule. An error
+within the schedule still ends only one rank. Not checked: that both stages read the same data.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megalowbit.distributed.agreement import succeed_together
+from megalowbit.distributed.agreement import failing_together
+from megalowbit.distributed.process_group import group_of_hosts
 from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_labels, check_values
 from megalowbit.engine.pipeline.parts import batch_limits
 from megalowbit.errors import UserError
@@ -30,11 +31,12 @@ class BatchReader:
     """Replaces `train_batch` and `eval_batch` of a `PipelinedModel`'s engine.
 
     Calls that do not exist for pipelines raise an error. A function passed to `engine.set_batch_fn` is
-    applied to each batch first, as in DeepSpeed.
+    applied to each batch first, as in DeepSpeed. Every rank must create one, because it may create a group.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._hosts = group_of_hosts()
         self._limits = batch_limits(engine.module.config)
         self._shapes: list[tuple[int, ...]] | None = None
         engine.train_batch = self.train_batch
@@ -59,7 +61,8 @@ class BatchReader:
         engine = self._engine
         if data_iter is not None:
             engine.set_dataiterator(data_iter)
-        batches = succeed_together(self._read, "train_batch", engine.data_iterator, engine.micro_batches)
+        with failing_together(self._hosts):
+            batches = self._read("train_batch", engine.data_iterator, engine.micro_batches)
         with self._given(batches):
             loss: Tensor = type(engine).train_batch(engine)
         return loss
@@ -76,7 +79,8 @@ class BatchReader:
         """Losses without a step; see DeepSpeed's `eval_batch`, and `train_batch` for the errors."""
         engine = self._engine
         count = engine.micro_batches if num_micro_batches is None else num_micro_batches
-        batches = succeed_together(self._read, "eval_batch", data_iter, count)
+        with failing_together(self._hosts):
+            batches = self._read("eval_batch", data_iter, count)
         with self._given(batches):
             return type(engine).eval_batch(
                 engine,
