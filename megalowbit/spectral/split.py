@@ -238,9 +238,9 @@ def _residual(
 def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
     """Use the mean row as the only direction; it is not quantised, so there is nothing to compensate."""
     wide = torch.promote_types(matrix.dtype, torch.float32)
-    mean = (first.sum(0, dtype=wide) / max(1, len(first))).to(matrix.dtype)
+    mean = torch.div(first.sum(0, dtype=wide), max(1, len(first)), out=matrix.new_empty(matrix.shape[1]))
     # a mean that is not finite is replaced by 0, so the residual is the matrix itself in that column
-    mean = torch.where(mean.isfinite(), mean, 0.0).to(matrix.dtype).unsqueeze(0)
+    mean = mean.nan_to_num_(0, 0, 0).unsqueeze(0)
     ones, amax, products = matrix.new_ones((1, len(matrix))), None, None
     if launch_residual.covers(matrix, mean, mean):
         products = ones.view(-1, 1), mean

@@ -119,8 +119,9 @@ def multiply_split(
         terms = _thin_terms(left, right, compute_dtype, signs)
         rows = [wide for tall, wide in terms if tall is None]
         if rows:
-            row = rows[0].flatten().to(torch.promote_types(dtype, torch.float32))
-            bias = (row if bias is None else row + bias).to(dtype)
+            row = rows[0].flatten()
+            wide_row = row if bias is None else row.to(torch.promote_types(dtype, torch.float32)) + bias
+            bias = wide_row.to(dtype)
         tall_terms = [(tall, wide) for tall, wide in terms if tall is not None]
         is_bias_exact = bias is None or torch.promote_types(bias.dtype, dtype) == dtype
         if may_start and tall_terms and not scaled and out_dtype == dtype and is_bias_exact:
