@@ -204,8 +204,8 @@ def factor_requests(x: Tensor) -> dict[str, FactorRequest | ResidualRequest]:
     return requests
 
 
-def factored(request: FactorRequest) -> launch_factor_codes.QuantizedFactors:
-    """A step of `low_rank.qb` by the kernels, and its quantised factors."""
+def factored(request: FactorRequest) -> tuple[Any, ...]:
+    """A step of `low_rank.qb` by the kernels, and the parts of its quantised factors."""
     matrix, directions = request
     shifts = {"shift": SHIFT * torch.finfo(FP32).eps, "strong_shift": STRONG_SHIFT}
     left = launch_factors.cholesky_rows(
@@ -213,7 +213,10 @@ def factored(request: FactorRequest) -> launch_factor_codes.QuantizedFactors:
     ).rows
     found = launch_factors.ordered(left, left @ matrix, directions, least=1e-3)
     default = mlb.quantizer(launch_factor_codes.COVERED)
-    return launch_factor_codes.quantized(default, found.left, found.right, found.values, found.maxima)
+    made = launch_factor_codes.quantized(default, found.left, found.right, found.values, found.maxima)
+    sides = made.left, made.right
+    parts = (part for each in sides for part in (each.codes, each.scales, each.tensor_scale))
+    return (found, *parts, made.tall, made.flat)
 
 
 def _exponents(encoded: Encoded) -> Tensor:
