@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 import megalowbit as mlb
 from megalowbit.formats.block_format import MXFP4, NVFP4, NVFP4_TILED
@@ -26,6 +27,7 @@ from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.triton import launch_arguments, launch_fp4, launch_fp8, launch_fp32_scales
 from megalowbit.quantize.triton.fixed_arguments import FixedArguments
 from megalowbit.quantize.triton.launch_fp8 import Fp8Side
+from megalowbit.quantize.triton.launch_plans import check_given
 from megalowbit.spectral import triton as factor_package
 from megalowbit.spectral.orthogonal import LEAST_SHARE, SHIFT, STRONG_SHIFT
 from megalowbit.spectral.triton import launch_factor_codes, launch_factors, launch_residual
@@ -268,6 +270,8 @@ def launching(instead: Callable[..., None]) -> Iterator[None]:
     """Call `instead` wherever a launcher would launch, with the arguments of `launch_arguments.launch`."""
 
     def complete(kernel: Any, device: torch.device, fixed: FixedArguments, **given: Any) -> None:
+        if isinstance(kernel, JITFunction):  # not interpreted
+            check_given(kernel, given)
         instead(kernel, fixed.programs, device, **fixed.complete(given))
 
     with ExitStack() as stack:
