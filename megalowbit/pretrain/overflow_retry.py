@@ -11,14 +11,18 @@ loss only after the optimizer's step, and reads a second time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from megalowbit.engine.overflow_retry import retry_engine_step
+from megalowbit.engine.pipeline.batch_reader import losses_of_rows
+from megalowbit.hf import token_losses
 from megalowbit.hf.model import one_sequence_a_row
 from megalowbit.optim.gradients.report import StepReport
+from megalowbit.pretrain.components.source_losses import SOURCES
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.pretrain.stopping.signals import pending_stop_signal
@@ -97,7 +101,7 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     try:
         for batch in batches:
             with job.phase("forward"), one_sequence_a_row():
-                loss = engine(**batch).loss
+                loss = _forward(job, batch)
             with job.phase("backward"):
                 engine.backward(loss)
             loss_sum += loss.detach()
@@ -109,12 +113,31 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     return facts, optimizer.report.also_read
 
 
+def _forward(job: Job, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a micro-batch."""
+    sources, losses = batch.pop(SOURCES, None), job.source_losses
+    loss: torch.Tensor
+    if sources is None or losses is None:
+        loss = job.engine(**batch).loss
+    else:
+        with token_losses.losses_of_rows(job.engine.module, batch["labels"]) as sums_of:
+            output = job.engine(**batch)
+            losses.add(sources, batch["labels"], sums_of(output))
+        loss = output.loss
+    return loss
+
+
 def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     """All micro-batches in one call; the loss is known only after the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
-    with job.phase("pipeline"):
+    sources = [batch.pop(SOURCES, None) for batch in micro_batches]
+    with job.phase("pipeline"), ExitStack() as stack:
+        found = [] if job.source_losses is None else stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))
+    for places, batch, sums in zip(sources, micro_batches, found, strict=False):  # only in the last stage
+        if places is not None and job.source_losses is not None:
+            job.source_losses.add(places, batch["labels"], sums)
     facts = _pending_facts(job, job.engine.dp_group_loss.double())
     return facts, facts.numbers.tolist()
 
@@ -128,6 +151,7 @@ def _pending_facts(job: Job, loss: torch.Tensor) -> PendingFacts:
             tracker=job.counting_tracker,
             regularization=None if regularizer is None else regularizer.value,
             is_stop_asked=pending_stop_signal() is not None,
+            sums=None if job.source_losses is None else job.source_losses.sums,
         )
 
 
