@@ -248,3 +248,17 @@ with overhead.on("cpu") as driver, overhead.unchecked_rounding():
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_data_compares_with_the_tokenizer_alone_and_a_plain_read():
+    printed = run("data.py", "--megabytes", "1", "--rounds", "1", "--steps", "3")
+    lines = {line.strip()[:30].strip(): line.strip()[30:].split() for line in printed.splitlines()}
+    assert float(lines["ratio"][0]) > 0.2
+    rates = [
+        float(lines[name][0]) for name in ("plain read, order known", "one corpus", "blend, choices recur")
+    ]
+    assert rates[0] > rates[1] > 0 < rates[2]
+    for name in ("1 MB", "100 MB", "10 GB"):
+        assert float(lines[name][2]) < 64  # MiB more, for any size
+    assert lines["loader"][2].endswith("%")
