@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from host_reads import HostReads
 from quick_cases import slow_except
 from safetensors.torch import load_file
 
@@ -156,6 +157,19 @@ def test_training_does_not_notice_losses_by_source(resolve, blend, tmp_path, mon
     ]
     weights = [load_file(tmp_path / name / "hf" / "model.safetensors") for name in ("with", "without")]
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_losses_by_source_read_the_device_no_further_time(build_job, blend):
+    places = []
+    for overrides in (blend(**THREE_TO_ONE), ()):
+        job = build_job(*overrides)
+        job.plan_data()
+        train_step(job)  # state is made, kernels are checked
+        with pytest.MonkeyPatch.context() as patch, HostReads(patch) as reads:
+            train_step(job)
+        places.append(reads.places)
+    assert places[0] == places[1]
+    assert places[0]["megalowbit.optim.gradients.norm.read"] == 1
 
 
 def test_one_source_trains_as_one_corpus(resolve, blend, tmp_path):
