@@ -30,10 +30,12 @@ $(VENV)/installed: setup.py constraints.txt
 	@echo "installing into $(VENV), once: torch and other packages are downloaded, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --editable '.[test]'
+	@echo "compiling the installed packages to byte code, which takes seconds to a minute"
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 pretrain: install
+	@$(if $(GPUS),,echo "counting the GPUs: one process for each")
 	env PATH="$(abspath $(BIN)):$$PATH" $(LAUNCHER) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
 # Many tests wait for processes they started, so three workers of one thread each keep two cores busy. One

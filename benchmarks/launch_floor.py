@@ -1,9 +1,10 @@
-"""The least host time of an NVFP4 layer's forward and backward: torch and the driver, without the layer.
+"""A floor of the host time of an NVFP4 layer's forward and backward: launches and torch, without the layer.
 
-`Floor` is an autograd function that launches the kernels of a BitLinear with the recipe `nvfp4`, makes the
-same tensors, computes the same products and saves the same tensors. It is written for one layer and one size,
-so it checks, chooses and looks up nothing. Its launches are those of a layer that has run before; they go
-through launch plans, as the layer's do, or straight to the launcher of the compiled kernel.
+`Floor` is an autograd function that launches the kernels of a BitLinear with the recipe `nvfp4`, calls the
+same operations of torch except views and `promote_types`, and saves tensors of the same sizes and dtypes. It
+is written for one layer and one size, so it checks, chooses and looks up nothing. Its launches are those of a
+layer that has run before. They go through launch plans, as the layer's do, or straight to the launcher of the
+compiled kernel ("bare"), which takes less time. A function in C++ could take less again.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ NOT_DRAWN = {"key_low": 0, "key_high": 0, "step": None, "lag": 0}
 Launch = Callable[..., None]  # of one kernel, with the arguments that are not kept, by name
 
 
-class Ways(NamedTuple):
-    """A layer's launches in their order, to be repeated with other tensors.
+class LayerLaunches(NamedTuple):
+    """The launches of a layer's step in their order, to be repeated with other tensors.
 
     Attributes:
-        planned: by launch plans.
+        planned: through launch plans.
         bare: by the compiled kernels' own launcher.
     """
 
@@ -39,12 +40,16 @@ class Ways(NamedTuple):
     bare: list[Launch]
 
 
-def ways_of(step: Callable[[], None]) -> Ways:
-    """The launches of a layer's step; the kernels were compiled and planned by earlier ones."""
-    ways, (launch, run) = Ways([], []), (launch_plans.launch_fixed, launch_plans._run)
+def layer_launches(step: Callable[[], None]) -> LayerLaunches | None:
+    """The launches of a layer's step; earlier steps have compiled and planned its kernels.
+
+    Returns:
+        `None` where launch plans are not used: with another Triton, or on another GPU than NVIDIA's.
+    """
+    found, (launch, run) = LayerLaunches([], []), (launch_plans.launch_fixed, launch_plans._run)
 
     def keep(kernel: Any, device: torch.device, fixed: Any, given: dict[str, Any]) -> None:
-        ways.planned.append(partial(launch_arguments.launch_fixed, kernel, device, fixed))
+        found.planned.append(partial(launch_arguments.launch_fixed, kernel, device, fixed))
         names.append([kernel.arg_names.index(name) for name in given])
         kernels.append(kernel.fn.__name__)
         launch(kernel, device, fixed, given)
@@ -52,15 +57,19 @@ def ways_of(step: Callable[[], None]) -> Ways:
     def keep_run(compiled: Any, programs: int, stream: int, values: Any) -> None:
         metadata = compiled.packed_metadata
         front = (programs, 1, 1, stream, compiled.function, metadata, None, None, None)
-        ways.bare.append(partial(_run, compiled.run, front, list(values), names[-1]))
+        found.bare.append(partial(_run, compiled.run, front, list(values), names[-1]))
         run(compiled, programs, stream, values)
 
     names, kernels = list[list[int]](), list[str]()
     with patch.object(launch_plans, "launch_fixed", keep), patch.object(launch_plans, "_run", keep_run):
         step()
-    if kernels != KERNELS or len(ways.bare) != len(kernels):
-        raise RuntimeError(f"the layer's launches are others than the floor's, or not planned: {kernels}")
-    return ways
+    if kernels != KERNELS:
+        raise RuntimeError(f"the layer launches other kernels than the floor: {kernels}")
+    if not found.bare:
+        return None
+    if len(found.bare) != len(kernels):
+        raise RuntimeError(f"only {len(found.bare)} of the layer's {len(kernels)} launches were planned")
+    return found
 
 
 def _run(run: Any, front: tuple[Any, ...], values: list[Any], places: list[int], **given: Any) -> None:

@@ -9,14 +9,14 @@ a GPU, Triton's own launcher runs up to the driver, which is a library that only
 takes longer than that of the recording one. Products are in bf16, as on a GPU.
 
 Without a GPU, times are CPU seconds of the process, so other processes count only by what they do to caches
-and clock. Bytecodes do not depend on the machine. The columns are explained below the table.
+and clock. Bytecodes do not depend on the machine. The columns are explained above the table.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megalowbit as mlb
 from benchmarks.kernels.launches import launching
 from benchmarks.kernels.stand_in import StandInDriver, standing_in
-from benchmarks.launch_floor import applied, ways_of
+from benchmarks.launch_floor import applied, layer_launches
 from benchmarks.timing import parser, ratio
 from megalowbit.layers.matmul import gemms
 from megalowbit.quantize.random_stream import RandomStream
@@ -42,6 +42,7 @@ from megalowbit.quantize.triton import launch_arguments, launch_plans
 
 SIZES = (16, 64, 64)  # tokens, in_features, out_features
 REPEATS = 20  # steps of a round
+WIDE = 0.2  # a ratio whose middle half of rounds differs by more is not printed
 RECIPES = {
     "nvfp4": "nvfp4",
     "mxfp4, FP8 products": {"base": "mxfp4", "name": "fp8", "gemm": "fp8"},
@@ -53,14 +54,17 @@ LEGEND = """
 nn.Linear   µs of host time of its forward and backward in bf16 (the process's, median of interleaved rounds)
 former      µs of the layer's, with Triton's launcher
 plans       µs of the layer's, with launch plans
-floor       µs of its launches with plans, allocations and products, without the layer (`launch_floor`)
+floor       µs of its launches with plans, allocations and products, without the layer (`launch_floor`);
+            only the recipe `nvfp4` has one
 bare        µs of the same, with launches without plans
-ratio       what the layer adds to nn.Linear with launch plans, over what it adds with Triton's launcher
+ratio       what the layer adds to nn.Linear with launch plans, over what it adds with Triton's launcher;
+            median over rounds. "-": the middle half of them differs by more than 0.2, as on a busy machine
 ÷ floor     the layer with launch plans ÷ the floor, median over rounds
 launches    launches of Triton kernels
 operations  operations of torch, views included
 bytecodes   instructions of Python in the layer's step
-of floor    instructions of Python in the floor's step"""
+of floor    instructions of Python in the floor's step
+–           there is no floor: only the recipe nvfp4 has one, and only where launch plans are used"""
 
 
 class Overhead(NamedTuple):
@@ -73,7 +77,9 @@ class Overhead(NamedTuple):
         launches: of Triton kernels.
         operations: of torch, views included.
         bytecodes: instructions of Python.
-        floor: seconds, bytecodes and more of the floor; `None`: there is none for the recipe.
+        floor: seconds, bytecodes and more of the floor; `None`: there is none for the recipe, or launch plans
+            are not used.
+        ratios: in each round, what the layer adds to `nn.Linear`, over what it adds with Triton's launcher.
     """
 
     plain: float
@@ -83,11 +89,19 @@ class Overhead(NamedTuple):
     operations: int
     bytecodes: int
     floor: Floor | None
+    ratios: list[float]
 
     @property
     def ratio(self) -> float:
-        """What the layer adds to `nn.Linear`, over what it adds with Triton's launcher."""
-        return (self.planned - self.plain) / (self.former - self.plain)
+        """What the layer adds to `nn.Linear`, over what it adds with Triton's launcher; a median."""
+        return statistics.median(self.ratios)
+
+    @property
+    def spread(self) -> float:
+        """By how much the middle half of the ratios differs."""
+        cut = len(self.ratios) // 4
+        middle = sorted(self.ratios)[cut : len(self.ratios) - cut]
+        return middle[-1] - middle[0]
 
 
 class Floor(NamedTuple):
@@ -119,35 +133,37 @@ class Operations(TorchDispatchMode):
 
 
 def main() -> None:
-    from linear import recipe  # a script of this folder
+    from arguments import recipe  # a script of this folder
 
     options = parser(__doc__)
+    options.set_defaults(threads=1)
     options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")
     chosen = options.parse_args()
     torch.set_num_threads(chosen.threads)
     recipes = {each.name: each for each in chosen.recipe} if chosen.recipe else RECIPES
     titles = ("nn.Linear", "former", "plans", "floor", "bare", "ratio", "÷ floor")
     counts = ("launches", "operations", "bytecodes", "of floor")
+    print(LEGEND, flush=True)
     print(f"\n{'':<20}{''.join(f'{each:>10}' for each in titles)}{''.join(f'{each:>11}' for each in counts)}")
     with on(chosen.device):
         for name, each in recipes.items():
-            print(f"{name:<20}{row(overhead(each, chosen.device, chosen.rounds))}")
-    print(LEGEND)
+            print(f"{name:<20}{row(overhead(each, chosen.device, chosen.rounds))}", flush=True)
 
 
 def row(found: Overhead) -> str:
     """The columns of a recipe."""
-    floor = found.floor
-    times = [*found[:3], *(() if floor is None else (floor.planned, floor.bare))]
-    times_shown = "".join(f"{1e6 * value:10.0f}" for value in times) + (10 * 2 * " " if floor is None else "")
-    ratios = f"{found.ratio:10.2f}" + (10 * " " if floor is None else f"{floor.ratio:10.2f}")
-    counts = [
-        found.launches,
-        found.operations,
-        found.bytecodes,
-        *([] if floor is None else [floor.bytecodes]),
-    ]
-    return times_shown + ratios + "".join(f"{value:11}" for value in counts)
+    times, floor = found[:3], found.floor
+    of_floor = ["–"] * 4
+    if floor is not None:
+        of_floor = [*_microseconds(floor.planned, floor.bare), f"{floor.ratio:.2f}", str(floor.bytecodes)]
+    ratio = f"{found.ratio:.2f}" if found.spread <= WIDE else "-"
+    shown = [*_microseconds(*times), *of_floor[:2], ratio, of_floor[2]]
+    counts = [found.launches, found.operations, found.bytecodes, of_floor[3]]
+    return "".join(f"{each:>10}" for each in shown) + "".join(f"{each:>11}" for each in counts)
+
+
+def _microseconds(*times: float) -> list[str]:
+    return [f"{1e6 * each:.0f}" for each in times]
 
 
 def on(device: str) -> AbstractContextManager[StandInDriver | None]:
@@ -169,9 +185,10 @@ def overhead(chosen: Any, device: str, rounds: int) -> Overhead:
         if layer.recipe == mlb.recipe("nvfp4"):
             for _ in range(2):  # compiles, and makes plans
                 step()
-            ways = ways_of(step)
-            candidates["floor"] = step_of(layer, applied(layer, ways.planned))
-            candidates["bare"] = step_of(layer, applied(layer, ways.bare))
+            launches = layer_launches(step)
+            if launches is not None:
+                candidates["floor"] = step_of(layer, applied(layer, launches.planned))
+                candidates["bare"] = step_of(layer, applied(layer, launches.bare))
         times = timed(candidates, rounds, device)
         return Overhead(
             statistics.median(times["plain"]),
@@ -181,7 +198,17 @@ def overhead(chosen: Any, device: str, rounds: int) -> Overhead:
             operations=len(operations_of(step)),
             bytecodes=bytecodes_of(step),
             floor=floor_of(candidates, times) if "floor" in candidates else None,
+            ratios=ratios_of(times),
         )
+
+
+def ratios_of(times: dict[str, list[float]]) -> list[float]:
+    """`Overhead.ratios`: a slow phase of the machine would not cancel in a difference of medians."""
+    rounds = zip(times["plain"], times["former"], times["planned"], strict=True)
+    return [
+        (planned - plain) / (former - plain) if former > plain else math.inf
+        for plain, former, planned in rounds
+    ]
 
 
 def floor_of(candidates: dict[str, Callable[[], None]], times: dict[str, list[float]]) -> Floor:
@@ -256,7 +283,11 @@ def operations_of(step: Callable[[], None]) -> list[str]:
 
 
 def bytecodes_of(step: Callable[[], None]) -> int:
-    """Instructions that Python executes in a step, in backward's thread too."""
+    """Instructions that Python executes in a step.
+
+    autograd computes gradients on a GPU in a thread that C++ started, where Python traces nothing. Here it
+    computes them in the calling thread, by the same functions.
+    """
     count = [0]
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Callable[..., Any]:
@@ -265,13 +296,12 @@ def bytecodes_of(step: Callable[[], None]) -> int:
         return trace
 
     former = sys.gettrace()
-    threading.settrace(trace)
-    sys.settrace(trace)
-    try:
-        step()
-    finally:
-        sys.settrace(former)
-        threading.settrace(former)
+    with torch.autograd.set_multithreading_enabled(False):
+        sys.settrace(trace)
+        try:
+            step()
+        finally:
+            sys.settrace(former)
     return count[0]
 
 

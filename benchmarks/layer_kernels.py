@@ -16,14 +16,15 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from linear import recipe, shape
+from arguments import recipe, shape
 
-import megalowbit as mlb
-from benchmarks.kernels.counting import Kernel, Prediction
-from benchmarks.kernels.layers import layer_kernels, plain_layer
+if TYPE_CHECKING:
+    import megalowbit as mlb
+    from benchmarks.kernels.counting import Kernel, Prediction
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096))  # tokens, in, out: LLaMA 8B
 SPLITS = {
@@ -42,7 +43,14 @@ def main() -> None:
     options.add_argument("--shape", action="append", type=shape, help="tokens x in_features x out_features")
     options.add_argument("--recipe", action="append", type=recipe, help="a name, or a block as JSON")
     options.add_argument("--all", action="store_true", help="also list the kernels")
-    chosen = options.parse_args()
+    print_rows(options.parse_args())
+
+
+def print_rows(chosen: argparse.Namespace) -> None:
+    """A table for each shape."""
+    from benchmarks.kernels.counting import Prediction  # imports torch and Triton, which takes seconds
+    from benchmarks.kernels.layers import layer_kernels, plain_layer
+
     predicted = Prediction()
     for sizes in chosen.shape or SHAPES:
         peer = plain_layer(*sizes)
@@ -63,6 +71,8 @@ def main() -> None:
 
 def shipped() -> list[mlb.Recipe]:
     """Recipes with splits, and plain `nvfp4`."""
+    import megalowbit as mlb
+
     splits = [mlb.recipe({"base": "nvfp4", "name": name, **block}) for name, block in SPLITS.items()]
     return [mlb.recipe("nvfp4"), *splits, mlb.recipe("metis-nvfp4")]
 

@@ -14,10 +14,10 @@ products on a CPU.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 
 import torch
+from arguments import recipe, shape
 from eager_split import EagerSplitLinear
 from timing import cache_note, interleaved, keep_freed_memory, parser, print_table
 
@@ -38,23 +38,6 @@ def main() -> None:
     print(f"torch {torch.__version__}, {chosen.device}, {chosen.threads} threads, {chosen.rounds} rounds")
     for tokens, inputs, outputs in chosen.shape or SHAPES:
         compare(tokens, inputs, outputs, chosen)
-
-
-def shape(text: str) -> tuple[int, int, int]:
-    parts = text.split("x")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not tokens x in x out: write for example 4096x768x3072"
-        )
-    tokens, inputs, outputs = map(int, parts)
-    return tokens, inputs, outputs
-
-
-def recipe(text: str) -> mlb.Recipe:
-    try:
-        return mlb.recipe(json.loads(text) if text.startswith("{") else text)
-    except ValueError as error:  # a UserError, or invalid JSON
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def compare(tokens: int, inputs: int, outputs: int, options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from linear import shape
+from arguments import shape
 from timing import interleaved, keep_freed_memory, parser, positive, print_table, ratio
 
 import megalowbit as mlb

@@ -24,11 +24,12 @@ from megalowbit.pretrain.command_line import OneLineParser
 if TYPE_CHECKING:
     from benchmarks.kernels.compiling import Compiled
 
+EXIT_INTERRUPTED = 130
 DEFAULT = ("sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 if nothing is wrong, 1 if a kernel must not be launched, 2 for a user error."""
+    """Exit code: 0 if nothing is wrong, 1 if a kernel must not be launched, 2: user error, 130: Ctrl-C."""
     parser = OneLineParser.for_script(__doc__)
     parser.add_argument("--target", action="append", help=f"a target (default: {' '.join(DEFAULT)})")
     parser.add_argument(
@@ -42,6 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(printed(error), file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted: not all kernels were compiled, and no table was written as JSON", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def compile_all(options: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.first_hour.runner import STEPS, chosen_steps, run_steps
+from benchmarks.first_hour.runner import NUMBERED, chosen_steps, run_steps
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.pretrain.command_line import OneLineParser
 
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--steps",
-        help=f"names or numbers, separated by commas (default: all): {', '.join(s.name for s in STEPS)}",
+        help=f"names or numbers, separated by commas (default: all): {NUMBERED}",
     )
     parser.add_argument("--again", action="store_true", help="run steps again that are done")
     return parser

@@ -21,7 +21,7 @@ from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.data.token_files.workers import encode_in_order
 from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer, Tokenizer
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
-from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
+from megalowbit.pretrain.command_line import EXIT_INTERRUPTED, OneLineParser, escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -144,6 +144,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted before the end: pairs of files not printed above are not written", file=sys.stderr)
+        return EXIT_INTERRUPTED
     return 0
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from benchmarks.timing import GpuState
+if TYPE_CHECKING:
+    from benchmarks.timing import GpuState  # imports torch, which the runner does not need
 
 # "info" has no limit; "skip" could not be checked, and `note` says why
 Status = Literal["pass", "warn", "fail", "info", "skip"]

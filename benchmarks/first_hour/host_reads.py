@@ -24,8 +24,8 @@ def check(session: Session) -> Iterator[Finding]:
         if session.is_gpu:
             yield at_most(f"waits for the GPU, {name}", waits(step), 0, " waits")
         else:
-            note = "counted by the profiler on the CPU's path, where a read costs nothing"
-            yield info(f"host reads, {name}", reads(step), " reads", note=note)
+            note, count = "on a GPU the limit is 0; this path is not used there", reads(step)
+            yield info(f"host reads, {name}", count, " read" if count == 1 else " reads", note=note)
 
 
 def waits(step: object) -> int:

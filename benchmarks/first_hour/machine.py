@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
 import shutil
-import subprocess
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from benchmarks.first_hour.commit import commit_of, output_of
 from benchmarks.first_hour.findings import Finding, expect, info, skip
 from benchmarks.first_hour.session import NO_GPU, ROOT, Session, device_name
 
@@ -62,23 +61,6 @@ def environment() -> dict[str, str]:
         )
         facts["NCCL"] = nccl_version()
     return facts
-
-
-def commit_of(root: Path) -> str:
-    """The commit of the code; if files differ from it, with a hash of the differences."""
-    commit = output_of("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
-    if commit.endswith("-dirty"):
-        changes = output_of("git", "-C", str(root), "diff", "HEAD", "--binary")
-        commit += f"-{hashlib.sha256(changes.encode()).hexdigest()[:8]}"
-    return commit or "unknown"
-
-
-def output_of(*command: str) -> str:
-    """What a program prints; empty if it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def nccl_version() -> str:

@@ -166,8 +166,10 @@ class Report:
         facts = json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {}
         lines = ["# First GPU hour", ""]
         lines += [f"- {counts[status]} {status}: {MEANINGS[status]}" for status in STATUSES]
-        missing = [title for name, title in steps.items() if self._closing_row(name) is None]
-        lines += [f"- not run: {', '.join(missing)}"] * bool(missing)
+        is_open = {name: self._closing_row(name) is None for name in steps}
+        for words, has_rows in (("not finished", True), ("not run", False)):
+            found = [t for name, t in steps.items() if is_open[name] and bool(self.of_step(name)) == has_rows]
+            lines += [f"- {words}: {', '.join(found)}"] * bool(found)
         differences = {title: self.difference(name) for name, title in steps.items()}
         lines += [f"- {title} was done {where}" for title, where in differences.items() if where]
         if any(map(_is_noise, rows)):

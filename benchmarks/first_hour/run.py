@@ -155,6 +155,7 @@ def pretrain(
     overrides = [part for each in (f"megalowbit.run.steps={steps}", *settings) for part in ("--set", each)]
     command = [*start, *program, *overrides, *(["--resume", "auto"] if resume else [])]
     log = folder.with_suffix(".log")
+    print(f"{folder.name}: its progress is in {log}", flush=True)
     with log.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True

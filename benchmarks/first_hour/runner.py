@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.first_hour.commit import commit_of
 from benchmarks.first_hour.findings import Finding
-from benchmarks.first_hour.machine import commit_of
 from benchmarks.first_hour.report import Report, shown
-from megalowbit.errors import unknown_name
+from megalowbit.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +60,7 @@ STEPS = (
 SECONDS_TO_FIND_DEVICE = 120
 SECONDS_TO_END = 20  # for a step that is interrupted to end the programs that it has started
 BY_NAME = {step.name: step for step in STEPS}
+NUMBERED = ", ".join(f"{number} {step.name}" for number, step in enumerate(STEPS))
 
 
 def chosen_steps(text: str | None) -> list[Step]:
@@ -74,7 +75,7 @@ def chosen_steps(text: str | None) -> list[Step]:
     names = [STEPS[int(name)].name if name.isdecimal() and int(name) < len(STEPS) else name for name in names]
     for name in names:
         if name not in BY_NAME:
-            raise unknown_name("step", name, BY_NAME)
+            raise UserError(f"unknown step {name!r}: known: {NUMBERED}")
     return [step for step in STEPS if step.name in names]
 
 
@@ -93,7 +94,7 @@ def run_steps(
         say: prints a line.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    report = Report(folder, found_device(), commit_of(ROOT))
+    report = Report(folder, found_device(say), commit_of(ROOT))
     titles = {step.name: step.title for step in STEPS}
     damage = report.repair()
     if damage is not None:
@@ -107,8 +108,10 @@ def run_steps(
             where = report.difference(step.name)
             if where is not None:
                 say(f"{step.title} runs again: it was done {where}")
-            statuses.append(_run_anew(report, step, say))
-            report.write_summary(titles)
+            try:
+                statuses.append(_run_anew(report, step, say))
+            finally:  # also if it is interrupted
+                report.write_summary(titles)
         if step.stops and statuses[-1] == "fail":
             repeat = f"--steps {step.name} --again repeats it"
             say(f"stopped: later steps make no sense before {step.title} has passed; {repeat}")
@@ -117,8 +120,9 @@ def run_steps(
     return "fail" not in statuses
 
 
-def found_device() -> str:
+def found_device(say: Callable[[str], None]) -> str:
     """The device of the steps, found in another process: CUDA in this one would keep memory of the GPU."""
+    say("checking the device …")
     code = "from benchmarks.first_hour.session import device_name; print(device_name())"
     try:
         done = subprocess.run(

@@ -295,12 +295,3 @@ def all_launches(rows: int = 256, cols: int = 512) -> list[Launch]:
     return captured(
         {**encode_requests(x), **decode_requests(x), **product_requests(x), **factor_requests(x), **long}
     )
-
-
-def main_launches(launches: list[Launch]) -> list[Launch]:
-    """Launches of the shipped recipes' formats without counts, and the first launch of each other kernel."""
-    shipped = (*(f"{name}, " for name in TRAINED), *(f"decode {name} to " for name in TRAINED))
-    main = [each for each in launches if each.label.startswith(shipped) and "counts" not in each.label]
-    names = {name_of(each.kernel) for each in main}
-    first = {name_of(each.kernel): each for each in reversed(launches)}
-    return main + [each for name, each in first.items() if name not in names]

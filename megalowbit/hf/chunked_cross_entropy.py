@@ -24,23 +24,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megalowbit.backward_checks import check_backward
 from megalowbit.errors import UserError, shown
 from megalowbit.families.registry import FAMILIES
-from megalowbit.layers.matmul.gemms import no_autocast
-from megalowbit.second_derivatives import differentiable_once
+from megalowbit.layers.matmul.gemms import autocast_dtype, no_autocast
 
 IGNORED_LABEL = -100
-ONCE_ONLY = (
-    "second derivatives of chunked_cross_entropy are not defined: set it to false, or leave out "
-    "mlb.chunk_cross_entropy"
-)
+WHOLE_LOGITS = "set it to false, or leave out mlb.chunk_cross_entropy"
 CHUNK_ELEMENTS = 2**25  # logits of a chunk: 128 MiB in fp32
 LIBRARIES = ("accelerate", "deepspeed", "megalowbit", "torch")  # whose hooks return what they are given
 ALIGNMENT = 128  # rows of a chunk, for the GEMM's tiles
@@ -131,17 +127,23 @@ def sum_of_losses(
         0-dim, fp32 (fp64 for fp64).
 
     Raises:
-        UserError: the targets are not int64, or not one for each token.
+        UserError: the targets are not int64, or not one for each token; or hidden and weight have different
+            dtypes without autocast.
     """
     if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
         raise UserError(
             f"labels must be int64, one for each of {hidden.shape[0]} tokens, not {targets.dtype} for "
             f"{targets.numel()}: convert them with .long(), and give input_ids and labels of one shape"
         )
-    device = hidden.device.type
-    # as in nn.Linear: autocast's precision, else both must have the same
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    total: Tensor = _SumOfLosses.apply(hidden.to(dtype), weight.to(dtype), targets, ignore_index, note)
+    dtype = autocast_dtype(hidden.device.type)
+    if dtype is not None:
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    elif hidden.dtype != weight.dtype:  # nn.Linear takes no such pair either
+        raise UserError(
+            f"the output projection expects hidden states in its {weight.dtype}, not {hidden.dtype}: convert "
+            "them, or use autocast"
+        )
+    total: Tensor = _SumOfLosses.apply(hidden, weight, targets, ignore_index, note)
     return total
 
 
@@ -177,11 +179,7 @@ class _SumOfLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = partial(_SumOfLosses._gradients, ctx, grad_loss)
-        return *differentiable_once(ctx, grad_loss, gradients, ONCE_ONLY), None, None, None
-
-    @staticmethod
-    def _gradients(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        check_backward(grad_loss, "chunked_cross_entropy", WHOLE_LOGITS)
         hidden, weight, known, is_counted, log_sum = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden, dtype=log_sum.dtype) if needs_hidden else None
@@ -201,7 +199,7 @@ class _SumOfLosses(torch.autograd.Function):
                     stop = start + rows.shape[0]
                     torch.mm(grad_logits.T, hidden, out=grad_weight[start:stop])
         narrow = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return narrow, grad_weight
+        return narrow, grad_weight, None, None, None
 
 
 def chunk_size(num_tokens: int) -> int:

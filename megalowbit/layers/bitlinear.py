@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit import cuda_graphs
+from megalowbit.backward_checks import has_tangent
 from megalowbit.errors import UserError
 from megalowbit.layers.compiled import compiled_linear, register
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
+from megalowbit.layers.matmul.gemms import autocast_dtype
 from megalowbit.layers.matmul.quantizations import OPERANDS
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
 from megalowbit.layers.matmul.slots import Chooser, Observer, Probe
@@ -202,12 +203,10 @@ class BitLinear(SplitLinear):
         Raises:
             UserError: the last axis has another size, the input is not a dense tensor or is on another
                 device, it lacks the axis `broadcast_dim` of the recipe's splits, or a size that `seed_compat`
-                needs; a transform of `torch.func` is active, or a tensor
-                has a forward-mode derivative.
+                needs; a transform of `torch.func` is active, or a tensor has a forward-mode derivative.
         """
         self._check_input(input)
-        device = input.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+        dtype = autocast_dtype(input.device.type) or input.dtype
         factors = WeightFactors(self.split_u, self.split_s, self.split_v) if self.is_split else None
         is_compiling = torch.compiler.is_compiling()
         if not is_compiling and not is_selective_checkpoint():
@@ -285,13 +284,10 @@ class BitLinear(SplitLinear):
                 f"{self.title} cannot run inside torch.func.vmap, grad, jvp or another transform: use "
                 "backward() for gradients and a leading axis of the input for vmap, or call restore(model)"
             )
-        if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
-            for tensor in (input, *self.parameters()):
-                if forward_ad.unpack_dual(tensor).tangent is not None:
-                    raise UserError(
-                        f"{self.title} has no forward-mode derivatives: use backward(), or call "
-                        "restore(model)"
-                    )
+        if not torch.compiler.is_compiling() and any(map(has_tangent, (input, *self.parameters()))):
+            raise UserError(
+                f"{self.title} has no forward-mode derivatives: use backward(), or call restore(model)"
+            )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise UserError(
                 f"{self.title} expects a last axis of {self.in_features}, "

@@ -37,9 +37,10 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
+from megalowbit.backward_checks import check_backward
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul.context import MatmulContext
-from megalowbit.layers.matmul.function import ONCE_ONLY, Dtypes, backward_products, forward_products
+from megalowbit.layers.matmul.function import PLAIN_LAYER, Dtypes, backward_products, forward_products
 from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.matmul.use_counter import Use, is_recomputing
@@ -49,7 +50,6 @@ from megalowbit.quantize.backends import KERNEL_DTYPES, has_random_kernel
 from megalowbit.quantize.philox import RandomKey, StoredKey, signed
 from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.quantize.random_stream import RandomStream, check_advance
-from megalowbit.second_derivatives import differentiable_once
 
 SAVED_LENGTH = 4  # entries of a saved handle: a `Use`
 ON_HOST = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)  # do not merge, do not replay
@@ -384,10 +384,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
     """Gradients of `_forward`'s arguments."""
-    return differentiable_once(ctx, grads[0], lambda: _first_gradients(ctx, grads), ONCE_ONLY)
-
-
-def _first_gradients(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    check_backward(grads[0], "a low-bit layer", PLAIN_LAYER)
     grad_output, (needs_weight, needs_input) = grads[0], ctx.needs
     wanted = [needs_input, needs_weight, ctx.dtypes.bias is not None]
     wanted += [ctx.num_factors and needs_weight] * 3

@@ -281,12 +281,13 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     overrides = with_profile(options.overrides, options.profile, Path(options.ds_config))
     config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
     prepare_environment()
-    if options.dry_run or options.prepare_data:
+    trains_nothing = options.dry_run or options.prepare_data
+    if identity.is_main:
+        _announce_imports(is_progress=trains_nothing)
+    if trains_nothing:
         with StartSignals(is_main=identity.is_main, before=_unfinished(options), ending=STOP_SIGNALS):
             _describe_or_prepare(options, config, identity)
         return
-    if identity.is_main:  # imports take seconds
-        print("start     importing torch and DeepSpeed", flush=True)
     if options.benchmark is not None:
         _benchmark(options, config, identity)
         return
@@ -298,6 +299,15 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         start = StartSignals(is_main=identity.is_main, has_launcher_ended=has_ended)
         stack.enter_context(start)
         _pretrain(options, config, identity, start, launcher)
+
+
+def _announce_imports(*, is_progress: bool) -> None:
+    """Say why nothing happens for seconds; as mere progress on stderr, so that stdout has only the result."""
+    line = "start     importing torch and DeepSpeed"
+    if is_progress:
+        _print_error(line)
+    else:
+        print(line, flush=True)
 
 
 def _check_benchmark(options: argparse.Namespace) -> None:

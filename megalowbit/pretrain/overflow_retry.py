@@ -132,7 +132,7 @@ def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> A
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
     sources = [batch.pop(SOURCES, None) for batch in micro_batches]
-    with job.phase("pipeline"), ExitStack() as stack:
+    with job.phase("pipeline"), one_sequence_a_row(), ExitStack() as stack:
         found = [] if job.source_losses is None else stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))
     for places, batch, sums in zip(sources, micro_batches, found, strict=False):  # only in the last stage

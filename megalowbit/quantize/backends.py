@@ -106,6 +106,7 @@ def maximum(request: EncodeRequest) -> Tensor | None:
 def can_encode(kernels: Kernels, request: EncodeRequest) -> bool:
     """Whether kernels support this request."""
     operand_dtype = request.operand_dtype or torch.bfloat16
+    # a protocol does not say that its modules are hashable
     return _can_encode(kernels, request.encoding, request.x.dtype, operand_dtype)  # type: ignore[arg-type]
 
 

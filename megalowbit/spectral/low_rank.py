@@ -26,6 +26,7 @@ from torch import Tensor
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.spectral.orthogonal import Orthonormal, cholesky_rows, householder_rows, row_norms
 from megalowbit.spectral.triton import launch_factors
+from megalowbit.spectral.triton.launch_factors import Maxima
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +52,13 @@ class Factored(NamedTuple):
         directions: (k, cols), in the matrix's dtype: unit rows that span the right factor. Where the matrix
             has no such direction, or is not finite, the one that was started from.
         fallbacks: see `Orthonormal.fallbacks`.
+        maxima: of the factors, if kernels found them.
     """
 
     low_rank: LowRank
     directions: Tensor
     fallbacks: int | Tensor = 0
+    maxima: Maxima | None = None
 
 
 def gaussian(shape: tuple[int, int], matrix: Tensor, random_key: RandomKey) -> Tensor:
@@ -90,6 +93,7 @@ def _iterated(
     matrix: Tensor, directions: Tensor, rounds: int, orthonormal: Callable[..., Orthonormal]
 ) -> Factored:
     fallbacks: int | Tensor = 0
+    maxima = None
     for done in range(rounds):
         if done:  # a missing direction restarts orthogonal to the others
             again = cholesky_rows(directions)
@@ -97,16 +101,17 @@ def _iterated(
             fallbacks = fallbacks + again.fallbacks
         basis = orthonormal((matrix @ directions.t()).t(), least=_least(matrix.dtype))
         left = basis.rows.to(matrix.dtype)
-        low_rank, directions, _ = _from_left(left, left @ matrix, directions)
+        low_rank, directions, _, maxima = _from_left(left, left @ matrix, directions)
         fallbacks = fallbacks + basis.fallbacks if done else basis.fallbacks
-    return Factored(low_rank, directions, fallbacks)
+    return Factored(low_rank, directions, fallbacks, maxima)
 
 
 def _from_left(left: Tensor, product: Tensor, started_from: Tensor) -> Factored:
     """Factors from Uᵀ (k, rows), orthonormal or zero, and UᵀM (k, cols)."""
     if left.is_contiguous() and launch_factors.covers(left, product, started_from):
         found = launch_factors.ordered(left, product, started_from, least=_least(product.dtype))
-        return Factored(LowRank(found.left.t(), found.values, found.right.t()), found.directions)
+        low_rank = LowRank(found.left.t(), found.values, found.right.t())
+        return Factored(low_rank, found.directions, maxima=found.maxima)
     norms = row_norms(product)
     is_live = norms.isfinite() & (norms > _least(product.dtype) * norms.amax())
     values, order = torch.where(is_live, norms, 0.0).sort(descending=True, stable=True)

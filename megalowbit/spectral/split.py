@@ -26,12 +26,14 @@ from megalowbit.errors import UserError
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
+from megalowbit.quantize.quantizer import takes_row_maximum
 from megalowbit.spectral import low_rank
 from megalowbit.spectral.gains import factors_of, gain
 from megalowbit.spectral.low_rank import Factored, LowRank
 from megalowbit.spectral.settings import WARM_METHODS, OperandSplit
 from megalowbit.spectral.state import Kept, SplitState
 from megalowbit.spectral.triton import launch_residual
+from megalowbit.spectral.triton.launch_factors import Maxima
 
 Factor = QuantizedTensor | UnquantizedTensor
 
@@ -138,29 +140,48 @@ def split(
         if settings.method == "mean":
             return _split_mean(matrix, first)
         first = first.to(work_dtype(x.dtype))
+        maxima = None
         if isinstance(x, FakeTensor):  # a dry run needs shapes only; factors need values
             found = _nothing(first, rank)
         else:
-            found = _factors(first, settings, state, rank, step, is_replay, random_key)
+            found, maxima = _factors(first, settings, state, rank, step, is_replay, random_key)
         if settings.broadcast_dim is not None:
             left = _repeated(found.left, x.shape, settings.broadcast_dim)
-            found = LowRank(left, found.values, found.right)
-        return split_with(matrix, found, settings, random_key=random_key)
+            found, maxima = LowRank(left, found.values, found.right), None
+        return split_with(matrix, found, settings, random_key=random_key, maxima=maxima)
 
 
 def split_with(
-    matrix: Tensor, factors: LowRank, settings: OperandSplit, *, random_key: RandomKey
+    matrix: Tensor,
+    factors: LowRank,
+    settings: OperandSplit,
+    *,
+    random_key: RandomKey,
+    maxima: Maxima | None = None,
 ) -> SplitTensor:
     """Split a matrix (rows, cols) with given factors: quantise them, compute the residual, apply gains.
+
+    Args:
+        matrix: (rows, cols).
+        factors: its U, S and V.
+        settings: settings of the split.
+        random_key: key for stochastic rounding.
+        maxima: of these factors, if they are known; used once.
 
     Raises:
         UserError: a gain function returns an invalid result.
     """
-    quantize, dtype = quantizer(settings.q_factors).quantize, product_dtype(matrix.dtype)
+    of_factors, dtype = quantizer(settings.q_factors), product_dtype(matrix.dtype)
+    known = maxima if maxima is not None and takes_row_maximum(of_factors) else None
     ready = dtype if dtype == torch.bfloat16 and is_decoded_once(matrix.device) else None
     left, right = (
-        quantize(factor.t().contiguous(), random_key=_derived(random_key, side), operand_dtype=ready)
-        for factor, side in ((factors.left, "left"), (factors.right, "right"))
+        of_factors.quantize(
+            getattr(factors, side).t().contiguous(),
+            random_key=_derived(random_key, side),
+            tensor_amax=None if known is None else getattr(known, side),
+            operand_dtype=ready,
+        )
+        for side in ("left", "right")
     )
     chosen = gain(settings.gains)
     values, gained, residual_gain = factors.values, factors.values, 1.0
@@ -175,16 +196,18 @@ def split_with(
     else:
         tall = scaled_left(left, values.to(torch.float32), dtype).contiguous()  # twice as fast below
         flat = right_factor(right, dtype)
-    residual, amax = _residual(matrix, tall, flat)
+    residual, amax = _residual(matrix, tall, flat, None if maxima is None else maxima.residual)
     is_same = settings.order != "seed" and values is gained and is_decoded_once(matrix.device)
     products = (tall, flat) if is_same else None
     return SplitTensor(residual, left, gained.to(torch.float32), right, residual_gain, amax, products)
 
 
-def _residual(matrix: Tensor, tall: Tensor, flat: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Matrix - tall · flat in the matrix's dtype, and its amax if that comes with it."""
+def _residual(
+    matrix: Tensor, tall: Tensor, flat: Tensor, cleared: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Matrix - tall · flat in the matrix's dtype, and its amax if that comes with it, in `cleared` memory."""
     if launch_residual.covers(matrix, tall, flat):
-        return launch_residual.residual(matrix, tall.contiguous(), flat.contiguous())
+        return launch_residual.residual(matrix, tall.contiguous(), flat.contiguous(), cleared)
     return torch.addmm(matrix.to(tall.dtype), tall, flat, alpha=-1).to(matrix.dtype), None
 
 
@@ -219,8 +242,8 @@ def _factors(
     step: int,
     is_replay: bool,
     random_key: RandomKey,
-) -> LowRank:
-    """New or stored factors of a matrix; updates the state for the next use."""
+) -> tuple[LowRank, Maxima | None]:
+    """New or stored factors of a matrix, and maxima of new ones; updates the state for the next use."""
     cuda_graphs.refuse(
         matrix.device,
         "the choice of a split's factors, and read directions that later steps replace",
@@ -235,7 +258,7 @@ def _factors(
             if not is_replay:
                 state.finish(fitting)
                 state.count("reused")
-            return reused
+            return reused, None
     is_misfit = kept.directions is not None and (fitting is None or not is_due)
     start = fitting if settings.method in WARM_METHODS else None
     found = _found(matrix, settings, start, rank, random_key)
@@ -244,7 +267,7 @@ def _factors(
         state.count("qr_fallback", found.fallbacks)
         state.count("misfit", int(is_misfit))
         state.finish(_to_keep(found, settings, (start or Kept()).refreshes + 1, step))
-    return found.low_rank
+    return found.low_rank, found.maxima
 
 
 def _nothing(matrix: Tensor, rank: int) -> LowRank:
@@ -331,6 +354,6 @@ def _derived(random_key: RandomKey, purpose: str) -> RandomKey:
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[object]:
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # torch rejects "meta" there
         return torch.autocast(device_type, enabled=False)
     return nullcontext()

@@ -37,7 +37,7 @@ def check(session):
 @pytest.fixture
 def here(monkeypatch):
     """Device and commit of quick tests, which need not look for them."""
-    monkeypatch.setattr(runner, "found_device", lambda: HERE[0])
+    monkeypatch.setattr(runner, "found_device", lambda say: HERE[0])
     monkeypatch.setattr(runner, "commit_of", lambda root: HERE[1])
 
 
@@ -63,7 +63,7 @@ def test_a_verdict_follows_from_value_and_limits(finding, status):
     assert finding.status == status
 
 
-def test_figures_are_written_without_exponents(tmp_path):
+def test_figures_from_1000_on_are_written_out(tmp_path):
     report = Report(tmp_path, *HERE)
     for finding in (
         info("speed", 123456.0, " tokens/s"),
@@ -99,12 +99,12 @@ def test_the_summary_has_every_row_and_the_worst_status_closes_a_step(tmp_path):
     with report.path.open("a") as file:
         file.write('{"step": "run", "che')  # the process was killed while it wrote
     assert not report.is_done("run")
-    text = report.write_summary({"bits": "2 bits", "run": "6 a run"}).read_text()
+    text = report.write_summary({"bits": "2 bits", "run": "6 a run", "memory": "7 memory"}).read_text()
     assert "| 2 bits | encoding | 3 different bytes | ≤ 0 different bytes | **fail** |  | a \\| b |" in text
     assert "| 2 bits | sanitizer |  |  | skip |  | not in PATH |" in text
     assert "| 6 a run | copy | 4.2 TB/s | ≥ 4 TB/s | pass | 1830 MHz, 410 W |  |" in text
     assert "- 1 fail: " in text
-    assert "- not run: 6 a run" in text
+    assert "- not finished: 6 a run\n- not run: 7 memory\n" in text
 
 
 def test_a_line_break_of_unicode_in_a_note_loses_no_row(tmp_path):
@@ -321,8 +321,32 @@ def test_a_commit_with_changes_is_named_by_its_changes(tmp_path):
 def test_steps_are_chosen_by_name_or_number():
     assert [step.name for step in runner.chosen_steps("3, bits,0")] == ["machine", "bits", "kernels"]
     assert len(runner.chosen_steps(None)) == len(STEPS) == 12
-    with pytest.raises(UserError, match="layers"):
-        runner.chosen_steps("layers")
+    for wrong in ("layers", "12", "3,nothing"):
+        with pytest.raises(
+            UserError, match=r"unknown step .*: known: 0 machine, 1 ceilings, .*, 11 launches$"
+        ):
+            runner.chosen_steps(wrong)
+
+
+def test_wrong_steps_are_refused_before_torch_is_imported():
+    code = (
+        "import sys; sys.path.insert(0, 'tools'); import first_gpu_hour\n"
+        "sys.exit(9 if first_gpu_hour.main(['--steps', '12']) != 2 or 'torch' in sys.modules else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == 0
+
+
+@pytest.mark.usefixtures("here")
+def test_the_summary_of_an_interrupted_step_says_that_it_is_not_finished(tmp_path, monkeypatch):
+    def interrupted(report, step):
+        passes(report, step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_run_in_process", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_steps(tmp_path, list(STEPS[:1]), say=[].append)
+    summary = (tmp_path / "summary.md").read_text()
+    assert "- not finished: 0 machine and install\n- not run: 1 ceilings, " in summary
 
 
 def test_the_file_system_of_a_path_is_that_of_the_nearest_mount():

@@ -54,6 +54,15 @@ def test_a_layer_quantises_three_matrices_and_decodes_two():
     assert {name: names.count(name) for name in names} == wanted
 
 
+@pytest.mark.parametrize(("operands", "count", "fills"), [(1, 28, 2), (2, 47, 1)])
+def test_splits_find_the_maxima_of_their_parts_while_they_write_them(operands, count, fills):
+    blocks = {key: {"rank": 8} for key in ("split_grad_output", "split_input")[:operands]}
+    kernels = layer_kernels(mlb.recipe({"base": "nvfp4", **blocks}), SIZES)
+    names = [each.name for each in kernels]
+    assert launches(kernels) == count
+    assert names.count("zeros") == names.count("fp4.amax_kernel") == fills  # of operands that are not split
+
+
 def test_fp8_products_are_counted_and_take_half_the_time():
     chosen = mlb.recipe({"base": "mxfp4", "gemm": "fp8"})
     m, k, n = SIZES

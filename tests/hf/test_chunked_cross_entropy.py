@@ -408,9 +408,9 @@ def test_a_head_that_is_replaced_is_told_and_a_second_call_changes_it():
     torch.testing.assert_close(found.loss, expected)
 
 
-def test_a_second_derivative_is_an_error_and_first_ones_with_a_graph_keep_their_bits():
+def test_a_graph_of_gradients_is_an_error():
     def penalised(loss_of, wanted):
-        """Loss and a penalty on a gradient; `hidden` is no leaf."""
+        """Loss and a penalty on a gradient."""
         source, weight, targets = operands(torch.float64)
         loss = loss_of(source * 2, weight, targets)
         (gradient,) = torch.autograd.grad(loss, source if wanted == "hidden" else weight, create_graph=True)
@@ -420,9 +420,11 @@ def test_a_second_derivative_is_an_error_and_first_ones_with_a_graph_keep_their_
         penalised(whole, wanted)  # as without the option
         with pytest.raises(UserError, match=r"^second derivatives of chunked_cross_entropy are not .*false"):
             penalised(sum_of_losses, wanted)
-    found = []
-    for create_graph in (False, True):
-        hidden, weight, targets = operands(torch.float32)
-        loss = sum_of_losses(hidden, weight, targets)
-        found.append(torch.autograd.grad(loss, (hidden, weight), create_graph=create_graph))
-    assert all(map(torch.equal, *found))
+
+
+def test_hidden_states_in_another_dtype_are_rejected_as_in_the_projection():
+    hidden, weight, targets = operands(torch.float32)
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.nn.functional.linear(hidden, weight.bfloat16())
+    with pytest.raises(UserError, match=r"hidden states in its torch\.bfloat16, not torch\.float32"):
+        sum_of_losses(hidden, weight.bfloat16(), targets)

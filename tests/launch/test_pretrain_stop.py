@@ -138,7 +138,17 @@ def test_sigterm_ends_a_dry_run_with_one_line(tmp_path):
     process = start("python", "--ds-config", write_config(tmp_path), "--dry-run", cwd=tmp_path)
     wait_for_library(process, "torch")
     process.send_signal(signal.SIGTERM)
-    assert ended(process) == (143, "ended by SIGTERM before the end of the dry run\n")
+    assert ended(process) == (143, f"{START}ended by SIGTERM before the end of the dry run\n")
+
+
+@pytest.mark.parametrize(
+    ("flag", "before"), [("--dry-run", "the end of the dry run"), ("--prepare-data", "the data were ready")]
+)
+def test_an_interrupt_ends_what_trains_nothing_with_one_line(tmp_path, flag, before):
+    process = start("python", "--ds-config", write_config(tmp_path), flag, cwd=tmp_path)
+    wait_for_library(process, "libtorch_cpu")
+    process.send_signal(signal.SIGINT)
+    assert ended(process) == (130, f"interrupted before {before}\n")
 
 
 def wait_for_port(port, process):

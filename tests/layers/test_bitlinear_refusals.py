@@ -86,8 +86,16 @@ def by_vmap(layer, x):
     )
 
 
+def dual_later(layer, x):
+    """Only a later weight is dual, and so is the layer's output gradient."""
+    output = layer(x.clone().requires_grad_())
+    with forward_ad.dual_level():
+        later = forward_ad.make_dual(torch.ones(32, 1), torch.ones(32, 1))
+        torch.autograd.grad((output @ later).sum(), list(layer.parameters()))
+
+
 AT_ONCE = r"takes one output gradient at a time: call backward for each .*restore"
-FORWARD_MODE = r"has no forward-mode derivatives: use backward\(\), or call restore\(model\)$"
+FORWARD_MODE = r"has no forward-mode derivatives: use backward\(\), or .*restore.*$"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +103,7 @@ FORWARD_MODE = r"has no forward-mode derivatives: use backward\(\), or call rest
     [
         (dual, FORWARD_MODE),
         (dual_weights, FORWARD_MODE),
+        (dual_later, FORWARD_MODE),
         (lambda layer, x: jacobian(layer, x, vectorize=True, strategy="forward-mode"), FORWARD_MODE),
         (batched, AT_ONCE),
         (by_vmap, AT_ONCE),
@@ -103,6 +112,7 @@ FORWARD_MODE = r"has no forward-mode derivatives: use backward\(\), or call rest
     ids=[
         "dual input",
         "dual weights",
+        "dual output gradient",
         "forward-mode jacobian",
         "batched gradients",
         "gradients by vmap",

@@ -10,6 +10,8 @@ from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.pretrain import command_line
 from megalowbit.pretrain.command_line import build_parser, main
 
+START = "start     importing torch and DeepSpeed\n"
+
 
 def test_launcher_arguments_are_accepted_and_ranks_come_from_the_environment(tmp_path):
     config = str(tmp_path / "x.json")
@@ -78,7 +80,9 @@ def test_a_thread_count_chosen_by_the_user_is_kept(tmp_path, monkeypatch):
 def test_data_can_be_prepared_in_advance(tmp_path, capsys):
     config = str(write_config(tmp_path))
     assert main(["--ds-config", config, "--prepare-data"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    found = capsys.readouterr()
+    lines = found.out.splitlines()
+    assert found.err == START
     assert lines[0].startswith("data      tokenising ")  # before the work, which may take minutes
     assert "sequences of 32 tokens are ready in" in lines[-1]
     assert main(["--ds-config", config, "--prepare-data"]) == 0
@@ -116,23 +120,26 @@ def test_data_of_a_run_on_many_processes_is_prepared_by_one(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "count", "said"),
     [
-        ([], "== processes\n4 (1 × 4: data 1, tensor 4), the smallest process grid of this configuration"),
-        (["--processes", "8"], "== processes\n8 (2 × 4: data 2, tensor 4)\n"),
+        ([], 4, "== processes\n4 (1 × 4: data 1, tensor 4), the smallest process grid of this configuration"),
+        (["--processes", "8"], 8, "== processes\n8 (2 × 4: data 2, tensor 4)\n"),
         (
             ["--set", "gradient_accumulation_steps=16", "--set", "train_micro_batch_size_per_gpu=2"],
+            16,
             "== processes\n16 (4 × 4: data 4, tensor 4), the smallest",
         ),
     ],
 )
-def test_one_process_sizes_a_run_of_many(more, said, capsys, tmp_path):
+def test_one_process_sizes_a_run_of_many(more, count, said, capsys, tmp_path):
     config = write_config(tmp_path)
     batch = ["--set", "train_batch_size=128"]
     model = ["--set", "megalowbit.model.overrides.n_head=4", "--set", "megalowbit.model.overrides.n_embd=64"]
     batch += ["--set", "gradient_accumulation_steps=auto"]
     assert main(["--ds-config", str(config), "--dry-run", *FOR_FOUR, *batch, *model, *more]) == 0
-    assert said in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert f"\n== memory of one of {count} processes (estimate)\n" in printed
 
 
 @pytest.mark.parametrize("more", [["--processes", "0", "--dry-run"], ["--processes", "4"]])
@@ -148,7 +155,6 @@ def test_an_unsuitable_number_of_processes_is_reported(capsys, tmp_path):
 
 
 IMPORTS = "megalowbit.engine.process_start.import_deepspeed"
-START = "start     importing torch and DeepSpeed\n"
 
 
 @pytest.mark.parametrize(
@@ -165,13 +171,13 @@ START = "start     importing torch and DeepSpeed\n"
             ["--dry-run"],
             "megalowbit.pretrain.estimate.dry_run.describe",
             "",
-            "interrupted before the end of the dry run",
+            f"{START}interrupted before the end of the dry run",
         ),
         (
             ["--prepare-data"],
             "megalowbit.data.loader.count_samples",
             "",
-            "interrupted before the data were ready",
+            f"{START}interrupted before the data were ready",
         ),
     ],
     ids=["run", "benchmark", "dry-run", "prepare-data"],
@@ -188,7 +194,8 @@ def test_ctrl_c_says_what_was_not_done_and_whether_it_can_continue(
     found = capsys.readouterr()
     assert found.out == out  # before imports that take seconds
     assert found.err.startswith(message)
-    assert found.err.count("\n") == 1
+    assert found.err.count("\n") == message.count("\n") + 1
+    assert (found.out + found.err).count(START) == 1
     if not more:
         for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)

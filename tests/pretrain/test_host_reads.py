@@ -6,11 +6,15 @@ Of the places below, only those in `DEVICE` wait for a GPU; the others do not ex
 that is on the host anyway.
 """
 
+import json
+
 import pytest
 import torch
+from forked_ranks import run_ranks
 from host_reads import HostReads
 from quick_cases import slow_except
 
+from launchers import write_config
 from megalowbit.pretrain.loop import train_step
 
 DEVICE = {"megalowbit.optim.gradients.norm.read": 1}  # norm, flag, loss, counts: one copy
@@ -20,16 +24,34 @@ ON_THE_HOST = {
     "megalowbit.layers.matmul.gemms.add_product",  # CPUs: as a factor of a sum in main_grad
     "megalowbit.layers.matmul.gemms.finish",  # CPUs: the same for the C kernel, in fp16 and fp32
     "megalowbit.spectral.orthogonal.cholesky_rows",  # CPUs: whether LAPACK failed
+    "megalowbit.engine.pipeline.micro_batches._check_range",  # of batches on the host
     "deepspeed.runtime.utils.is_invalid_grad_norm",  # ZeRO: the norm has been read before
     "deepspeed.runtime.zero.partition_parameters.__init__",  # ZeRO 3: to the device by its name, here "cpu"
 }
 
 
-def reads_of_a_step(job):
-    train_step(job)  # state is made, kernels are checked
-    with pytest.MonkeyPatch.context() as patch, HostReads(patch) as reads:
-        step = train_step(job)
+SPECULATION = (
+    "megalowbit.recipe=speculative-int8",
+    'megalowbit.speculation={"candidates": ["int8", "bf16"], "threshold_db": 15, "every": EVERY}',
+)
+
+
+def step_of_the_loop(job):
+    """A step with its components, the loss guard among them, as `loop.train` takes it."""
+    for component in job.components:
+        component.before_step(job.step)
+    step = train_step(job)
     assert not step.is_skipped
+    for component in job.components:
+        list(component.after_step(job.step, step.facts))
+    job.loss_guard.judge(job.step, job.totals.final_loss, is_skipped=False)
+
+
+def reads_of_a_step(job):
+    for _ in range(2):  # state is made, kernels are checked; speculation quantises from the second step on
+        step_of_the_loop(job)
+    with pytest.MonkeyPatch.context() as patch, HostReads(patch) as reads:
+        step_of_the_loop(job)
     return reads.places
 
 
@@ -49,6 +71,13 @@ CASES = {
     "ZeRO 1": ["zero_optimization.stage=1"],
     "ZeRO 2": ["zero_optimization.stage=2"],
     "ZeRO 3": ["zero_optimization.stage=3"],
+    "ZeRO 3 with offload": [
+        "zero_optimization.stage=3", 'zero_optimization.offload_optimizer={"device": "cpu"}',
+        'zero_optimization.offload_param={"device": "cpu"}',
+    ],
+    "loss guard": ['megalowbit.loss_guard={"nonfinite": "rollback", "spike": "rollback"}'],
+    "profiler": ['megalowbit.profile={"first_step": 1, "steps": 4}'],
+    "speculation between checks": [each.replace("EVERY", "4") for each in SPECULATION],
 }  # fmt: skip
 
 
@@ -61,6 +90,46 @@ def test_a_step_reads_the_device_once(build_job, case):
     for place in ON_THE_HOST:
         places.pop(place, None)
     assert places == DEVICE
+
+
+def test_a_check_of_speculation_is_a_second_read(build_job):
+    places = reads_of_a_step(build_job(*(each.replace("EVERY", "1") for each in SPECULATION)))
+    for place in ON_THE_HOST:
+        places.pop(place, None)
+    assert places == {**DEVICE, "megalowbit.speculation.exchange.pool": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("tensor_parallel.autotp_size=2", {}),
+        (
+            "pipeline.stages=2",
+            {
+                "megalowbit.distributed.process_group.is_true_anywhere": 1,  # whether all ranks have a batch
+                "megalowbit.pretrain.overflow_retry._pipeline_attempt": 1,  # the loss, after the schedule
+            },
+        ),
+    ],
+)
+def test_ranks_read_their_devices_once_and_stages_of_a_pipeline_three_times(tmp_path, layout, more):
+    config = write_config(tmp_path, block={"run": {"steps": 2}})
+    done = run_ranks(
+        "--ds-config",
+        config,
+        "--set",
+        layout,
+        cwd=tmp_path,
+        processes=2,
+        hook="tests.layers.host_reads.install",
+    )
+    assert done.code == 0, done.output
+    for rank in range(2):
+        places = json.loads((tmp_path / f"reads-{rank}.json").read_text())
+        for place in ON_THE_HOST:
+            places.pop(place, None)
+        assert places == {**DEVICE, **more}
 
 
 def test_every_read_is_found(build_job):

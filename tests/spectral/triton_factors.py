@@ -14,6 +14,7 @@ from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.tensor_statistics import tensor_maximum
 from megalowbit.spectral import low_rank, orthogonal
+from megalowbit.spectral import split as splitting
 from megalowbit.spectral.orthogonal import cholesky_rows
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import right_factor, scaled_left, split
@@ -122,6 +123,11 @@ def check_order(device):
             (found.directions, expected.directions),
         ):
             torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
+        encoding = quantizer("nvfp4e2m1bnosr").encoding
+        for side in ("left", "right"):
+            expected_maximum = tensor_maximum(getattr(found.low_rank, side).t(), encoding)
+            assert torch.equal(getattr(found.maxima, side), expected_maximum)
+        assert float(found.maxima.residual) == 0
 
 
 def check_factors(device):
@@ -173,6 +179,11 @@ def check_split(device):
             "random_key": RandomKey(1),
         }
         found = split(x, settings, SplitState(), **arguments)
+        encoding = quantizer("nvfp4e2m1bnosr").encoding
+        assert torch.equal(found.residual_amax, tensor_maximum(found.residual, encoding))
+        with mock.patch.object(splitting, "takes_row_maximum", return_value=False):
+            again = split(x, settings, SplitState(), **arguments)  # the quantizer finds the factors' maxima
+        assert all(torch.equal(a, b) for a, b in zip(parts_of(found), parts_of(again), strict=True))
         with on_torch():
             expected = split(x, settings, SplitState(), **arguments)
         assert found.residual_amax is not None
@@ -183,6 +194,11 @@ def check_split(device):
             torch.testing.assert_close(done.residual.double(), exact, rtol=2.0**-7, atol=1e-3)
         ours, theirs = (float(each.residual.double().norm()) for each in (found, expected))
         assert abs(ours / theirs - 1) < 0.02, (ours, theirs)
+
+
+def parts_of(done):
+    """What a split consists of."""
+    return [done.residual, done.residual_amax, done.values, done.left.dequantize(), done.right.dequantize()]
 
 
 def tensors(found):

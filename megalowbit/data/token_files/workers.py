@@ -176,6 +176,9 @@ class _Workers:
 
 def _start() -> subprocess.Popen[bytes]:
     paths = json.dumps([path or os.getcwd() for path in sys.path])  # noqa: PTH109 - "" is the working folder
+    # Ctrl-C reaches all processes, and the parent ends the others. They inherit the mask, so an interrupt
+    # while one starts prints no traceback.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, paths],
@@ -187,6 +190,8 @@ def _start() -> subprocess.Popen[bytes]:
         raise UserError(
             f"processes that tokenise cannot be started ({error.strerror or error}): lower data.workers"
         ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _send(process: subprocess.Popen[bytes], content: bytes) -> None:
@@ -208,7 +213,6 @@ def _ended(process: subprocess.Popen[bytes], texts: list[str]) -> UserError:
 
 def serve() -> None:
     """Answer batches from stdin with ids on stdout, until stdin ends: the program of each process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends this one
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what libraries print must not be taken for an answer
         try:

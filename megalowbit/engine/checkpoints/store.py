@@ -131,7 +131,7 @@ class CheckpointStore:
         point_latest_at(self.path_of(step))
         for path in reversed(later):
             if is_file(path / MANIFEST):
-                remove_checkpoint(path)
+                self._remove(path)
             else:
                 self._clear_incomplete(path)
         return later
@@ -161,6 +161,7 @@ class CheckpointStore:
         self._verified.add(path)
 
     def _set_aside(self, path: Path, reason: str) -> None:
+        self._remove_names_of(path)
         try:
             target = set_aside(path)
         except OSError as error:
@@ -276,6 +277,19 @@ class CheckpointStore:
             except OSError as error:
                 logger.warning("%s cannot be removed: %s", self.folder / name, error.strerror)
 
+    def _remove(self, path: Path) -> None:
+        self._remove_names_of(path)
+        remove_checkpoint(path)
+
+    def _remove_names_of(self, path: Path) -> None:
+        """Remove files such as `best` that name a checkpoint which goes; what has written them may be off."""
+        for file in self.folder.iterdir():
+            try:
+                if is_file(file) and file.stat().st_size == len(path.name) and file.read_text() == path.name:
+                    file.unlink()
+            except (OSError, UnicodeDecodeError) as error:
+                logger.warning("%s cannot be removed: %s", file, error)
+
     def _prune(self, saved: Path, spare: Collection[int]) -> None:
         """Remove all checkpoints but the newest `keep` complete ones, `spare` and `saved`.
 
@@ -293,7 +307,7 @@ class CheckpointStore:
                     self._set_aside(self.path_of(step), f"checkpoint {self.path_of(step)} lacks files")
                 elif step not in kept and step < steps[-1]:
                     if step in steps:
-                        remove_checkpoint(self.path_of(step))
+                        self._remove(self.path_of(step))
                     else:
                         self._clear_incomplete(self.path_of(step))
         except (OSError, UserError) as error:

@@ -83,7 +83,7 @@ def check_values(inputs: Inputs, labels: Tensor, limits: BatchLimits) -> None:
     """Reject tokens and positions beyond the model's limits; takes the result of `as_inputs_and_labels`."""
     tokens, *extras = inputs if isinstance(inputs, tuple) else (inputs,)
     _check_range("input_ids", tokens, limits.vocabulary, "the vocabulary")
-    _check_range("labels", labels[labels != IGNORED_LABEL], limits.vocabulary, "the vocabulary and -100")
+    _check_range("labels", labels, limits.vocabulary, "the vocabulary and -100", ignored=IGNORED_LABEL)
     if limits.positions is None:
         return
     if len(extras) > 1:
@@ -128,8 +128,12 @@ def _check_tensors(given: Mapping[str, Any]) -> None:
             )
 
 
-def _check_range(name: str, values: Tensor, size: int, what: str) -> None:
-    if values.device.type != "cpu" or not values.numel():
+def _check_range(name: str, values: Tensor, size: int, what: str, ignored: int | None = None) -> None:
+    if values.device.type != "cpu":  # the host would wait for the device
+        return
+    if ignored is not None:
+        values = values[values != ignored]
+    if not values.numel():
         return
     for value in (int(values.min()), int(values.max())):
         if not 0 <= value < size:

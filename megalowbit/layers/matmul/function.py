@@ -28,10 +28,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
 from megalowbit import cuda_graphs
-from megalowbit.errors import UserError
+from megalowbit.backward_checks import check_backward
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand, once
@@ -43,17 +42,13 @@ from megalowbit.layers.matmul.split import Side, add_split_product, multiply_spl
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe, operand_quantizers
 from megalowbit.quantize.quantized_tensor import matrix_shape
-from megalowbit.second_derivatives import differentiable_once
 
 # For each product: whether its left and its right operand are transposed. Operands are stored in the order of
 # their tensors: input (M, K), weight (N, K), grad_output (M, N).
 TRANSPOSES = MappingProxyType(
     {"output": (False, True), "grad_input": (False, False), "grad_weight": (True, False)}
 )
-ONCE_ONLY = (
-    "second derivatives of a low-bit layer are not defined: use mlb.restore on the model, or name the "
-    "layer in the recipe's `keep`"
-)
+PLAIN_LAYER = "use mlb.restore on the model, or name the layer in the recipe's `keep`"
 
 
 class Forward(NamedTuple):
@@ -435,16 +430,7 @@ class LowbitLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight, bias and factors, from grad_output (…, out_features)."""
-        if is_batchedtensor(grad_output) or is_legacy_batchedtensor(grad_output):
-            raise UserError(
-                f"{ctx.context.title} takes one output gradient at a time: call backward for each (without "
-                "is_grads_batched, vectorize or vmap), or call restore(model)"
-            )
-        gradients = functools.partial(LowbitLinear._gradients, ctx, grad_output)
-        return differentiable_once(ctx, grad_output, gradients, ONCE_ONLY)
-
-    @staticmethod
-    def _gradients(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        check_backward(grad_output, ctx.context.title, PLAIN_LAYER)
         (saved_input, saved_weight), factors = restore_operands(ctx)
         gradients = backward_products(
             ctx.context,

@@ -272,7 +272,7 @@ def _matrices(
     b = right.operand(dtype, transpose=transpose_right)
     if compute_dtype != torch.bfloat16 or dtype != torch.float32:
         return a, b
-    if torch.float32 in (left.exact_dtype, right.exact_dtype):  # needed
+    if torch.float32 in (left.exact_dtype, right.exact_dtype):  # bf16 would lose digits
         return a, b
     return rounded_to_bf16(a, left), rounded_to_bf16(b, right)
 
@@ -308,6 +308,13 @@ def _combined_scale(left: Operand, right: Operand) -> Tensor | None:
 
 def no_autocast(device_type: str) -> AbstractContextManager[object]:
     """Disable autocast around a product if it is enabled."""
-    if torch.is_autocast_enabled(device_type):
+    if autocast_dtype(device_type) is not None:
         return torch.autocast(device_type, enabled=False)
     return nullcontext()
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Autocast's precision on a device; `None` if autocast is off, as always for meta tensors."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):  # torch rejects "meta" there
+        return torch.get_autocast_dtype(device_type)
+    return None

@@ -42,6 +42,10 @@ from megalowbit.optim.kernels import cpu as cpu_kernels
 
 FactorOf = Callable[[torch.nn.Parameter], float]
 SPARSE = "sparse gradients are not supported: build embeddings with sparse=False"
+HAS_GRAPH = (
+    "backward(create_graph=True) would lose the graph of gradients that are summed in main_grad: use "
+    "torch.autograd.grad"
+)
 
 
 class GradBuffer:
@@ -269,6 +273,8 @@ class GradBuffer:
             return
         if gradient.is_sparse:
             raise UserError(SPARSE)
+        if gradient.requires_grad:
+            raise UserError(HAS_GRAPH)
         if gradient.dtype != parameter.dtype:  # torch also rounds fp32 gradients of custom functions
             gradient = gradient.to(parameter.dtype)
         self._note_arrival(parameter)

@@ -27,15 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalowbit.backward_checks import reject_create_graph
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import is_finite_number
 from megalowbit.optim.loss_scale.state import is_whole, plain_number
 from megalowbit.optim.statistics.layer_scaling_settings import LayerScalingSettings
-from megalowbit.second_derivatives import differentiable_once
 
 logger = logging.getLogger(__name__)
-
-ONCE_ONLY = "second derivatives are not defined with layer_scaling: leave it out"
 
 RECOVERY_STEPS = 1000  # applied steps after which a block regains an octave lost to an overflow
 MOST_OCTAVES = 4096  # more than between any two numbers
@@ -88,13 +86,10 @@ class _MultiplyGradient(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        factor, (gradient,) = ctx.factor(), gradients
-
-        def multiply() -> list[Tensor]:
-            return [gradient if factor == 1.0 else gradient * factor]
-
-        return *differentiable_once(ctx, gradient, multiply, ONCE_ONLY), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        reject_create_graph("a model with layer_scaling", "leave it out")
+        factor = ctx.factor()
+        return (gradients[0] if factor == 1.0 else gradients[0] * factor), None
 
 
 class _Block:

@@ -137,6 +137,13 @@ class Profiler(Component):
             self._attach()
         return line
 
+    def count(self, steps: range) -> int:
+        """How many of these steps are profiled, once the process has begun its first one."""
+        if self._first is None:
+            return 0
+        first, after = max(steps.start, self._first), min(steps.stop, self._first + self._settings.steps)
+        return max(0, after - first)
+
     def _choose_first(self, step: int) -> str | None:
         """Choose the first profiled step; a line if it has been trained in an earlier part of the run."""
         settings = self._settings

@@ -35,7 +35,7 @@ from megalowbit.errors import UserError, file_system_error
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
-from megalowbit.pretrain.components.profiler import ProfileSettings
+from megalowbit.pretrain.components.profiler import Profiler, ProfileSettings
 from megalowbit.pretrain.components.throughput import Throughput
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
@@ -60,6 +60,7 @@ class BenchmarkResult:
         seconds: of each counted step.
         tokens_per_step: over all ranks.
         skipped_steps: counted steps whose update was left out; they are faster than others.
+        profiled_steps: counted steps that were profiled; they are slower than others.
         speeds: `tflops_per_device`, and with a known peak `mfu` and `mfu_palm`, of the median step.
         peak_memory: the most bytes of tensors on one device; None without a GPU.
     """
@@ -67,6 +68,7 @@ class BenchmarkResult:
     seconds: tuple[float, ...]
     tokens_per_step: int
     skipped_steps: int
+    profiled_steps: int
     speeds: dict[str, Fact]
     peak_memory: int | None
 
@@ -109,6 +111,11 @@ class BenchmarkResult:
             ),
             ("memory", memory, "MFU (PaLM)", columns.percent_text(self.speeds.get("mfu_palm"))),
         ]
+        if self.profiled_steps:
+            rows.insert(
+                1,
+                ("profiled", f"{self.profiled_steps} of the {len(seconds)} steps, which are slower", "", ""),
+            )
         lines = [f"{a:<12}{b:<28}{c:<12}{d}".rstrip() for a, b, c, d in rows]
         return "\n".join([" Benchmark ".center(WIDTH, "="), *lines, "=" * WIDTH])
 
@@ -158,16 +165,18 @@ def measure(job: Job, steps: int, identity: ProcessIdentity) -> BenchmarkResult:
     is_cuda = job.engine.device.type == "cuda"
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(job.engine.device)
-    skipped_before = job.totals.skipped_steps
+    skipped_before, counted = job.totals.skipped_steps, range(job.step + 1, job.step + steps + 1)
     seconds = _train(job, steps, identity)
     throughput = job.find(Throughput)
     assert throughput is not None  # every run has one
+    profiler = job.find(Profiler)
     memory = torch.cuda.max_memory_allocated(job.engine.device) if is_cuda else None
     peaks = [each for each in gather(memory) if each is not None]
     return BenchmarkResult(
         seconds=seconds,
         tokens_per_step=job.tokens_per_step,
         skipped_steps=job.totals.skipped_steps - skipped_before,
+        profiled_steps=0 if profiler is None else profiler.count(counted),
         speeds=throughput.of_speed(job.tokens_per_step / median(seconds)),
         peak_memory=max(peaks, default=None),
     )

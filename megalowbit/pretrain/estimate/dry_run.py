@@ -111,8 +111,10 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     settings = config.settings
     speculation, switch = settings.of(SpeculationSettings), settings.of(LateSwitchSettings)
     memory = estimate_run(config, recipe)
+    count = config.grid.world_size  # again, because readers of the last part have scrolled past the first one
+    whose = "the only process" if count == 1 else f"one of {count} processes"
     sections = {
-        "memory of one process (estimate)": str(memory) + (UPPER_BOUND_NOTE if speculation else ""),
+        f"memory of {whose} (estimate)": str(memory) + (UPPER_BOUND_NOTE if speculation else ""),
     }
     if speculation is not None:
         sections["speculation"] = describe_speculation(speculation)

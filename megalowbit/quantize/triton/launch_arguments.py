@@ -249,7 +249,7 @@ def launch(kernel: Any, programs: int, device: torch.device, **arguments: Any) -
 
 
 def launch_fixed(kernel: Any, device: torch.device, fixed: FixedArguments, **given: Any) -> None:
-    """As `launch`, with arguments that are kept, and tensors and signed numbers that are not.
+    """As `launch`, with arguments that are kept, and tensors and numbers that are not.
 
     One `fixed` always comes with the same kernel, dtypes and order of names.
     """

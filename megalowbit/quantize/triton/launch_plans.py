@@ -8,9 +8,9 @@ the same grid, stream and arguments. A launch with options of its own, such as `
 
 This relies on Triton's internals. It is done only for NVIDIA GPUs and versions in `CHECKED`, and only if the
 functions that it replaces read what they read in those versions; another `JITFunction.run` is looked at
-again, and gets new plans. While hooks of a profiler are set, or
-Triton's debug or instrumentation options, launches are Triton's. Triton's check that globals of a kernel have
-not changed is left out. The interpreter is not affected.
+again, and gets new plans. While hooks of a profiler are set, or Triton's debug or instrumentation options,
+launches are Triton's. Triton's check that globals of a kernel have not changed is left out. The interpreter
+is not affected.
 
 A launcher that keeps what no tensor's address decides (`FixedArguments`) has a shorter way: the alignment of
 the tensors finds the plan. The compiled kernel takes addresses, so tensors are passed in the dtype they have.
@@ -94,9 +94,13 @@ class Layout:
             self._specialized(values),
             tuple([each.dtype for each in tensors]),
             tuple([each.data_ptr() & 15 == 0 for each in tensors]),
-            tuple([-WORDS <= each < WORDS or each < 2**63 for each in self._free(values)]),
-            tuple([-WORDS <= each < WORDS for each in self._free(values)]),
+            _number_types(self._free(values)),
         )
+
+
+def _number_types(numbers: tuple[int, ...]) -> tuple[str, ...]:
+    """Triton's types of numbers that it does not specialise."""
+    return tuple(["i32" if -WORDS <= each < WORDS else "i64" if each < 2**63 else "u64" for each in numbers])
 
 
 def _getter(indices: list[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -143,10 +147,10 @@ class KernelPlans:
         if found is None:
             found = fixed.plans[kinds] = GivenArguments(kinds)
         numbers = found.numbers(values)
-        # kernels do not specialise numbers further; `map` of functions in C is much faster than a loop
-        is_narrow = not numbers or (max(numbers) < WORDS and min(numbers) >= -WORDS)
+        # kernels do not specialise numbers further; `max`, `min` and `map` in C are much faster than a loop
+        is_i32 = not numbers or (max(numbers) < WORDS and min(numbers) >= -WORDS)  # in nearly every launch
         alignments = tuple(map(_LOW_BITS, map(_ADDRESS, found.tensors(values))))
-        key = active, device, JITFunction.run, is_narrow, alignments
+        key = active, device, JITFunction.run, is_i32 or _number_types(numbers), alignments
         plan = found.compiled.get(key)
         if plan is None or is_observed() or self.kernel.pre_run_hooks:
             compiled = self.launch(fixed.programs, fixed.complete(given))

@@ -3,7 +3,8 @@
 Cholesky QR takes three kernels: partial Gram matrices, one program that turns them into the triangular
 transform, and the product with it. Two more order the directions by length. In plain torch the same takes a
 hundred kernels of a few microseconds each. Sums have a fixed order, so results repeat bitwise. A last kernel
-subtracts the product of the factors; it also finds the maximum that NVFP4's tensor scale follows from.
+subtracts the product of the factors. NVFP4's tensor scales follow from maxima, which the kernels find when
+they write factors and residual; the kernel of the lengths, launched before, clears the memory for them.
 
 Matrices are bf16, passed as int16, see `launch_arguments`. Numbers are scaled by powers of two, so that
 squares stay in range; that is exact. `IS_WIDE` multiplies tiles of fp32, for Triton's interpreter.
@@ -21,12 +22,20 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 BLOCK = tl.constexpr(16)  # of NVFP4
 FARTHEST = tl.constexpr(126)  # exponents by which numbers are scaled
+SPACING = tl.constexpr(4)  # int32 from one maximum to the next; other addresses would be compiled for again
+CLEARED = tl.constexpr(16)  # int32 for the maxima of Uᵀ, Vᵀ and the residual, a power of two
 
 
 @triton.jit
 def _widened(bits):
     """fp32 numbers of bf16 bits."""
     return _float(bits.to(tl.int32) << 16)
+
+
+@triton.jit
+def _magnitude(bits):
+    """fp32 bits, without the sign, of bf16 bits: as integers they compare like the numbers."""
+    return _bits(_widened(bits)) & MAGNITUDE
 
 
 @triton.jit
@@ -172,9 +181,15 @@ def rows_kernel(
 
 
 @triton.jit
-def norms_kernel(x, norms, n, TILE: tl.constexpr):
-    """Length of each row of x (programs, n), without overflow of squares; fp32."""
+def norms_kernel(x, norms, maxima, n, TILE: tl.constexpr):
+    """Length of each row of x (programs, n), without overflow of squares; fp32. Also clears `maxima`.
+
+    Many programs of `order_kernel` and `residual_kernel` raise those, so an earlier launch must clear them.
+    """
     row = tl.program_id(0)
+    if row == 0:
+        i = tl.arange(0, CLEARED)
+        tl.store(maxima + i, tl.zeros_like(i))
     largest = tl.full((), 0, tl.int32)
     for first in range(0, n, TILE):
         col = first + tl.arange(0, TILE)
@@ -192,12 +207,13 @@ def norms_kernel(x, norms, n, TILE: tl.constexpr):
 
 @triton.jit
 def order_kernel(
-    norms, left, product, directions, values, ordered_left, right, next_directions, rows, cols, k, least,
-    TILE: tl.constexpr, RANK: tl.constexpr,
+    norms, left, product, directions, values, ordered_left, right, next_directions, maxima, rows, cols, k,
+    least, TILE: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """`low_rank._from_left` from the lengths of UᵀM's rows; each program moves a piece of one direction.
 
-    The first programs of a direction move Uᵀ (k, rows), the others UᵀM and the directions (k, cols).
+    The first programs of a direction move Uᵀ (k, rows), the others UᵀM and the directions (k, cols). They
+    raise `maxima` to the largest magnitudes of Uᵀ and Vᵀ. All are finite: a live row has a finite length.
     """
     tiles_left = tl.cdiv(rows, TILE)
     tiles = tiles_left + tl.cdiv(cols, TILE)
@@ -215,9 +231,9 @@ def order_kernel(
     if piece < tiles_left:
         col = piece * TILE + tl.arange(0, TILE)
         moved = tl.load(left + source.to(tl.int64) * rows + col, mask=col < rows, other=0)
-        magnitude = _bits(_widened(moved)) & MAGNITUDE
-        moved = tl.where(magnitude < INFINITY_BITS, moved, tl.zeros_like(moved))
+        moved = tl.where(_magnitude(moved) < INFINITY_BITS, moved, tl.zeros_like(moved))
         tl.store(ordered_left + place.to(tl.int64) * rows + col, moved, mask=col < rows)
+        tl.atomic_max(maxima, tl.max(_magnitude(moved), axis=0))
     else:
         col = (piece - tiles_left) * TILE + tl.arange(0, TILE)
         start, end = source.to(tl.int64) * cols, place.to(tl.int64) * cols
@@ -225,7 +241,9 @@ def order_kernel(
         found = _rounded_to_bf16(_divide(_widened(strong), own))
         old = tl.load(directions + start + col, mask=col < cols, other=0)
         is_live = own > 0
-        tl.store(right + end + col, tl.where(is_live, found, tl.zeros_like(found)), mask=col < cols)
+        kept = tl.where(is_live, found, tl.zeros_like(found))
+        tl.store(right + end + col, kept, mask=col < cols)
+        tl.atomic_max(maxima + SPACING, tl.max(tl.where(col < cols, _magnitude(kept), 0), axis=0))
         tl.store(next_directions + end + col, tl.where(is_live, found, old), mask=col < cols)
 
 

@@ -30,13 +30,28 @@ class OrthonormalRows(NamedTuple):
     fallbacks: Tensor
 
 
+class Maxima(NamedTuple):
+    """What NVFP4's tensor scales follow from; each fp32, 0-dim.
+
+    Attributes:
+        left: Uᵀ's largest magnitude.
+        right: Vᵀ's.
+        residual: 0; `launch_residual.residual` raises it, so it serves one residual.
+    """
+
+    left: Tensor
+    right: Tensor
+    residual: Tensor
+
+
 class Ordered(NamedTuple):
-    """Uᵀ (k, rows), the values (k,), Vᵀ (k, cols), and the directions to start from next (k, cols)."""
+    """Uᵀ (k, rows), the values (k,), Vᵀ (k, cols), directions to start from next (k, cols), and maxima."""
 
     left: Tensor
     values: Tensor
     right: Tensor
     directions: Tensor
+    maxima: Maxima
 
 
 def covers(rows: Tensor, *others: Tensor) -> bool:
@@ -138,7 +153,8 @@ def ordered(left: Tensor, product: Tensor, directions: Tensor, *, least: float) 
     (k, rows), cols = left.shape, product.shape[1]
     norms, values = (torch.empty(k, dtype=torch.float32, device=left.device) for _ in range(2))
     stored = as_stored(product)
-    launch(kernels.norms_kernel, k, left.device, x=stored, norms=norms, n=cols, TILE=PIECE)
+    maxima = torch.empty(kernels.CLEARED.value, dtype=torch.int32, device=left.device)  # bits of fp32
+    launch(kernels.norms_kernel, k, left.device, x=stored, norms=norms, maxima=maxima, n=cols, TILE=PIECE)
     new = [torch.empty_like(each) for each in (left, product, product)]
     pieces = -(-rows // PIECE) - (-cols // PIECE)
     launch(
@@ -153,6 +169,7 @@ def ordered(left: Tensor, product: Tensor, directions: Tensor, *, least: float) 
         ordered_left=as_stored(new[0]),
         right=as_stored(new[1]),
         next_directions=as_stored(new[2]),
+        maxima=maxima,
         rows=rows,
         cols=cols,
         k=k,
@@ -160,7 +177,8 @@ def ordered(left: Tensor, product: Tensor, directions: Tensor, *, least: float) 
         TILE=PIECE,
         RANK=tile_rank(k),
     )
-    return Ordered(new[0], values, new[1], new[2])
+    found = maxima.view(torch.float32).view(-1, kernels.SPACING.value).select(1, 0).unbind()
+    return Ordered(new[0], values, new[1], new[2], Maxima(*found[:3]))
 
 
 def tile_rank(k: int) -> int:

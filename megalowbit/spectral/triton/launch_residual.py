@@ -25,19 +25,21 @@ def covers(matrix: Tensor, tall: Tensor, flat: Tensor) -> bool:
     return launch_factors.covers(flat, matrix, tall)
 
 
-def residual(matrix: Tensor, tall: Tensor, flat: Tensor) -> Residual:
+def residual(matrix: Tensor, tall: Tensor, flat: Tensor, amax: Tensor | None = None) -> Residual:
     """Matrix - tall · flat, rounded to bf16 once; requires `covers`.
 
     Args:
         matrix: (rows, cols), any strides.
         tall: (rows, k), bf16, contiguous.
         flat: (k, cols), bf16, contiguous.
+        amax: memory for the maximum, fp32, 0-dim, that an earlier kernel has cleared; `None`: new memory.
     """
     from megalowbit.spectral.triton.factors import residual_kernel
 
     (rows, cols), device = matrix.shape, matrix.device
     out = torch.empty(rows, cols, dtype=matrix.dtype, device=device)
-    amax = torch.zeros((), dtype=torch.int32, device=device)
+    if amax is None:
+        amax = torch.zeros((), dtype=torch.float32, device=device)
     launch(
         residual_kernel,
         programs_of(cols, rows, TILE[1], TILE[0]),
@@ -46,7 +48,7 @@ def residual(matrix: Tensor, tall: Tensor, flat: Tensor) -> Residual:
         tall=as_stored(tall),
         flat=as_stored(flat),
         out=as_stored(out),
-        amax=amax,
+        amax=amax.view(torch.int32),
         rows=rows,
         cols=cols,
         k=len(flat),
@@ -57,4 +59,4 @@ def residual(matrix: Tensor, tall: Tensor, flat: Tensor) -> Residual:
         TILE_COLS=TILE[1],
         RANK=launch_factors.tile_rank(len(flat)),
     )
-    return Residual(out, amax.view(torch.float32))
+    return Residual(out, amax)

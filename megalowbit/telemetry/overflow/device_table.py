@@ -3,6 +3,10 @@
 A training step produces hundreds of small tensors. Adding each to its row would take three kernels per
 tensor. Instead they are collected in a list, and summed by one stack and one indexed add at the end of the
 step. The rows they belong to rarely change between steps, so the index tensor is cached too.
+
+All columns are integers, the errors as digits of exact sums (see `exact_sum`). A GPU adds the tensors of a
+row in any order, because `index_add_` uses atomic operations there, and a resumed run may see its layers in
+another order. Integers have the same sum in every order; float64 numbers do not.
 """
 
 from __future__ import annotations
@@ -21,11 +25,14 @@ _SATURATED = COUNT_NAMES.index("saturated")
 _NONFINITE = COUNT_NAMES.index("nonfinite")
 
 
-class DeviceTable:
-    """Integer sums in the columns of `TABLE_NAMES`, and of the errors in those of `ERROR_NAMES`.
+_COUNTS = len(TABLE_NAMES)
+_WIDTH = _COUNTS + len(ERROR_NAMES) * NUM_DIGITS
 
-    There are two of each: of the step that is running, whose errors are float64, and of the steps finished
-    since `take_run`, whose errors are exact sums, see `exact_sum`.
+
+class DeviceTable:
+    """Integer sums: the columns of `TABLE_NAMES`, then the digits of each of `ERROR_NAMES`.
+
+    There are two tables: of the step that is running, and of the steps finished since `take_run`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,11 +41,10 @@ class DeviceTable:
         self._pending: list[tuple[int, Tensor, Tensor]] = []
         self._index_rows: list[int] = []
         self._index = torch.empty(0, dtype=torch.int64, device=device)
-        self._by_name = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), by layer and role
-        self._role_index = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), theirs, into ROLES
+        self._role_index = torch.empty(0, dtype=torch.int64, device=device)  # (rows,), into ROLES
         self._scales = make_scales(device)
-        self._step = _zeros(0, device)
-        self._run = _no_sums(0, device)
+        self._place_values = self._scales[:-1].reciprocal()  # (18,) float64; powers of two, so exact
+        self._step, self._run = self._zeros(0), self._zeros(0)
 
     def append(self, layer: str, role: str, counts: Tensor, error: Tensor) -> None:
         """Record one quantisation; the tensors are stored without a copy."""
@@ -50,29 +56,23 @@ class DeviceTable:
     def drop_step(self) -> None:
         """Discard the current step."""
         self._pending.clear()
-        for part in self._step:
-            part.zero_()
+        self._step.zero_()
 
     def close_step(self) -> None:
         """Add the running step to the run and start the next."""
         self._fold()
-        integers, errors = self._step
-        self._run[0].add_(integers)
-        self._run[1].add_(digits_of(errors, self._scales))
-        for part in self._step:
-            part.zero_()
+        self._run.add_(self._step)
+        self._step.zero_()
 
     def step_by_role(self) -> tuple[Tensor, Tensor]:
         """Sums of the running step in the order of `ROLES`: (3, 11) int64 and (3, 2) float64.
 
-        Rows are added by name: a resumed run may see its layers in another order, and errors are rounded.
+        They do not depend on the order of layers or additions: errors are rounded after they are summed.
         """
         self._fold()
-        integers, errors = _zeros(len(ROLES), self.device)
-        return (
-            integers.index_add_(0, self._role_index, self._step[0][self._by_name]),
-            errors.index_add_(0, self._role_index, self._step[1][self._by_name]),
-        )
+        sums = self._zeros(len(ROLES)).index_add_(0, self._role_index, self._step)
+        digits = sums[:, _COUNTS:].unflatten(1, (len(ERROR_NAMES), NUM_DIGITS))
+        return sums[:, :_COUNTS], (digits * self._place_values).sum(dim=-1)
 
     def take_run(self) -> Iterator[tuple[tuple[str, str], list[int]]]:
         """Read the sums of the finished steps to the host, row by row, and set them to zero.
@@ -80,9 +80,8 @@ class DeviceTable:
         Yields:
             Layer and role; the columns of `TABLE_NAMES`, then the digits of each of `ERROR_NAMES`.
         """
-        rows = torch.cat([self._run[0], self._run[1].flatten(1)], dim=1).tolist()
-        for part in self._run:
-            part.zero_()
+        rows = self._run.tolist()
+        self._run.zero_()
         # a layer first seen in the current step has no row yet: zip ends before it
         yield from zip(self._row_of, rows, strict=False)
 
@@ -103,39 +102,24 @@ class DeviceTable:
         nonfinite = counts[:, _NONFINITE].clone()
         counts = counts.masked_fill(is_nonfinite, 0)
         counts[:, _NONFINITE] = nonfinite
-        self._step[0].index_add_(0, self._index, torch.cat([counts, operations.long()], dim=1))
-        self._step[1].index_add_(0, self._index, errors.masked_fill(is_nonfinite, 0.0))
+        digits = digits_of(errors.masked_fill(is_nonfinite, 0.0), self._scales).flatten(1)  # (n, 36)
+        self._step.index_add_(0, self._index, torch.cat([counts, operations.long(), digits], dim=1))
 
     def _grow(self) -> None:
         """Add a row for each layer and role that is new since the last fold."""
-        missing = len(self._row_of) - len(self._step[0])
+        missing = len(self._row_of) - len(self._step)
         if missing == 0:
             return
-        by_name = sorted(self._row_of)
-        self._by_name = self._upload([self._row_of[key] for key in by_name])
-        self._role_index = self._upload([ROLES.index(role) for _, role in by_name])
+        self._role_index = self._upload([ROLES.index(role) for _, role in self._row_of])
         self._step, self._run = (
-            (torch.cat([integers, more[0]]), torch.cat([errors, more[1]]))
-            for (integers, errors), more in (
-                (self._step, _zeros(missing, self.device)),
-                (self._run, _no_sums(missing, self.device)),
-            )
+            torch.cat([table, self._zeros(missing)]) for table in (self._step, self._run)
         )
+
+    def _zeros(self, rows: int) -> Tensor:
+        return torch.zeros(rows, _WIDTH, dtype=torch.int64, device=self.device)
 
     def _upload(self, numbers: list[int]) -> Tensor:
         """Whole numbers as int64 on the device; from pinned memory, so the host does not wait for a GPU."""
         if self.device.type != "cuda":
             return torch.tensor(numbers, device=self.device)
         return torch.tensor(numbers, pin_memory=True).to(self.device, non_blocking=True)
-
-
-def _zeros(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    return (
-        torch.zeros(rows, len(TABLE_NAMES), dtype=torch.int64, device=device),
-        torch.zeros(rows, len(ERROR_NAMES), dtype=torch.float64, device=device),
-    )
-
-
-def _no_sums(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    integers, errors = _zeros(rows, device)
-    return integers, errors.new_zeros(rows, len(ERROR_NAMES), NUM_DIGITS, dtype=torch.int64)

@@ -1,8 +1,11 @@
 """`tools/preprocess_data.py`: the files it writes, and what it refuses in one line."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -48,6 +51,33 @@ def test_it_writes_the_documents_of_each_field_as_started_from_a_shell(tmp_path,
     line = f"{tmp_path}/new/out_text_document: 1,200 documents, {num_tokens:,} tokens as uint16\n"
     assert done.stdout.startswith(line)
     assert " tokens/s" in done.stderr
+
+
+def wait_for(condition, process):
+    end = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_an_interrupt_is_one_line_and_leaves_no_files(tmp_path):
+    source, out = tmp_path / "a.jsonl", tmp_path / "new"
+    source.write_text('{"text": "a"}\n' * 2_000_000)  # takes many seconds
+    process = subprocess.Popen(
+        [
+            *(sys.executable, TOOL, "--input", source, "--output-prefix", out / "out"),
+            *("--tokenizer", "byte", "--workers", "2"),
+        ],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
+    )  # fmt: skip
+    wait_for(lambda: any(file.stat().st_size for file in out.glob(".out_text_document.*.bin.tmp")), process)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    output, _ = process.communicate(timeout=200)
+    lines = [line for line in output.splitlines() if " tokens/s" not in line]  # of a slow machine's progress
+    assert lines == ["interrupted before the end: pairs of files not printed above are not written"]
+    assert process.returncode == 130
+    assert list(out.iterdir()) == []
 
 
 def test_documents_have_no_end_without_the_flag(tmp_path, source, capsys):

@@ -378,6 +378,22 @@ def test_protected_checkpoints_are_kept_whatever_their_age(tmp_path):
     assert store.steps() == [5]
 
 
+def test_a_name_goes_with_its_checkpoint_also_when_nobody_renews_it(tmp_path):
+    store, engine = CheckpointStore(tmp_path, keep=1), make_engine()
+    store.save(engine, 1, {})
+    store.name_checkpoints({"best": 1, "other": 2})
+    store.save(engine, 2, {}, spare=(1,))
+    assert (tmp_path / "best").read_text() == "step-00000001"
+    store.save(engine, 3, {}, spare=(2,))  # as after a resume without validation
+    assert store.steps() == [2, 3]
+    assert not (tmp_path / "best").exists()
+    assert (tmp_path / "other").read_text() == "step-00000002"
+    store.name_checkpoints({"best": 3})
+    store.remove_after(2)
+    assert not (tmp_path / "best").exists()
+    assert (tmp_path / "latest").read_text() == "step-00000002"
+
+
 def test_names_are_files_with_the_names_of_checkpoints(tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     store.name_checkpoints({"best": 3})

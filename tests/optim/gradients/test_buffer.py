@@ -104,6 +104,16 @@ def test_several_devices_are_refused():
         GradBuffer([torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1, device="meta"))])
 
 
+def test_a_graph_of_gradients_is_refused():
+    """`.grad` is the sum, which has no graph: a penalty on it would be a constant."""
+    linear = torch.nn.Linear(4, 2)
+    GradBuffer(linear.parameters())
+    with pytest.raises(UserError, match=r"create_graph=True.*torch\.autograd\.grad"):
+        linear(torch.ones(3, 4)).square().sum().backward(create_graph=True)
+    for parameter in linear.parameters():
+        parameter.grad = None  # a gradient with a graph is a reference cycle
+
+
 def test_sparse_gradients_are_refused():
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     GradBuffer(embedding.parameters())

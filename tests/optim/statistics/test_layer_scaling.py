@@ -378,17 +378,16 @@ def test_chosen_modules_leave_gradients_as_they_are_bit_for_bit():
 
 
 @pytest.mark.parametrize("octaves", [[0, 0, 0], [3, 16, 7]])
-def test_a_second_derivative_is_an_error_and_first_ones_with_a_graph_keep_their_bits(octaves):
-    def gradient_of_x(model, create_graph):
+def test_a_graph_of_gradients_is_an_error(octaves):
+    def gradient_of_x(model):
         x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        return torch.autograd.grad(model(x), x, create_graph=create_graph)[0]
+        return torch.autograd.grad(model(x), x, create_graph=True)[0]
 
     scaled = Model()
     settle(LayerScaling(scaled, find_blocks(scaled)), octaves)
-    gradient_of_x(Model(), create_graph=True).square().sum().backward()  # the remedy
-    found = gradient_of_x(scaled, create_graph=True)
-    assert torch.equal(found, gradient_of_x(scaled, create_graph=False))
+    gradient_of_x(Model()).square().sum().backward()  # the remedy
     with pytest.raises(
-        UserError, match=r"^second derivatives are not defined with layer_scaling: leave it out$"
+        UserError,
+        match=r"^second derivatives of a model with layer_scaling are not defined .*: leave it out$",
     ):
-        found.square().sum().backward()
+        gradient_of_x(scaled)

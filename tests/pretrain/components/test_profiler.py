@@ -1,14 +1,17 @@
 """Traces of real runs: which steps, which ranges, how they nest; and results that do not change."""
 
 import gzip
+import inspect
 import json
 from collections import Counter
 
 import pytest
+import torch
 
 from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
+from megalowbit.pretrain.components.profiler import MAX_MEMORY_EVENTS, Profiler, ProfileSettings
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.run import pretrain
 
@@ -100,6 +103,66 @@ def test_by_default_steps_after_the_warm_up_are_profiled_and_a_short_run_ends_wi
         names = sorted(path.name for path in (tmp_path / "run").glob("profile/*"))
     assert names == ["steps-4-5-rank-0.trace.json.gz", "steps-4-5-rank-0.txt"]
     assert any("profile of steps 4 to 5: " in str(line) for line in lines)
+
+
+@pytest.fixture
+def memory_calls(monkeypatch):
+    """Calls of torch's private functions that record the allocator, in order; each must fit the real one."""
+    memory, calls = torch.cuda.memory, []
+
+    def record(name):
+        signature = inspect.signature(getattr(memory, name))
+        assert "args" not in signature.parameters  # or anything would fit
+
+        def replacement(*arguments, **named):
+            calls.append((name, signature.bind(*arguments, **named).arguments))
+
+        monkeypatch.setattr(memory, name, replacement)
+
+    record("_record_memory_history")
+    record("_dump_snapshot")
+    return calls
+
+
+def profile_of_step_2(folder, monkeypatch, **settings):
+    """Profile step 2 as on a GPU: the device is there once the profiler, which would need it, has started."""
+    profiler = Profiler(
+        ProfileSettings(first_step=2, steps=1, **settings), torch.nn.Linear(2, 2), (), folder=folder, rank=3,
+        total_steps=4,
+    )  # fmt: skip
+    profiler.before_step(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        assert list(profiler.after_step(1, {})) == []
+        profiler.before_step(1)
+        (line,) = profiler.after_step(2, {})
+    return line
+
+
+def test_the_allocator_is_recorded_in_profiled_steps_only_and_its_history_written(
+    memory_calls, tmp_path, monkeypatch
+):
+    line = profile_of_step_2(tmp_path, monkeypatch)
+    stem = f"{tmp_path}/profile/steps-2-2-rank-3"
+    assert line.startswith(f"profile of steps 2 to 2: {stem}.trace.json.gz")
+    assert memory_calls == [
+        ("_record_memory_history", {"max_entries": MAX_MEMORY_EVENTS}),
+        ("_dump_snapshot", {"filename": f"{stem}.memory.pickle"}),
+        ("_record_memory_history", {"enabled": None}),
+    ]
+
+
+def test_the_allocator_is_no_longer_recorded_after_files_could_not_be_written(
+    memory_calls, tmp_path, monkeypatch
+):
+    (tmp_path / "profile").write_text("in the way")
+    assert "is incomplete" in profile_of_step_2(tmp_path, monkeypatch)
+    assert memory_calls[1:] == [("_record_memory_history", {"enabled": None})]
+
+
+def test_the_allocator_is_not_recorded_without_memory(memory_calls, tmp_path, monkeypatch):
+    assert "is incomplete" not in profile_of_step_2(tmp_path, monkeypatch, memory=False)
+    assert memory_calls == []
 
 
 def test_steps_that_an_earlier_part_of_the_run_has_trained_are_reported(build_job):

@@ -229,7 +229,7 @@ def test_the_dry_run_describes_the_candidates_and_rejects_the_same_values_as_a_r
         "fp8",
         "bf16",
     ]
-    assert "upper bound" in parts["memory of one process (estimate)"]
+    assert "upper bound" in parts["memory of the only process (estimate)"]
     assert "speculation\n" not in describe(resolve())
     with pytest.raises(UserError, match=r"^megalowbit\.speculation: .*'bf16': it quantises nothing"):
         describe(resolve(ON, "megalowbit.recipe=bf16"))

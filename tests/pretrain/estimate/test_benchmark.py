@@ -66,6 +66,14 @@ def test_a_profile_is_written_to_the_folder(resolve, tmp_path):
     config = resolve('megalowbit.profile={"first_step": 2, "steps": 1}')
     benchmark(config, ProcessIdentity(), steps=1, folder=tmp_path / "out")
     assert (tmp_path / "out" / "profile" / "steps-2-2-rank-0.trace.json.gz").exists()
+    assert json.loads((tmp_path / "out" / "benchmark.json").read_text())["profiled_steps"] == 0  # a warm-up
+
+
+def test_the_summary_says_how_many_counted_steps_were_profiled(resolve, tmp_path, capsys):
+    config = resolve('megalowbit.profile={"first_step": 5, "steps": 2}', "megalowbit.profile.memory=false")
+    result = benchmark(config, ProcessIdentity(), steps=2, folder=tmp_path / "out")
+    assert result.profiled_steps == 1  # 5 is the last step of the warm-up
+    assert "\nprofiled    1 of the 2 steps, which are slower\n" in capsys.readouterr().out
 
 
 def test_a_profile_without_a_folder_is_rejected(resolve):
@@ -85,11 +93,13 @@ def test_the_summary_is_ascii_that_fits_a_screen():
         seconds=(0.25, 0.5, 2.0),
         tokens_per_step=1_048_576,
         skipped_steps=1,
+        profiled_steps=0,
         speeds={"tflops_per_device": 412.34, "mfu": 0.4168, "mfu_palm": 0.43},
         peak_memory=61 * 2**30,
     )
     text = result.render()
     assert text.isascii()
+    assert "profiled" not in text
     assert max(map(len, text.splitlines())) <= 80
     for part in (
         "3 (1 skipped)",

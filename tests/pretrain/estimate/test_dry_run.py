@@ -28,7 +28,7 @@ def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
     )
     assert "128 tokens per step" in parts["data"]
     assert parts["products"].startswith("bf16 on ")
-    assert "saved for backward" in parts["memory of one process (estimate)"]
+    assert "saved for backward" in parts["memory of the only process (estimate)"]
 
 
 CUTS = {"tensor": "tensor_parallel.autotp_size=2", "pipeline": 'pipeline={"stages": 2}'}

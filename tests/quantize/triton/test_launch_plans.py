@@ -43,6 +43,11 @@ def arguments(**changes):
     return given | {"factor": 0.5, "TILE": 16, "IS_SCALED": True} | changes
 
 
+@triton.jit(do_not_specialize=["low", "high"])
+def key_kernel(out, low, high):
+    tl.store(out, low + high)
+
+
 CASES = {
     "aligned": arguments(),
     "other numbers of the same kind": arguments(n=32, stride=3, seed=-9, factor=2.0),
@@ -256,6 +261,25 @@ def test_kept_arguments_give_a_driver_the_same(stand_in, ran):
             assert not ran or not is_known
     # numbers of 64 bits share a plan
     assert sum(len(each.compiled) for each in fixed.plans.values()) == len(changes) - 1
+
+
+KEYS = [(1, 1), (2**40, 1), (1, 2**40), (2**40, 2**40), (2**63, 1), (1, 2**63), (-(2**31) - 1, -(2**31))]
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["whole", "kept"])
+def test_each_number_has_its_own_width(stand_in, way):
+    out, functions = torch.ones(1, dtype=torch.int64), {}
+    fixed = FixedArguments({}, 1)
+    for low, high in KEYS * 3:
+        given = {"out": out, "low": low, "high": high}
+        (expected,) = launched(stand_in, lambda g=given: triton_launch(key_kernel, 1, g))
+        ways = (
+            lambda g=given: plan_launch(key_kernel, 1, g),
+            lambda g=given: launch_plans.launch_fixed(key_kernel, torch.device("cpu"), fixed, g),
+        )
+        assert launched(stand_in, ways[way]) == [expected], (low, high)
+        functions[low, high] = expected.function
+    assert len(set(functions.values())) == len(KEYS) - 1  # the last one's are those of (2**40, 1)
 
 
 def planned_twice(given):

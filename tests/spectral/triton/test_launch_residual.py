@@ -34,6 +34,15 @@ def test_a_residual_reads_its_matrix_once_and_writes_it_once():
     assert gpu.kernels[1].bytes == 2 * (2 * 256 * 128 + (256 + 128) * 60) + 4
 
 
+def test_memory_that_is_cleared_already_is_not_filled_again():
+    with counting() as gpu:
+        shapes = (256, 128), (256, 60), (60, 128)
+        matrices = (torch.empty(each, dtype=torch.bfloat16, device=GPU) for each in shapes)
+        cleared = torch.empty((), dtype=torch.float32, device=GPU)
+        assert launch_residual.residual(*matrices, cleared).amax is cleared
+    assert [each.name for each in gpu.kernels] == ["factors.residual_kernel"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["residual", "split"])
 def test_residuals_and_their_maxima_are_exact_in_the_interpreter(group):

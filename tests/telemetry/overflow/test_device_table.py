@@ -1,3 +1,7 @@
+import math
+from itertools import permutations
+
+import pytest
 import torch
 
 from megalowbit.telemetry.overflow.counters import ROLES, TABLE_NAMES
@@ -64,12 +68,24 @@ def test_the_row_index_follows_when_the_order_of_layers_changes():
     assert {key[0]: row[0] for key, row in table.take_run()} == {"a": 3 * 97, "b": 3 * 98}
 
 
-def test_errors_of_a_step_do_not_depend_on_the_order_in_which_layers_were_seen():
-    error_of = {"a": 1.0, "b": 2.0**-53, "c": 2.0**-53}  # a + b + c is 1, and c + b + a is 1 + 2^-52
-    sums = []
-    for order in ("abc", "cba", "bac"):
+@pytest.mark.parametrize("layers", ["abc", "aaa"], ids=["of a role", "of a row"])
+def test_errors_of_a_step_do_not_depend_on_the_order_of_additions(layers):
+    """A GPU adds in any order; float64 sums would be 1 if 1 came first, and 1 + 2^-52 if it came last."""
+    sums = set()
+    for errors in permutations([1.0, 2.0**-53, 2.0**-53]):
         table = DeviceTable(CPU)
-        for layer in order:
-            add(table, layer, "input", 16, 0, 0, 0, 0, 1, 0, 0, error=(error_of[layer], 1.0))
-        sums.append(float(table.step_by_role()[1][0, 0]))
-    assert sums == [1.0, 1.0, 1.0]
+        for layer, error in zip(layers, errors, strict=True):
+            add(table, layer, "input", 16, 0, 0, 0, 0, 1, 0, 0, error=(error, 1.0))
+        sums.add(tuple(table.step_by_role()[1][0].tolist()))
+    assert sums == {(1 + 2.0**-52, 3.0)}
+
+
+def test_errors_of_a_step_are_the_nearest_numbers_to_their_sums():
+    generator = torch.Generator().manual_seed(2)
+    errors = torch.rand(500, 2, generator=generator, dtype=torch.float64)
+    errors *= 2.0 ** torch.randint(-60, 60, (500, 2), generator=generator)
+    table = DeviceTable(CPU)
+    for number, pair in enumerate(errors.tolist()):
+        add(table, f"layer{number % 9}", "input", 16, 0, 0, 0, 0, 1, 0, 0, error=pair)
+    expected = [math.fsum(column) for column in errors.t().tolist()]
+    assert table.step_by_role()[1][0].tolist() == pytest.approx(expected, rel=2.0**-52, abs=0)

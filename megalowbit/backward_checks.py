@@ -1,0 +1,50 @@
+"""What a backward rejects that computes plain gradients only.
+
+`create_graph=True` asks for gradients that can be differentiated. torch's `once_differentiable` rejects the
+second backward, but only if that meets the node. Many do not: a gradient that arrives as a constant, or a
+second backward to tensors behind an input that was computed. The gradient then counts as a constant, and a
+penalty on it is lost without a word. So the first backward is rejected. A forward-mode derivative of an
+output gradient would be lost in the same way. Compiled code has torch's own errors.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
+from torch.autograd import forward_ad
+
+from megalowbit.errors import UserError
+
+
+def reject_create_graph(who: str, remedy: str) -> None:
+    """Call this first in a backward whose gradients have no derivatives.
+
+    Raises:
+        UserError: the caller wants a graph of the gradients.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # in a backward: create_graph
+        raise UserError(f"second derivatives of {who} are not defined (create_graph=True): {remedy}")
+
+
+def check_backward(gradient: Tensor | None, who: str, remedy: str) -> None:
+    """Call this first in a backward that computes plain gradients of one output gradient.
+
+    Raises:
+        UserError: `gradient` is a batch of them or has a forward-mode derivative; the caller wants a graph.
+    """
+    reject_create_graph(who, remedy)
+    if gradient is None or torch.compiler.is_compiling():
+        return
+    if is_batchedtensor(gradient) or is_legacy_batchedtensor(gradient):
+        raise UserError(
+            f"{who} takes one output gradient at a time: call backward for each (without is_grads_batched, "
+            f"vectorize or vmap), or {remedy}"
+        )
+    if has_tangent(gradient):
+        raise UserError(f"{who} has no forward-mode derivatives: use backward(), or {remedy}")
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether a tensor has a forward-mode derivative."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None

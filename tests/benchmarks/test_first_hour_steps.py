@@ -1,0 +1,23 @@
+"""What single steps of the first GPU hour write, with planted times and programs."""
+
+from benchmarks.first_hour import layer
+from benchmarks.first_hour import run as run_step
+from benchmarks.first_hour.session import Session
+from benchmarks.timing import Times
+
+
+def test_the_note_of_a_layers_speed_has_the_medians_of_which_the_ratio_is_made(tmp_path, monkeypatch):
+    times = Times([layer.PEER, *layer.RECIPES])
+    for name in times:
+        times[name] = [0.001, 0.008, 0.036] if name == layer.PEER else [0.003, 0.016, 0.099]
+    monkeypatch.setattr(Session, "time", lambda *_: times)
+    found = next(layer.speed(Session(tmp_path, "cpu", "cpu"), layer.CPU_SHAPES[0]))
+    assert found.value == 2.75  # 0.099 / 0.036, the median of 3, 2 and 2.75
+    assert found.note == "16.000 ms, bf16 8.000 ms (medians)"
+
+
+def test_the_log_of_a_step_names_those_of_its_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_step, "ROOT", tmp_path)
+    monkeypatch.setattr(run_step.sys, "executable", "/bin/true")
+    run_step.pretrain(tmp_path / "nvfp4", 1)
+    assert capsys.readouterr().out == f"nvfp4: its progress is in {tmp_path / 'nvfp4.log'}\n"
