@@ -9,6 +9,8 @@ output gradient would be lost in the same way. Compiled code has torch's own err
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
@@ -41,10 +43,12 @@ def check_backward(gradient: Tensor | None, who: str, remedy: str) -> None:
             f"{who} takes one output gradient at a time: call backward for each (without is_grads_batched, "
             f"vectorize or vmap), or {remedy}"
         )
-    if has_tangent(gradient):
+    if has_tangent(lambda: [gradient]):
         raise UserError(f"{who} has no forward-mode derivatives: use backward(), or {remedy}")
 
 
-def has_tangent(tensor: Tensor) -> bool:
-    """Whether a tensor has a forward-mode derivative."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+def has_tangent(tensors: Callable[[], Iterable[Tensor]]) -> bool:
+    """Whether one of the tensors has a forward-mode derivative; asks for them only where one could have."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors())

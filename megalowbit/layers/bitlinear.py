@@ -284,7 +284,7 @@ class BitLinear(SplitLinear):
                 f"{self.title} cannot run inside torch.func.vmap, grad, jvp or another transform: use "
                 "backward() for gradients and a leading axis of the input for vmap, or call restore(model)"
             )
-        if not torch.compiler.is_compiling() and any(map(has_tangent, (input, *self.parameters()))):
+        if not torch.compiler.is_compiling() and has_tangent(lambda: (input, *self.parameters())):
             raise UserError(
                 f"{self.title} has no forward-mode derivatives: use backward(), or call restore(model)"
             )

@@ -148,7 +148,7 @@ def test_an_interrupt_ends_what_trains_nothing_with_one_line(tmp_path, flag, bef
     process = start("python", "--ds-config", write_config(tmp_path), flag, cwd=tmp_path)
     wait_for_library(process, "libtorch_cpu")
     process.send_signal(signal.SIGINT)
-    assert ended(process) == (130, f"interrupted before {before}\n")
+    assert ended(process) == (130, f"{START}interrupted before {before}\n")
 
 
 def wait_for_port(port, process):

@@ -207,7 +207,7 @@ def test_a_dry_run_describes_later_splits_and_their_memory(resolve):
                 line for line in parts[f"memory {title} (estimate)"].splitlines() if "saved" in line
             ).split()[-2]
         )
-        for title in ("of one process", "after the late switch")
+        for title in ("of the only process", "after the late switch")
     ]
     assert kept[1] >= kept[0]
 
