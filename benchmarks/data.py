@@ -2,17 +2,20 @@
 
     python benchmarks/data.py
     python benchmarks/data.py --megabytes 64 --rounds 5
+    pip install --no-deps --target /tmp/torchdata 'torchdata==0.11.*'  # then PYTHONPATH=/tmp/torchdata
 
 - *Tokenising*: tokens/s of one process, text file to token file, beside the Hugging Face tokenizer alone on
   the same documents in memory. The tokenizer is a BPE trained on the text, in one thread.
 - *Loading*: tokens/s of the loader beside a memory-mapped read of the same rows in the same order, which is
-  known beforehand. For one corpus, and for blends whose choices recur and do not.
-- *Start-up*: seconds to open a token file and read the first batch, and the memory that this takes, against
-  the size of the file. The files are sparse: they take no place on a disk, and reading them costs little.
+  known beforehand, and beside torchdata's StatefulDataLoader with its sampler for several ranks. For one
+  corpus, and for blends whose choices recur and do not.
+- *Start-up*: time to open Megatron's files and read the first batch, and the memory that this takes,
+  against the size of the `.bin` file. It is sparse: it takes no place on a disk, and reading it costs
+  little. The `.idx` file is a real one. StatefulDataLoader opens a bare memory map, and checks nothing.
 - *Share of a step*: of a small GPT-2 on a blend, the time in the loader and in losses by source.
 
-Times but those of the start-up are of the processor, in one thread. Not measured: torchdata's
-StatefulDataLoader, and files that are not in the page cache.
+All times are of the processor, in one thread. Nothing runs in other processes: StatefulDataLoader has no
+workers. Not measured: files that are not in the page cache.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ import functools
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +39,19 @@ import numpy as np
 import timing
 import torch
 
-from megalowbit.data.loader import BlendedDataset, BlendedLoader, ShardedLoader
+from megalowbit.data.loader import BlendedDataset, BlendedLoader, ShardedLoader, build_loader
 from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.token_files.build import write_tokens
+from megalowbit.data.token_files.megatron import HEADER, MAGIC, VERSION
 from megalowbit.data.tokenize import ByteTokenizer, train_bpe
 
 LENGTH, MICRO_BATCH, WORLD = 2048, 8, 8
+DOCUMENT = 1000  # tokens
+SIZES = {"1 MB": 10**6, "10 MB": 10**7, "100 MB": 10**8, "1 GB": 10**9, "10 GB": 10**10}
+TORCHDATA = "pip install --no-deps --target FOLDER 'torchdata==0.11.*', and PYTHONPATH=FOLDER"
 BLENDS = {  # weights; the second ones have a long common denominator
     "blend, choices recur": (0.7, 0.2, 0.1),
     "blend, choices do not recur": (0.700001, 0.2, 0.099999),
@@ -113,6 +121,44 @@ def blended(weights: tuple[float, ...]) -> BlendedLoader:
     return loader
 
 
+class Rows(torch.utils.data.Dataset):
+    """Rows of token ids for a data loader of torch.
+
+    Args:
+        tokens: ids of all rows.
+        at_once: read the rows of a batch together, not one after another.
+    """
+
+    def __init__(self, tokens: np.ndarray, *, at_once: bool) -> None:
+        self.rows = tokens[: len(tokens) // LENGTH * LENGTH].reshape(-1, LENGTH)
+        if at_once:
+            self.__getitems__ = lambda indices: torch.from_numpy(self.rows[indices].astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(self.rows[index].astype(np.int64))
+
+    @staticmethod
+    def collate(samples: torch.Tensor | list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Batch as the loader's: inputs, and labels in memory of their own."""
+        ids = samples if isinstance(samples, torch.Tensor) else torch.stack(samples)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+def torchdata_batches(rows: Rows, rank: int, world: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Shuffled batches of one of several ranks from StatefulDataLoader, epoch after epoch."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # it calls torch's
+    sampler = StatefulDistributedSampler(rows, world, rank, seed=0, drop_last=True)
+    loader = StatefulDataLoader(rows, MICRO_BATCH, sampler=sampler, collate_fn=Rows.collate, drop_last=True)
+    while True:
+        yield from loader
+
+
 def loading(rounds: int) -> None:
     """Print tokens/s and microseconds a batch of loaders, and of a plain read."""
     one = dataset(60_000, "one")
@@ -127,9 +173,13 @@ def loading(rounds: int) -> None:
     corpus = ShardedLoader(
         one, micro_batch_size=MICRO_BATCH, rank=3, world_size=WORLD, seed=0, tokenizer=ByteTokenizer()
     )
-    loaders = {"one corpus": corpus, **{name: blended(weights) for name, weights in BLENDS.items()}}
+    loaders: dict[str, Iterator[Any]] = {"one corpus": corpus}
+    loaders |= {name: blended(weights) for name, weights in BLENDS.items()}
+    if has_torchdata():
+        for name, at_once in {"torchdata, row by row": False, "torchdata, whole batches": True}.items():
+            loaders[name] = torchdata_batches(Rows(one.tokens, at_once=at_once), 3, WORLD)
 
-    def take(loader: ShardedLoader) -> None:
+    def take(loader: Iterator[Any]) -> None:
         for _ in range(len(order)):
             next(loader)
 
@@ -141,43 +191,61 @@ def loading(rounds: int) -> None:
         print(f"  {name:30}{rate / 1e6:10.1f} Mtokens/s{lasted / len(order) * 1e6:10.0f} µs a batch")
 
 
-def opened(path: Path) -> None:
-    """Open a token file and read a batch, in a process of its own; print seconds and MiB."""
+def has_torchdata() -> bool:
+    return find_spec("torchdata") is not None
+
+
+def opened(prefix: str, reader: str) -> None:
+    """Open a pair of Megatron's files and read a batch, in a process of its own; print seconds and MiB."""
+    if reader == "torchdata":  # imports take no part
+        next(torchdata_batches(Rows(np.zeros(MICRO_BATCH * LENGTH, np.uint16), at_once=True), 0, 1))
     before = _memory()
-    began = time.perf_counter()
-    tokens = np.memmap(path, np.uint16, mode="r")
-    loader = ShardedLoader(
-        PackedDataset(tokens, LENGTH, fingerprint="sparse", name="sparse"),
-        micro_batch_size=MICRO_BATCH,
-        rank=0,
-        world_size=1,
-        seed=0,
-        tokenizer=ByteTokenizer(),
-    )
-    next(loader)
-    print(time.perf_counter() - began, (_memory() - before) / 2**20)
+    began = time.process_time()
+    if reader == "torchdata":
+        next(torchdata_batches(Rows(np.memmap(f"{prefix}.bin", np.uint16, mode="r"), at_once=True), 0, 1))
+    else:
+        raw = {"corpus": prefix, "tokenizer": "none", "vocab_size": 50257, "sequence_length": LENGTH}
+        settings = DataSettings.model_validate(raw)
+        next(build_loader(settings, micro_batch_size=MICRO_BATCH, rank=0, world_size=1))
+    print(time.process_time() - began, (_memory() - before) / 2**20)
 
 
 def _memory() -> int:
-    """Largest resident memory so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Largest resident memory so far, in bytes; pages of files that are mapped count.
+
+    getrusage would report that of the parent if it is larger.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def write_sparse_pair(prefix: Path, size: int) -> None:
+    """Write Megatron's files of documents of `DOCUMENT` zeros; the `.bin` file of `size` bytes is sparse."""
+    count = size // (2 * DOCUMENT)
+    with prefix.with_suffix(".bin").open("wb") as file:
+        file.truncate(size)
+    with prefix.with_suffix(".idx").open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, 8, count, count + 1))  # 8: uint16
+        np.full(count, DOCUMENT, "<i4").tofile(file)
+        np.arange(0, size, 2 * DOCUMENT, "<i8").tofile(file)
+        np.arange(count + 1, dtype="<i8").tofile(file)
 
 
 def starting(folder: Path, rounds: int) -> None:
-    """Print seconds and memory of a start against the size of the token file."""
-    print("\nstart-up against the size of the token file")
-    for name, size in {"1 MB": 10**6, "100 MB": 10**8, "10 GB": 10**10}.items():
-        path = folder / "sparse.bin"
-        with path.open("wb") as file:
-            file.truncate(size)
-        command = [sys.executable, __file__, "--opened", str(path)]
-        found = []
-        for _ in range(rounds):
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            found.append([float(each) for each in done.stdout.split()])
-        seconds, memory = (min(each) for each in zip(*found, strict=True))
-        print(f"  {name:30}{seconds * 1e3:10.1f} ms{memory:10.1f} MiB more")
-        path.unlink()
+    """Print time and memory of a start against the size of the token file."""
+    print("\nstart-up against the size of the .bin file")
+    prefix = folder / "sparse"
+    readers = ("ours", "torchdata") if has_torchdata() else ("ours",)
+    for name, size in SIZES.items():
+        write_sparse_pair(prefix, size)
+        for reader in readers:
+            command = [sys.executable, __file__, "--opened", str(prefix), reader]
+            found = []
+            for _ in range(rounds):
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+                found.append([float(each) for each in done.stdout.split()])
+            seconds, memory = (min(each) for each in zip(*found, strict=True))
+            print(f"  {f'{name}, {reader}':30}{seconds * 1e3:10.1f} ms{memory:10.1f} MiB more")
 
 
 def share_of_a_step(folder: Path, steps: int) -> None:
@@ -260,11 +328,13 @@ def main() -> None:
         tokenising(folder, chosen.megabytes, chosen.rounds)
         loading(chosen.rounds)
         starting(folder, chosen.rounds)
+        if not has_torchdata():
+            print(f"\nStatefulDataLoader is not installed: {TORCHDATA}")
         share_of_a_step(folder, WARM_UP + chosen.steps)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--opened"]:
-        opened(Path(sys.argv[2]))
+        opened(*sys.argv[2:])
     else:
         main()
