@@ -1,5 +1,6 @@
 """The benchmarks run, on sizes that take no time, and print the ratios they promise."""
 
+import importlib.util
 import json
 import math
 import random
@@ -307,5 +308,9 @@ def test_data_compares_with_the_tokenizer_alone_and_a_plain_read():
     ]
     assert rates[0] > rates[1] > 0 < rates[2]
     for name in ("1 MB", "100 MB", "10 GB"):
-        assert float(lines[name][2]) < 64  # MiB more, for any size
-    assert lines["loader"][2].endswith("%")
+        assert 0 < float(lines[f"{name}, ours"][2]) < 256  # MiB more, for any size
+    assert float(lines["loader"][2].removesuffix("%")) < 1
+    if importlib.util.find_spec("torchdata"):
+        assert float(lines["torchdata, whole batches"][0]) > 0
+    else:
+        assert "pip install --no-deps --target FOLDER 'torchdata" in printed
