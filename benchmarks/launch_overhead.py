@@ -58,7 +58,7 @@ floor       µs of its launches with plans, allocations and products, without th
             only the recipe `nvfp4` has one
 bare        µs of the same, with launches without plans
 ratio       what the layer adds to nn.Linear with launch plans, over what it adds with Triton's launcher;
-            median over rounds. "-": the middle half of them differs by more than 0.2, as on a busy machine
+            median over rounds. "noisy": their middle half differs by more than 0.2, as on a busy machine
 ÷ floor     the layer with launch plans ÷ the floor, median over rounds
 launches    launches of Triton kernels
 operations  operations of torch, views included
@@ -97,11 +97,11 @@ class Overhead(NamedTuple):
         return statistics.median(self.ratios)
 
     @property
-    def spread(self) -> float:
-        """By how much the middle half of the ratios differs."""
+    def is_noisy(self) -> bool:
+        """Whether the middle half of the ratios differs by more than `WIDE`, or is not finite."""
         cut = len(self.ratios) // 4
         middle = sorted(self.ratios)[cut : len(self.ratios) - cut]
-        return middle[-1] - middle[0]
+        return not middle[-1] - middle[0] <= WIDE
 
 
 class Floor(NamedTuple):
@@ -156,7 +156,7 @@ def row(found: Overhead) -> str:
     of_floor = ["–"] * 4
     if floor is not None:
         of_floor = [*_microseconds(floor.planned, floor.bare), f"{floor.ratio:.2f}", str(floor.bytecodes)]
-    ratio = f"{found.ratio:.2f}" if found.spread <= WIDE else "-"
+    ratio = "noisy" if found.is_noisy else f"{found.ratio:.2f}"
     shown = [*_microseconds(*times), *of_floor[:2], ratio, of_floor[2]]
     counts = [found.launches, found.operations, found.bytecodes, of_floor[3]]
     return "".join(f"{each:>10}" for each in shown) + "".join(f"{each:>11}" for each in counts)

@@ -127,6 +127,7 @@ def test_many_failures_are_not_run_again(tmp_path):
     assert "run again" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [SKIPPED, RENAMED], ids=["skipped", "renamed"])
 def test_a_failure_that_does_not_run_again_is_not_flaky(tmp_path, source):
     done = run_long(tmp_path, source)
@@ -146,6 +147,7 @@ def make_test_all(folder, source, *arguments):
     return subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment())
 
 
+@pytest.mark.slow
 def test_a_selection_of_long_tests_alone_runs_them(tmp_path):
     done = make_test_all(tmp_path, SUITES, "-k", "exhaustive")
     assert done.returncode == 0, done.stdout + done.stderr

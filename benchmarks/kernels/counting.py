@@ -32,7 +32,7 @@ KERNELS = {  # operations of several kernels; those of cuSOLVER and of a sort ar
     "linalg_solve_triangular": 3,  # two copies, solution
     "sort": 3,  # numbers of the elements, copy, sort
 }
-DEPENDENT = {"factors.transform_kernel": 25e-6}  # one program of 64 steps, each of which waits for the last
+DEPENDENT = {"factors.transform_kernel": 15e-6}  # one program of 64 steps, each of which waits for the last
 FP8_PRODUCT = "_scaled_mm"
 PRODUCTS = ("mm", "addmm", "addmm_", FP8_PRODUCT)
 IDLE = ("fp8.product_kernel",)  # it ends at once if the FP8 product before it was exact, as here

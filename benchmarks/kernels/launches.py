@@ -28,7 +28,7 @@ from megalowbit.quantize.triton.fixed_arguments import FixedArguments
 from megalowbit.quantize.triton.launch_fp8 import Fp8Side
 from megalowbit.spectral import triton as factor_package
 from megalowbit.spectral.orthogonal import LEAST_SHARE, SHIFT, STRONG_SHIFT
-from megalowbit.spectral.triton import launch_factors, launch_residual
+from megalowbit.spectral.triton import launch_factor_codes, launch_factors, launch_residual
 
 KEY = RandomKey(2**63 + 0x12345678ABCD, 2**40 + 5)
 SIGNS = 0xA5C3
@@ -87,7 +87,7 @@ class ProductRequest(NamedTuple):
 
 
 class FactorRequest(NamedTuple):
-    """Arguments of a step of `low_rank.qb`: the matrix, and the directions (k, cols) to start from."""
+    """Arguments of a step of `low_rank.qb`: matrix and directions (k, cols); its factors are quantised."""
 
     matrix: Tensor
     directions: Tensor
@@ -204,14 +204,19 @@ def factor_requests(x: Tensor) -> dict[str, FactorRequest | ResidualRequest]:
     return requests
 
 
-def factored(request: FactorRequest) -> launch_factors.Ordered:
-    """A step of `low_rank.qb` by the kernels."""
+def factored(request: FactorRequest) -> tuple[Any, ...]:
+    """A step of `low_rank.qb` by the kernels, and the parts of its quantised factors."""
     matrix, directions = request
     shifts = {"shift": SHIFT * torch.finfo(FP32).eps, "strong_shift": STRONG_SHIFT}
     left = launch_factors.cholesky_rows(
         (matrix @ directions.t()).t(), least=1e-3, share=LEAST_SHARE, **shifts
     ).rows
-    return launch_factors.ordered(left, left @ matrix, directions, least=1e-3)
+    found = launch_factors.ordered(left, left @ matrix, directions, least=1e-3)
+    default = mlb.quantizer(launch_factor_codes.COVERED)
+    made = launch_factor_codes.quantized(default, found.left, found.right, found.values, found.maxima)
+    sides = made.left, made.right
+    parts = (part for each in sides for part in (each.codes, each.scales, each.tensor_scale))
+    return (found, *parts, made.tall, made.flat)
 
 
 def _exponents(encoded: Encoded) -> Tensor:

@@ -54,10 +54,13 @@ def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
 
 
 @contextmanager
-def failing_together() -> Iterator[None]:
+def failing_together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """A block that every rank runs; if it fails on one rank, all ranks raise.
 
     The end of the block is collective, its body is not.
+
+    Args:
+        group: of all ranks, for the messages; None: the world. See `process_group.group_of_hosts`.
 
     Raises:
         UserError: the block raised one on some rank; has that rank's message (the first's, if several) and
@@ -69,7 +72,7 @@ def failing_together() -> Iterator[None]:
         yield
     except Exception as error:  # raised below, after the other ranks know
         failure = error
-    of_all = failure if process_group.world_size() == 1 else _failure_of_all(failure)
+    of_all = failure if process_group.world_size() == 1 else _failure_of_all(failure, group)
     if of_all is failure and failure is not None:
         raise failure
     if of_all is not None:
@@ -82,13 +85,12 @@ def succeed_together(work: Callable[P, T], *arguments: P.args, **named: P.kwargs
         return work(*arguments, **named)
 
 
-def _failure_of_all(failure: Exception | None) -> Exception | None:
+def _failure_of_all(failure: Exception | None, group: dist.ProcessGroup | None) -> Exception | None:
     """The exception this rank must raise for its own or another rank's failure; None if no rank failed."""
-    if not process_group.is_true_anywhere(
-        failure is not None
-    ):  # one number; objects are exchanged only after a failure
+    # one number; objects are exchanged only after a failure
+    if not process_group.is_true_anywhere(failure is not None, group):
         return None
-    everyone = gather(None if failure is None else (_kind(failure), _line(failure)))
+    everyone = gather(None if failure is None else (_kind(failure), _line(failure)), group)
     if failure is not None and not isinstance(failure, UserError):
         return failure
     rank, (kind, line) = next((rank, each) for rank, each in enumerate(everyone) if each is not None)

@@ -110,9 +110,12 @@ def barrier(*, async_op: bool = False) -> Any:
     return dist.barrier(async_op=async_op, device_ids=devices)
 
 
-def new_group(ranks: Sequence[int]) -> Any:
-    """A group of some ranks; all ranks of the world must call it, in the same order."""
-    return dist.new_group(ranks=list(ranks))
+def new_group(ranks: Sequence[int], backend: str | None = None) -> Any:
+    """A group of some ranks; all ranks of the world must call it, in the same order.
+
+    `backend`: torch's name, such as `"gloo"`; None: that of the world.
+    """
+    return dist.new_group(ranks=list(ranks), backend=backend)
 
 
 def check(call: str, tensor: Tensor, group: dist.ProcessGroup | None = None, op: Any = None) -> None:

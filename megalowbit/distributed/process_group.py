@@ -4,7 +4,7 @@ torchrun and the DeepSpeed launcher export `RANK`, `LOCAL_RANK` and `WORLD_SIZE`
 `SLURM_PROCID`, `SLURM_LOCALID` and `SLURM_NTASKS`; a plain `python` exports nothing and is rank 0 of 1.
 DeepSpeed reads only the first form (without it, DeepSpeed tries MPI), so `export` rewrites the others. If a
 launcher runs inside `srun`, its ranks see both forms and the launcher's variables take precedence.
-The engine creates all process groups but the default one.
+The engine creates all process groups but the default one and that of the hosts (`group_of_hosts`).
 """
 
 from __future__ import annotations
@@ -238,6 +238,18 @@ def is_true_anywhere(value: bool, group: dist.ProcessGroup | None = None) -> boo
     flag = torch.tensor([int(value)], dtype=torch.int32, device=exchange_device(group))
     collectives.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
     return bool(flag.item())
+
+
+def group_of_hosts() -> dist.ProcessGroup | None:
+    """A group of all ranks for tensors of the CPU, so that the host waits for no device; collective.
+
+    None, the world, if that has a backend for the CPU; under NCCL, a new group over gloo.
+    """
+    if world_size() == 1 or exchange_device(None).type == "cpu":
+        return None
+    from megalowbit.distributed import collectives
+
+    return collectives.new_group(range(world_size()), backend="gloo")
 
 
 def check_numbers_differ(

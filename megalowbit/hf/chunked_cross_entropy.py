@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalowbit.backward_checks import check_backward
+from megalowbit.derivative_checks import check_backward, reject_transforms
 from megalowbit.errors import UserError, shown
 from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.matmul.gemms import autocast_dtype, no_autocast
@@ -127,14 +127,16 @@ def sum_of_losses(
         0-dim, fp32 (fp64 for fp64).
 
     Raises:
-        UserError: the targets are not int64, or not one for each token; or hidden and weight have different
-            dtypes without autocast.
+        UserError: the targets are not int64, or not one for each token; hidden and weight have different
+            dtypes without autocast; or a transform of `torch.func` or a forward-mode derivative is active.
     """
     if targets.dtype != torch.int64 or targets.shape != hidden.shape[:1]:
         raise UserError(
             f"labels must be int64, one for each of {hidden.shape[0]} tokens, not {targets.dtype} for "
             f"{targets.numel()}: convert them with .long(), and give input_ids and labels of one shape"
         )
+    if not torch.compiler.is_compiling():
+        reject_transforms(lambda: (hidden, weight), "chunked_cross_entropy", WHOLE_LOGITS)
     dtype = autocast_dtype(hidden.device.type)
     if dtype is not None:
         hidden, weight = hidden.to(dtype), weight.to(dtype)

@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit import cuda_graphs
-from megalowbit.backward_checks import has_tangent
+from megalowbit.derivative_checks import reject_transforms
 from megalowbit.errors import UserError
 from megalowbit.layers.compiled import compiled_linear, register
 from megalowbit.layers.matmul.context import MatmulContext
@@ -278,16 +277,12 @@ class BitLinear(SplitLinear):
     def _check_input(self, input: object) -> None:
         if not isinstance(input, Tensor) or input.layout != torch.strided or input.is_nested:
             raise UserError(f"{self.title} expects a dense torch tensor, got {_named(input)}: convert it")
-        # a compiler traces the transforms itself, and cannot trace this question
-        if not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
-            raise UserError(
-                f"{self.title} cannot run inside torch.func.vmap, grad, jvp or another transform: use "
-                "backward() for gradients and a leading axis of the input for vmap, or call restore(model)"
-            )
-        if not torch.compiler.is_compiling() and has_tangent(lambda: (input, *self.parameters())):
-            raise UserError(
-                f"{self.title} has no forward-mode derivatives: use backward(), or call restore(model)"
-            )
+        if not torch.compiler.is_compiling():
+            reject_transforms(lambda: (input, *self.parameters()), self.title, "call restore(model)")
+            if torch._C._is_tracing():
+                raise UserError(
+                    f"{self.title} cannot be traced by torch.jit: use torch.export, or call restore(model)"
+                )
         if input.dim() == 0 or input.shape[-1] != self.in_features:
             raise UserError(
                 f"{self.title} expects a last axis of {self.in_features}, "

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from megalowbit.backward_checks import check_backward
+from megalowbit.derivative_checks import check_backward
 from megalowbit.errors import UserError
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import PLAIN_LAYER, Dtypes, backward_products, forward_products

@@ -28,8 +28,9 @@ therefore gives the same codes whether they are shared or made several times.
 Not shared: inputs of compiled layers, because the results of an operator must not be another one's memory;
 inputs in inference mode, which have no version; splits that start from a layer's own directions (all but the
 mean); inputs sharded over tensor-parallel ranks. Hooks that copy saved tensors, such as `save_on_cpu`, copy
-the codes once for each layer. As for the tensors that autograd saves, a write that changes the version of
-no sibling's input (through `.data` or NumPy) goes unnoticed between two siblings.
+the codes once for each layer. As for the tensors that autograd saves, a write between two siblings that does
+not change the version of the input goes unnoticed: through `.data`, NumPy or the untyped storage, or by a
+collective such as `dist.scatter`.
 """
 
 from __future__ import annotations

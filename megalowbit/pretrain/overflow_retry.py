@@ -4,21 +4,21 @@
 records describe the last attempt of a step: saturation counts of earlier attempts are dropped, and so are the
 infinite gradients that speculation sampled in them. The step's duration includes all attempts.
 
-A step reads the device once: the optimizer reads loss and counts with its own numbers. A pipeline knows its
-loss only after the optimizer's step, and reads a second time.
+A step reads the device once: the optimizer reads loss and counts with its own numbers. In a pipeline only the
+last stage has a loss; the all-reduce of the facts brings it to the others before they read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.engine.pipeline.batch_reader import losses_of_rows
+from megalowbit.engine.pipeline.batch_reader import loss_of_step, losses_of_rows
 from megalowbit.hf import token_losses
 from megalowbit.hf.model import one_sequence_a_row
 from megalowbit.optim.gradients.report import StepReport
@@ -88,17 +88,10 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
 
 
 def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
-    """Forward, backward and step; the optimizer reads the facts together with its own numbers."""
-    engine, optimizer = job.engine, job.engine.optimizer
+    """Forward, backward and step for each micro-batch."""
+    engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
-    made: list[PendingFacts] = []
-
-    def also_read() -> torch.Tensor:
-        made.append(_pending_facts(job, loss_sum / job.accumulation_steps))
-        return made[-1].numbers
-
-    optimizer.also_read = also_read
-    try:
+    with _facts_of_step(job, lambda: loss_sum / job.accumulation_steps) as made:
         for batch in batches:
             with job.phase("forward"), one_sequence_a_row():
                 loss = _forward(job, batch)
@@ -107,10 +100,8 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
             loss_sum += loss.detach()
             with job.phase("optimizer step"):  # only after the last micro-batch; reduces gradients first
                 engine.step()
-    finally:
-        optimizer.also_read = None
     (facts,) = made  # there was one optimizer step
-    return facts, optimizer.report.also_read
+    return facts, engine.optimizer.report.also_read
 
 
 def _forward(job: Job, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -128,31 +119,61 @@ def _forward(job: Job, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
-    """All micro-batches in one call; the loss is known only after the optimizer's step."""
+    """All micro-batches in one call, which ends with the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
     sources = [batch.pop(SOURCES, None) for batch in micro_batches]
-    with job.phase("pipeline"), one_sequence_a_row(), ExitStack() as stack:
-        found = [] if job.source_losses is None else stack.enter_context(losses_of_rows(job.engine))
+    losses, rows = job.source_losses, list[torch.Tensor]()
+
+    def loss() -> torch.Tensor | None:
+        for places, batch, sums in zip(sources, micro_batches, rows, strict=False):  # only in the last stage
+            if places is not None and losses is not None:
+                losses.add(places, batch["labels"], sums)
+        return loss_of_step(job.engine)
+
+    with _facts_of_step(job, loss) as made, job.phase("pipeline"), one_sequence_a_row(), ExitStack() as stack:
+        if losses is not None:
+            rows = stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))
-    for places, batch, sums in zip(sources, micro_batches, found, strict=False):  # only in the last stage
-        if places is not None and job.source_losses is not None:
-            job.source_losses.add(places, batch["labels"], sums)
-    facts = _pending_facts(job, job.engine.dp_group_loss.double())
-    return facts, facts.numbers.tolist()
+    (facts,) = made
+    return facts, job.engine.optimizer.report.also_read
 
 
-def _pending_facts(job: Job, loss: torch.Tensor) -> PendingFacts:
-    """Reduce the step's facts over the ranks."""
+@contextmanager
+def _facts_of_step(job: Job, loss: Callable[[], torch.Tensor | None]) -> Iterator[list[PendingFacts]]:
+    """Let the optimizer's step reduce the facts over the ranks, and read them with its own numbers.
+
+    Args:
+        job: the run.
+        loss: the mean over the micro-batches, known when the optimizer steps; None on ranks without one.
+
+    Yields:
+        A list that gets the facts.
+    """
+    optimizer, made = job.engine.optimizer, list[PendingFacts]()
+
+    def also_read() -> torch.Tensor:
+        with job.phase("facts"):
+            made.append(_pending_facts(job, loss()))
+        return made[-1].numbers
+
+    optimizer.also_read = also_read
+    try:
+        yield made
+    finally:
+        optimizer.also_read = None
+
+
+def _pending_facts(job: Job, loss: torch.Tensor | None) -> PendingFacts:
     regularizer = job.engine.regularizer
-    with job.phase("facts"):
-        return PendingFacts(
-            loss,
-            tracker=job.counting_tracker,
-            regularization=None if regularizer is None else regularizer.value,
-            is_stop_asked=pending_stop_signal() is not None,
-            sums=None if job.source_losses is None else job.source_losses.sums,
-        )
+    return PendingFacts(
+        torch.zeros((), device=job.engine.device) if loss is None else loss,
+        weight=0.0 if loss is None else 1.0,
+        tracker=job.counting_tracker,
+        regularization=None if regularizer is None else regularizer.value,
+        is_stop_asked=pending_stop_signal() is not None,
+        sums=None if job.source_losses is None else job.source_losses.sums,
+    )
 
 
 def upload(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

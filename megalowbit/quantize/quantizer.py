@@ -127,7 +127,7 @@ class BlockQuantizer(Quantizer):
 
     def _quantize(self, x: Tensor, options: Options) -> QuantizedTensor:
         encoded = self._encode(_as_matrix(x), options)
-        return self._tensor(encoded, x.shape, x.dtype)
+        return self.tensor_of(encoded, x.shape, x.dtype)
 
     def quantize_transposed(
         self,
@@ -160,7 +160,7 @@ class BlockQuantizer(Quantizer):
         matrix = _as_matrix(x.detach())
         if signs is not None and matrix.shape[0] % GROUP:
             matrix = torch.nn.functional.pad(matrix, (0, 0, 0, -matrix.shape[0] % GROUP))
-        return self._tensor(self._encode(matrix.t(), options), matrix.t().shape, x.dtype)
+        return self.tensor_of(self._encode(matrix.t(), options), matrix.t().shape, x.dtype)
 
     def quantize_transformed(
         self,
@@ -187,7 +187,7 @@ class BlockQuantizer(Quantizer):
         matrix = _as_matrix(x.detach())
         if matrix.shape[1] % GROUP:
             matrix = torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % GROUP))
-        return self._tensor(self._encode(matrix, options), matrix.shape, x.dtype)
+        return self.tensor_of(self._encode(matrix, options), matrix.shape, x.dtype)
 
     def _encode(self, matrix: Tensor, options: Options) -> Encoded:
         if torch.is_grad_enabled():  # not so in an autograd function, where changing the mode is wasted time
@@ -221,7 +221,8 @@ class BlockQuantizer(Quantizer):
             )
         return given.detach().to(torch.float32)
 
-    def _tensor(self, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> QuantizedTensor:
+    def tensor_of(self, encoded: Encoded, shape: torch.Size, dtype: torch.dtype) -> QuantizedTensor:
+        """The result of quantising a tensor of this shape and dtype."""
         return QuantizedTensor(
             codes=encoded.codes,
             scales=encoded.scales,

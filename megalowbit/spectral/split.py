@@ -32,7 +32,7 @@ from megalowbit.spectral.gains import factors_of, gain
 from megalowbit.spectral.low_rank import Factored, LowRank
 from megalowbit.spectral.settings import WARM_METHODS, OperandSplit
 from megalowbit.spectral.state import Kept, SplitState
-from megalowbit.spectral.triton import launch_residual
+from megalowbit.spectral.triton import launch_factor_codes, launch_residual
 from megalowbit.spectral.triton.launch_factors import Maxima
 
 Factor = QuantizedTensor | UnquantizedTensor
@@ -171,11 +171,46 @@ def split_with(
     Raises:
         UserError: a gain function returns an invalid result.
     """
-    of_factors, dtype = quantizer(settings.q_factors), product_dtype(matrix.dtype)
-    known = maxima if maxima is not None and takes_row_maximum(of_factors) else None
-    ready = dtype if dtype == torch.bfloat16 and is_decoded_once(matrix.device) else None
+    chosen = gain(settings.gains)
+    values, gained, residual_gain = factors.values, factors.values, 1.0
+    if chosen.name != "none":
+        gains, residual_gain = factors_of(chosen, factors.values)
+        gained = factors.values * gains.to(factors.values)
+        values = gained if chosen.is_before_residual else factors.values
+    left, right, tall, flat = _quantized_factors(
+        LowRank(factors.left, values, factors.right),
+        settings,
+        product_dtype(matrix.dtype),
+        random_key=random_key,
+        maxima=maxima,
+    )
+    residual, amax = _residual(matrix, tall, flat, None if maxima is None else maxima.residual)
+    is_same = settings.order != "seed" and values is gained and is_decoded_once(matrix.device)
+    products = (tall, flat) if is_same else None
+    return SplitTensor(residual, left, gained.to(torch.float32), right, residual_gain, amax, products)
+
+
+def _quantized_factors(
+    factors: LowRank,
+    settings: OperandSplit,
+    dtype: torch.dtype,
+    *,
+    random_key: RandomKey,
+    maxima: Maxima | None,
+) -> tuple[Factor, Factor, Tensor, Tensor]:
+    """Uᵀ and Vᵀ quantised, and the matrices whose product the residual lacks, (rows, k) and (k, cols).
+
+    The arguments are those of `split_with`; `dtype` is that of these matrices.
+    """
+    chosen = quantizer(settings.q_factors)
+    known = maxima if maxima is not None and takes_row_maximum(chosen) else None
+    is_seed, is_half = settings.order == "seed", dtype == torch.bfloat16
+    if known is not None and is_half and not is_seed and launch_factor_codes.covers(chosen):
+        sides = factors.left.t(), factors.right.t()
+        return launch_factor_codes.quantized(chosen, *sides, factors.values.to(torch.float32), known)
+    ready = dtype if is_half and is_decoded_once(factors.values.device) else None
     left, right = (
-        of_factors.quantize(
+        chosen.quantize(
             getattr(factors, side).t().contiguous(),
             random_key=_derived(random_key, side),
             tensor_amax=None if known is None else getattr(known, side),
@@ -183,23 +218,12 @@ def split_with(
         )
         for side in ("left", "right")
     )
-    chosen = gain(settings.gains)
-    values, gained, residual_gain = factors.values, factors.values, 1.0
-    if chosen.name != "none":
-        gains, residual_gain = factors_of(chosen, factors.values)
-        gained = factors.values * gains.to(factors.values)
-        values = gained if chosen.is_before_residual else factors.values
-    if settings.order == "seed":
+    if is_seed:
         wide = torch.promote_types(dtype, torch.float32)
-        tall = (factors.left.to(wide) * values.to(wide)).to(dtype)
-        flat = factors.right.t().to(dtype)
-    else:
-        tall = scaled_left(left, values.to(torch.float32), dtype).contiguous()  # twice as fast below
-        flat = right_factor(right, dtype)
-    residual, amax = _residual(matrix, tall, flat, None if maxima is None else maxima.residual)
-    is_same = settings.order != "seed" and values is gained and is_decoded_once(matrix.device)
-    products = (tall, flat) if is_same else None
-    return SplitTensor(residual, left, gained.to(torch.float32), right, residual_gain, amax, products)
+        tall = (factors.left.to(wide) * factors.values.to(wide)).to(dtype)
+        return left, right, tall, factors.right.t().to(dtype)
+    tall = scaled_left(left, factors.values.to(torch.float32), dtype).contiguous()  # twice as fast below
+    return left, right, tall, right_factor(right, dtype)
 
 
 def _residual(
@@ -214,9 +238,9 @@ def _residual(
 def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
     """Use the mean row as the only direction; it is not quantised, so there is nothing to compensate."""
     wide = torch.promote_types(matrix.dtype, torch.float32)
-    mean = (first.sum(0, dtype=wide) / max(1, len(first))).to(matrix.dtype)
+    mean = torch.div(first.sum(0, dtype=wide), max(1, len(first)), out=matrix.new_empty(matrix.shape[1]))
     # a mean that is not finite is replaced by 0, so the residual is the matrix itself in that column
-    mean = torch.where(mean.isfinite(), mean, 0.0).to(matrix.dtype).unsqueeze(0)
+    mean = mean.nan_to_num_(0, 0, 0).unsqueeze(0)
     ones, amax, products = matrix.new_ones((1, len(matrix))), None, None
     if launch_residual.covers(matrix, mean, mean):
         products = ones.view(-1, 1), mean

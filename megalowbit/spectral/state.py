@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalowbit.errors import UserError, shown
@@ -21,6 +22,7 @@ from megalowbit.spectral.low_rank import LowRank
 
 _COUNTED = ("cold", "warm", "reused", "qr_fallback", "misfit")
 _FACTORS = ("left", "values", "right")
+_KEPT_COUNTS = 32  # numbers on a device that are added at once, because each addition is a launch
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +74,7 @@ class SplitState:
         self._previous = Kept()
         self._step: int | None = None
         self._counts: dict[str, int] = dict.fromkeys(_COUNTED, 0)
-        self._device_fallbacks: Tensor | None = None
+        self._device_fallbacks: tuple[Tensor, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -82,7 +84,7 @@ class SplitState:
         (failed Cholesky factorisations), "misfit" (the stored state did not match the matrix, so new factors
         were computed). Replays are not counted. On a GPU the host waits.
         """
-        on_device = 0 if self._device_fallbacks is None else int(self._device_fallbacks)
+        on_device = int(_sum(self._device_fallbacks)) if self._device_fallbacks else 0
         return {**self._counts, "qr_fallback": self._counts["qr_fallback"] + on_device}
 
     def begin(self, step: int, *, is_replay: bool) -> Kept:
@@ -99,10 +101,10 @@ class SplitState:
         """Increase a counter; a tensor stays on its device until `counts` is read."""
         if isinstance(number, int):
             self._counts[what] += number
-        elif self._device_fallbacks is None:
-            self._device_fallbacks = number
         else:
-            self._device_fallbacks = self._device_fallbacks.to(number.device) + number
+            self._device_fallbacks += (number,)
+            if len(self._device_fallbacks) == _KEPT_COUNTS:
+                self._device_fallbacks = (_sum(self._device_fallbacks),)
 
     def copy(self) -> SplitState:
         """An independent copy; it shares tensors, which are never modified in place."""
@@ -139,7 +141,12 @@ class SplitState:
         )
         self._step = None
         self._counts = {**dict.fromkeys(_COUNTED, 0), **state.get("counts", {})}
-        self._device_fallbacks = None
+        self._device_fallbacks = ()
+
+
+def _sum(numbers: tuple[Tensor, ...]) -> Tensor:
+    """On the device of the last one."""
+    return torch.stack([each.to(numbers[-1].device) for each in numbers]).sum()
 
 
 def _is_whole(number: object) -> bool:

@@ -73,8 +73,8 @@ class PendingFacts:
     ) -> None:
         if tracker is not None and tracker.group is not group:
             raise ValueError("tracker counts over another group than the loss: pass the tracker's own group")
-        if not weight > 0:
-            raise ValueError(f"weight must be positive, not {weight}: a rank without data has no mean loss")
+        if not weight >= 0:
+            raise ValueError(f"weight must not be negative: {weight}")
         self._tracker, self._is_regularized = tracker, regularization is not None
         mean = loss.detach().double()
         counts = mean.new_zeros(1) if tracker is None else tracker.pack_step().to(mean.device)  # (1,) or (6,)
@@ -97,6 +97,8 @@ class PendingFacts:
     def interpret(self, numbers: Sequence[float]) -> StepFacts:
         """End the tracker's step; returns the facts from `numbers`, which the host has read. Call it once."""
         packed, rest = list(numbers[: self._num_facts]), list(numbers[self._num_reduced :])
+        if not packed[1]:
+            raise ValueError("the weights of all ranks are 0: pass a positive one on each rank with a loss")
         value = rest.pop(0) if self._is_regularized else None
         num_asked, packed[-1] = divmod(packed[-1], STOP_UNIT)
         return StepFacts(
@@ -121,7 +123,8 @@ def reduce_step_facts(
 
     Args:
         loss: 0-dim mean loss of this rank's share of the step, on its device.
-        weight: weight of this rank's loss, such as its number of predicted tokens.
+        weight: weight of this rank's loss, such as its number of predicted tokens. 0 on a rank without one,
+            such as an early stage of a pipeline; its loss must be finite.
         tracker: counts of this step, for the same group. Its step ends here: do not call `end_step` as well.
         regularization: 0-dim; not reduced, because all ranks have the same weights.
         is_stop_asked: whether this rank was asked to stop; communicated to all.

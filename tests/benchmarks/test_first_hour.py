@@ -462,6 +462,7 @@ def test_memory_above_the_estimate_is_worse_than_below(ratio, status):
     assert memory.verdict("peak", ratio, "").status == status
 
 
+@pytest.mark.slow
 def test_a_quick_step_runs_for_real_and_is_kept_until_it_is_run_again(tmp_path):
     said = []
     machine = STEPS[:1]

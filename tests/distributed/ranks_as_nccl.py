@@ -14,7 +14,7 @@ from tiny_training import report
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalowbit.distributed import collectives, process_group
-from megalowbit.distributed.agreement import gather_bytes
+from megalowbit.distributed.agreement import failing_together, gather_bytes
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.engine.tensor_parallel.shard_model import _broadcast_initial_state
 from megalowbit.engine.zero.pieces import GradientPieces, Piece
@@ -164,7 +164,15 @@ def run(work):
     return {"seen": seen, "error": None}
 
 
+def of_hosts():
+    """The agreement of ranks about their batches, before a pipeline's schedule."""
+    with failing_together(process_group.group_of_hosts()):
+        pass
+
+
 def exchange_device(group, device=None):
+    if dist.get_backend(group) != "nccl":
+        return own_exchange_device(group, device)
     return GPU if device is None or device.type == "cpu" else device
 
 
@@ -175,11 +183,14 @@ def nothing(*arguments, **named):
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 WORLD = dist.group.WORLD
 own_exchange_device, process_group.exchange_device = process_group.exchange_device, exchange_device
-dist.get_backend = lambda group=None: "nccl"
-dist.get_backend_config = lambda group=None: "meta:nccl"
+HOSTS, asked = dist.new_group([0, 1]), []
+dist.new_group = lambda ranks, backend: asked.append([ranks, backend]) or HOSTS
+dist.get_backend = lambda group=None: "gloo" if group is HOSTS else "nccl"
+dist.get_backend_config = lambda group=None: "cpu:gloo" if group is HOSTS else "meta:nccl"
 dist.all_reduce = dist.all_gather = dist.all_gather_single = dist.broadcast = nothing
 exchange.gather = lambda value, group: [value, value]
 found = {name: run(work) for name, work in CASES.items()}
+found["hosts"] = {**run(of_hosts), "asked": asked}
 found["host"] = run(lambda: collectives.all_reduce(torch.ones(2)))
 torch.cuda.current_device = lambda: 3
 found["device"] = str(own_exchange_device(WORLD, torch.device("cpu")))

@@ -3,6 +3,7 @@
 import sys
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from tiny_models import FURTHER_KINDS, tiny_model
 from tiny_training import report
@@ -10,6 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import megalowbit as mlb
 from megalowbit.engine.checkpoints.store import CheckpointStore
+from megalowbit.engine.pipeline import batch_reader
 from megalowbit.engine.pipeline.setup import gather_weights
 from megalowbit.layers.conversion.convert import random_stream
 
@@ -295,7 +297,11 @@ def packed(kind):
 
 def reading():
     """Messages of steps whose data are wrong on one rank or on both; then a step with the right ones."""
-    engine, fixed = start("gpt2"), start("gpt2", dynamic_shape=False)
+    engine = start("gpt2")
+    # as under NCCL, whose groups take no tensors of the host
+    batch_reader.group_of_hosts, hosts = (lambda: dist.new_group(backend="gloo")), batch_reader.group_of_hosts
+    fixed = start("gpt2", dynamic_shape=False)
+    batch_reader.group_of_hosts = hosts
     is_first = engine.stage_id == 0
     right = [batch(0, each) for each in range(MICRO_BATCHES)]
     short = [{name: value[:, 1:] for name, value in each.items()} for each in right]

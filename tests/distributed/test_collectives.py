@@ -137,8 +137,12 @@ def test_small_tensors_and_barriers_use_the_current_gpu(on_gpus):
     assert on_gpus["barrier"] == [3]
 
 
+def test_hosts_agree_in_a_group_of_their_own(on_gpus):
+    assert on_gpus["hosts"] == {"seen": [["all_reduce", "cpu"]], "error": None, "asked": [[[0, 1], "gloo"]]}
+
+
 def test_each_case_is_checked_and_a_tensor_of_the_cpu_found(on_gpus):
-    assert on_gpus.keys() - CHECKED.keys() == {"host", "device", "barrier"}
+    assert on_gpus.keys() - CHECKED.keys() == {"host", "hosts", "device", "barrier"}
     assert on_gpus["host"]["error"] == (
         "UserError: all_reduce over ranks 0, 1 (meta:nccl) cannot take a tensor of shape (2,), "
         "torch.float32, on cpu: the group has no backend for that device; move the tensor to meta"

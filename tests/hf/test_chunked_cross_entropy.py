@@ -10,6 +10,7 @@ import torch
 import transformers
 from quick_cases import slow_except
 from tiny_models import KINDS, tiny_model
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -420,6 +421,17 @@ def test_a_graph_of_gradients_is_an_error():
         penalised(whole, wanted)  # as without the option
         with pytest.raises(UserError, match=r"^second derivatives of chunked_cross_entropy are not .*false"):
             penalised(sum_of_losses, wanted)
+
+
+def test_transforms_and_forward_mode_are_one_line():
+    hidden, weight, targets = operands(torch.float64)
+    with pytest.raises(UserError, match=r"^chunked_cross_entropy cannot run inside torch\.func.* false"):
+        torch.func.grad(lambda hidden: sum_of_losses(hidden, weight, targets))(hidden)
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(UserError, match=r"^chunked_cross_entropy has no forward-mode derivatives.* false"),
+    ):
+        sum_of_losses(hidden, forward_ad.make_dual(weight, torch.ones_like(weight)), targets)
 
 
 def test_hidden_states_in_another_dtype_are_rejected_as_in_the_projection():

@@ -15,6 +15,7 @@ import resource
 import runpy
 import signal
 import sys
+import threading
 from pathlib import Path
 
 IMPORTED_LATE = (
@@ -66,12 +67,34 @@ def start(answers, script, arguments, env, cwd, output, errors=None, file_size=N
         if file_size is not None:
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, hard))
-        atexit.register(gc.unfreeze)  # or libraries would take what is left over at the end for leaks
         sys.argv = [script, *arguments]
         search_modules_as_if_started(script, env)
-        runpy.run_path(script, run_name="__main__")
-        sys.exit()  # through all that an interpreter does at its end
+        run_as_a_program(script)
     return pid
+
+
+def run_as_a_program(script):
+    """Run it and end this process with its exit code.
+
+    An interpreter frees all that was imported at its end, which takes seconds of each rank; that is left out.
+    Programs that are started as users start them do it.
+    """
+    try:
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        gc.unfreeze()  # or libraries would take what is left over at the end for leaks
+        raise
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # waits for threads, as an interpreter does before functions of `atexit`
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((code or 0) & 0xFF)
 
 
 def send_output_to(output, errors):

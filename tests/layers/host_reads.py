@@ -155,17 +155,25 @@ def reads_its_elements(arguments, named):
 
 
 def install():
-    """A hook of forks.py for launch/pretrain.py: write the places of the second step's reads to a file."""
+    """A hook of forks.py for launch/pretrain.py: write the places of reads to files.
+
+    `reads-RANK.json` has those of the second step, `evaluation-RANK.json` those of what follows it, such as a
+    validation.
+    """
     from megalowbit.pretrain import loop
 
-    train_step, num_steps = loop.train_step, itertools.count(1)
+    def counting(function, name):
+        calls = itertools.count(1)
 
-    def counting(job):
-        if next(num_steps) != 2:
-            return train_step(job)
-        with pytest.MonkeyPatch.context() as patch, HostReads(patch) as reads:
-            step = train_step(job)
-        Path(f"reads-{os.environ['RANK']}.json").write_text(json.dumps(reads.places))
-        return step
+        def counted(*arguments):
+            if next(calls) != 2:
+                return function(*arguments)
+            with pytest.MonkeyPatch.context() as patch, HostReads(patch) as reads:
+                result = function(*arguments)
+            Path(f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(reads.places))
+            return result
 
-    loop.train_step = counting
+        return counted
+
+    loop.train_step = counting(loop.train_step, "reads")
+    loop._evaluated = counting(loop._evaluated, "evaluation")

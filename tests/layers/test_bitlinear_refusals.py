@@ -62,6 +62,13 @@ def test_a_transform_of_torch_func_is_rejected_and_leaves_the_layer_usable(trans
     transform(model, x)  # the remedy
 
 
+def test_a_trace_of_torch_jit_is_rejected_and_an_export_is_the_layer():
+    layer, x = BitLinear(64, 32).eval(), torch.randn(3, 64)
+    with pytest.raises(UserError, match=r"^BitLinear\(64, 32\) cannot be traced by torch.jit.*torch.export"):
+        torch.jit.trace(layer, x)
+    assert torch.equal(torch.export.export(layer, (x,)).module()(x), layer(x))
+
+
 def dual(layer, x):
     with forward_ad.dual_level():
         layer(forward_ad.make_dual(x, x))

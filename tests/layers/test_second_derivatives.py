@@ -105,6 +105,22 @@ def test_a_second_derivative_is_an_error(kind, way):
         way(layer_of(kind))
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(
+            way, marks=pytest.mark.xfail(strict=True, reason="documented: compiled layers keep codes")
+        )
+        if way in (by_penalty_on_a_weight, by_named_inputs)
+        else way
+        for way in WAYS
+    ],
+)
+def test_in_a_compiled_layer_most_are_torchs_error(way):
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        way(torch.compile(layer_of("eager"), backend="aot_eager"))
+
+
 def test_a_graph_of_gradients_is_an_error_before_anything_uses_it():
     layer = layer_of("eager")
     with pytest.raises(UserError, match=ERROR):

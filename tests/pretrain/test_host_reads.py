@@ -28,7 +28,11 @@ ON_THE_HOST = {
     "deepspeed.runtime.utils.is_invalid_grad_norm",  # ZeRO: the norm has been read before
     "deepspeed.runtime.zero.partition_parameters.__init__",  # ZeRO 3: to the device by its name, here "cpu"
 }
-
+# before a pipeline's schedule, whether all ranks have their batches: a number of the host in a group of gloo,
+# as tests/distributed/test_collectives.py shows for GPUs
+AGREEMENT = "megalowbit.distributed.process_group.is_true_anywhere"
+VALIDATION = "megalowbit.pretrain.components.validation.sums_of_batches"
+OSCILLATION = "megalowbit.engine.parameters.oscillation.found"
 
 SPECULATION = (
     "megalowbit.recipe=speculative-int8",
@@ -45,14 +49,21 @@ def step_of_the_loop(job):
     for component in job.components:
         list(component.after_step(job.step, step.facts))
     job.loss_guard.judge(job.step, job.totals.final_loss, is_skipped=False)
+    for component in job.components:
+        component.evaluate(job.step, lambda: None)
 
 
 def reads_of_a_step(job):
+    """Places on a device → reads there in the third step."""
     for _ in range(2):  # state is made, kernels are checked; speculation quantises from the second step on
         step_of_the_loop(job)
     with pytest.MonkeyPatch.context() as patch, HostReads(patch) as reads:
         step_of_the_loop(job)
-    return reads.places
+    return without_host(reads.places)
+
+
+def without_host(places):
+    return {place: count for place, count in places.items() if place not in ON_THE_HOST}
 
 
 CASES = {
@@ -78,6 +89,7 @@ CASES = {
     "loss guard": ['megalowbit.loss_guard={"nonfinite": "rollback", "spike": "rollback"}'],
     "profiler": ['megalowbit.profile={"first_step": 1, "steps": 4}'],
     "speculation between checks": [each.replace("EVERY", "4") for each in SPECULATION],
+    "within a window of oscillation_reset": ['megalowbit.oscillation_reset={"start": 2, "window": 2}'],
 }  # fmt: skip
 
 
@@ -86,50 +98,64 @@ QUICK = ["ZeRO 0", "splits", "ZeRO 2"]
 
 @pytest.mark.parametrize("case", slow_except(QUICK, CASES))
 def test_a_step_reads_the_device_once(build_job, case):
-    places = reads_of_a_step(build_job(*CASES[case]))
-    for place in ON_THE_HOST:
-        places.pop(place, None)
-    assert places == DEVICE
+    assert reads_of_a_step(build_job(*CASES[case])) == DEVICE
 
 
 def test_a_check_of_speculation_is_a_second_read(build_job):
     places = reads_of_a_step(build_job(*(each.replace("EVERY", "1") for each in SPECULATION)))
-    for place in ON_THE_HOST:
-        places.pop(place, None)
     assert places == {**DEVICE, "megalowbit.speculation.exchange.pool": 1}
+
+
+@pytest.mark.parametrize("reset", ["true", pytest.param("false", marks=pytest.mark.slow)])
+def test_the_end_of_a_window_of_oscillation_reset_is_a_second_read(build_job, reset):
+    """The window of the second step is closed before the third."""
+    window = f'{{"start": 1, "window": 1, "reset": {reset}}}'
+    places = reads_of_a_step(build_job(f"megalowbit.oscillation_reset={window}"))
+    assert places == {**DEVICE, OSCILLATION: 1}
+
+
+def held_text(folder):
+    (folder / "held.txt").write_text("A text of some length to validate on. " * 100)
+    return folder / "held.txt"
+
+
+@pytest.mark.parametrize("bf16", ["false", pytest.param("true", marks=pytest.mark.slow)])
+def test_a_validation_reads_once_for_each_loss_however_many_batches(build_job, tmp_path, bf16):
+    job = build_job(
+        f"megalowbit.data.validation.corpus={held_text(tmp_path)}",
+        f'megalowbit.validation={{"every": 1, "bf16": {bf16}}}',
+    )
+    assert job.loader.validation.num_batches(job.loader.micro_batch_size) > 2
+    assert reads_of_a_step(job) == {**DEVICE, VALIDATION: 1 + (bf16 == "true")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "more"),
-    [
-        ("tensor_parallel.autotp_size=2", {}),
-        (
-            "pipeline.stages=2",
-            {
-                "megalowbit.distributed.process_group.is_true_anywhere": 1,  # whether all ranks have a batch
-                "megalowbit.pretrain.overflow_retry._pipeline_attempt": 1,  # the loss, after the schedule
-            },
-        ),
-    ],
+    ("layout", "agreements"), [("tensor_parallel.autotp_size=2", {}), ("pipeline.stages=2", {AGREEMENT: 1})]
 )
-def test_ranks_read_their_devices_once_and_stages_of_a_pipeline_three_times(tmp_path, layout, more):
+def test_ranks_read_their_devices_once(tmp_path, layout, agreements):
     config = write_config(tmp_path, block={"run": {"steps": 2}})
     done = run_ranks(
         "--ds-config",
         config,
         "--set",
         layout,
+        "--set",
+        f"megalowbit.data.validation.corpus={held_text(tmp_path)}",
+        "--set",
+        "megalowbit.validation.tokens=128",  # a pipeline evaluates 16 batches in a call
         cwd=tmp_path,
         processes=2,
         hook="tests.layers.host_reads.install",
     )
     assert done.code == 0, done.output
     for rank in range(2):
-        places = json.loads((tmp_path / f"reads-{rank}.json").read_text())
-        for place in ON_THE_HOST:
-            places.pop(place, None)
-        assert places == {**DEVICE, **more}
+        step, evaluation = (
+            without_host(json.loads((tmp_path / f"{name}-{rank}.json").read_text()))
+            for name in ("reads", "evaluation")
+        )
+        assert step == {**DEVICE, **agreements}
+        assert evaluation == {VALIDATION: 1, **agreements}
 
 
 def test_every_read_is_found(build_job):
@@ -145,6 +171,5 @@ def test_every_read_is_found(build_job):
         return result
 
     job.engine.module.forward = reading
-    places = reads_of_a_step(job)
-    found = [count for place, count in places.items() if place not in {*DEVICE, *ON_THE_HOST}]
+    found = [count for place, count in reads_of_a_step(job).items() if place not in DEVICE]
     assert sum(found) == 5 * job.accumulation_steps

@@ -9,7 +9,8 @@ from unittest import mock
 
 import torch
 
-from megalowbit.quantize import backends
+from megalowbit.quantize import backends, reference
+from megalowbit.quantize.encoding import EncodeRequest
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
 from megalowbit.quantize.tensor_statistics import tensor_maximum
@@ -19,7 +20,7 @@ from megalowbit.spectral.orthogonal import cholesky_rows
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import right_factor, scaled_left, split
 from megalowbit.spectral.state import SplitState
-from megalowbit.spectral.triton import launch_factors, launch_residual
+from megalowbit.spectral.triton import launch_factor_codes, launch_factors, launch_residual
 
 LEAST = 2.0**-12
 
@@ -130,6 +131,32 @@ def check_order(device):
         assert float(found.maxima.residual) == 0
 
 
+def check_codes(device):
+    """Both factors at once get the bits of `reference`, and products those of torch's operations."""
+    chosen = quantizer(launch_factor_codes.COVERED)
+    for k, rows, cols, size in ((5, 300, 75, 1.0), (17, 16, 272, 1e-30), (3, 40, 33, 1e25)):
+        left, right = ((gaussian(k, n, seed=n) * size).bfloat16() for n in (rows, cols))
+        left[1], right[2, :20] = 0, 0
+        values = gaussian(k, seed=1).abs()
+        amax = [tensor_maximum(each, chosen.encoding) for each in (left, right)]
+        maxima = launch_factors.Maxima(*(each.to(device) for each in amax), torch.zeros((), device=device))
+        found = launch_factor_codes.quantized(
+            chosen, *(each.to(device) for each in (left, right, values)), maxima
+        )
+        expected = []
+        for name, matrix in (("left", left), ("right", right)):
+            ours, theirs = (
+                getattr(found, name),
+                reference.encode(EncodeRequest(matrix, chosen.encoding, operand_dtype=torch.float32)),
+            )
+            for part in ("codes", "scales", "tensor_scale"):
+                one, other = getattr(ours, part).cpu(), getattr(theirs, part)
+                assert torch.equal(one.float(), other.float()), (name, part)
+            expected.append(theirs.operand)
+        assert torch.equal(found.tall.cpu(), (expected[0] * values.unsqueeze(1)).bfloat16().t())
+        assert torch.equal(found.flat.cpu(), expected[1].bfloat16())
+
+
 def check_factors(device):
     """A warm step captures what torch's operations do, and gives the same bits again."""
     values = 1 / torch.arange(1, 41)
@@ -215,6 +242,7 @@ GROUPS = {
     "many": check_many,
     "dependent": check_dependent,
     "order": check_order,
+    "codes": check_codes,
     "factors": check_factors,
     "residual": check_residual,
     "split": check_split,

@@ -108,6 +108,7 @@ def test_detached_layers_run_with_their_own_recipes():
     assert all(layer.chooser is None for layer in bit_layers(model).values())
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     whole, half = gpt2(), gpt2()
     torch.manual_seed(9)  # of dropout

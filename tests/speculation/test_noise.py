@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick_cases import slow_except
 
 from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.quantize.names import quantizer
@@ -128,7 +129,7 @@ def layers_of(name):
         yield places, Checked(operands, draws=SPARSE_DRAWS if name == SPARSE else DRAWS)
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("name", slow_except(["Gaussian", "GELU", "log-normal, σ = 1"], DATA))
 def test_no_candidate_is_predicted_more_than_a_decibel_too_high(name):
     """Before a product first runs at it, on any of the listed data; see docs/speculation-noise.md."""
     compared = 0
@@ -148,7 +149,12 @@ def test_no_candidate_is_predicted_more_than_a_decibel_too_high(name):
     assert compared >= 15
 
 
-@pytest.mark.parametrize("name", ["Gaussian", "Laplace", "relu²", "uniform", "N(1, 1)", "one sign", "GELU"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(
+        ["Gaussian", "one sign"], ["Gaussian", "Laplace", "relu²", "uniform", "N(1, 1)", "one sign", "GELU"]
+    ),
+)
 def test_predictions_are_not_too_low_either(name):
     for places, layer in layers_of(name):
         for product in PRODUCTS:
@@ -159,7 +165,10 @@ def test_predictions_are_not_too_low_either(name):
                     assert corrected >= measured - 1.0 or measured < LEAST_DB, (places, product, candidate)
 
 
-@pytest.mark.parametrize("name", ["Gaussian", "Laplace", "relu²", "softmax of rows", "log-normal, σ = 1"])
+@pytest.mark.parametrize(
+    "name",
+    slow_except(["relu²"], ["Gaussian", "Laplace", "relu²", "softmax of rows", "log-normal, σ = 1"]),
+)
 def test_whole_products_are_predicted_to_one_decibel_too(name):
     """Where a few elements do not carry all of the power; their meeting is a matter of chance."""
     operands = {role: made("Gaussian", shape, seed) for seed, (role, shape) in enumerate(SHAPES.items())}

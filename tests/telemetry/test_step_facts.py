@@ -86,8 +86,11 @@ def test_a_regularizers_value_comes_with_the_same_host_read(is_tracked):
         assert seen.overflow.facts()["gradient_overflow/element_overflow_rate"] == 2 / 16
 
 
-def test_a_weight_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="weight must be positive, not 0"):
+def test_weights_below_nothing_and_of_nothing_on_all_ranks_are_refused():
+    for weight in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="weight must not be negative"):
+            reduce_step_facts(torch.tensor(1.0), weight=weight)
+    with pytest.raises(ValueError, match="weights of all ranks are 0"):
         reduce_step_facts(torch.tensor(1.0), weight=0)
 
 

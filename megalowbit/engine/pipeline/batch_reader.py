@@ -3,8 +3,8 @@
 DeepSpeed reads each micro-batch when it needs it, in the first and the last stage. If an iterator is too
 short or a batch is wrong, one of these stages ends and the other ranks wait forever. Here both stages read
 and check all batches first, and an error on one rank is raised on all. This costs one more small collective
-per step. An
-error within the schedule still ends only one rank. Not checked: that both stages read the same data.
+per step. The hosts exchange it over gloo, so that none waits for its device before the schedule. An error
+within the schedule still ends only one rank. Not checked: that both stages read the same data.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megalowbit.distributed.agreement import succeed_together
+from megalowbit.distributed.agreement import failing_together
+from megalowbit.distributed.process_group import group_of_hosts
 from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_labels, check_values
 from megalowbit.engine.pipeline.parts import batch_limits
 from megalowbit.errors import UserError
+from megalowbit.hf.model import one_sequence_a_row
 from megalowbit.hf.token_losses import sum_of_token_losses, sums_of_rows
 
 Batch = tuple[Inputs, Tensor]
@@ -29,11 +31,12 @@ class BatchReader:
     """Replaces `train_batch` and `eval_batch` of a `PipelinedModel`'s engine.
 
     Calls that do not exist for pipelines raise an error. A function passed to `engine.set_batch_fn` is
-    applied to each batch first, as in DeepSpeed.
+    applied to each batch first, as in DeepSpeed. Every rank must create one, because it may create a group.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
+        self._hosts = group_of_hosts()
         self._limits = batch_limits(engine.module.config)
         self._shapes: list[tuple[int, ...]] | None = None
         engine.train_batch = self.train_batch
@@ -58,7 +61,8 @@ class BatchReader:
         engine = self._engine
         if data_iter is not None:
             engine.set_dataiterator(data_iter)
-        batches = succeed_together(self._read, "train_batch", engine.data_iterator, engine.micro_batches)
+        with failing_together(self._hosts):
+            batches = self._read("train_batch", engine.data_iterator, engine.micro_batches)
         with self._given(batches):
             loss: Tensor = type(engine).train_batch(engine)
         return loss
@@ -75,7 +79,8 @@ class BatchReader:
         """Losses without a step; see DeepSpeed's `eval_batch`, and `train_batch` for the errors."""
         engine = self._engine
         count = engine.micro_batches if num_micro_batches is None else num_micro_batches
-        batches = succeed_together(self._read, "eval_batch", data_iter, count)
+        with failing_together(self._hosts):
+            batches = self._read("eval_batch", data_iter, count)
         with self._given(batches):
             return type(engine).eval_batch(
                 engine,
@@ -141,12 +146,24 @@ class BatchReader:
             engine.data_iterator, engine.batch_fn = source, function
 
 
+def loss_of_step(engine: Any) -> Tensor | None:
+    """The mean loss of a step's micro-batches, on the device; None in all stages but the last.
+
+    It is known when the optimizer steps. DeepSpeed sends the same number to the other stages afterwards
+    (`dp_group_loss`), which is too late for the optimizer's host read.
+    """
+    if not engine.is_last_stage():
+        return None
+    loss: Tensor = engine.total_loss / engine.micro_batches
+    return loss
+
+
 def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
     """The sum of each batch's losses, see `hf.token_losses`; every rank must call it.
 
     Args:
         engine: of a `PipelinedModel`, in evaluation mode.
-        batches: of the training shape, the target of each position as its label.
+        batches: of the training shape, rows of one sequence, the target of each position as its label.
 
     Returns:
         (n,) float64; zeros in all stages but the last.
@@ -160,7 +177,10 @@ def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tens
     module = engine.module
     trained, module.loss_fn = module.loss_fn, loss_of
     try:
-        engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+        with one_sequence_a_row():
+            engine.eval_batch(
+                iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
+            )
     finally:
         module.loss_fn = trained
     if not found:

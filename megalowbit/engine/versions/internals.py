@@ -86,9 +86,9 @@ ENGINE = frozenset({
     "_zero3_consolidated_16bit_state_dict",
 })  # fmt: skip
 PIPELINE_ENGINE = frozenset({
-    "_INSTRUCTION_MAP", "_exec_reduce_grads", "batch_fn", "data_iterator", "dp_group_loss", "dynamic_shape",
-    "eval_batch", "first_output_send", "is_first_stage", "is_last_stage", "micro_batches", "num_stages",
-    "pipe_recv_buf", "set_dataiterator", "train_batch",
+    "_INSTRUCTION_MAP", "_exec_reduce_grads", "batch_fn", "data_iterator", "dynamic_shape", "eval_batch",
+    "first_output_send", "is_first_stage", "is_last_stage", "micro_batches", "num_stages", "pipe_recv_buf",
+    "set_dataiterator", "total_loss", "train_batch",
 })  # fmt: skip
 DEFINING = (
     "runtime/base_optimizer.py",

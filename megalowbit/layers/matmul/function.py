@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megalowbit import cuda_graphs
-from megalowbit.backward_checks import check_backward
+from megalowbit.derivative_checks import check_backward
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand, once

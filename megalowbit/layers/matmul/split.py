@@ -119,15 +119,14 @@ def multiply_split(
         terms = _thin_terms(left, right, compute_dtype, signs)
         rows = [wide for tall, wide in terms if tall is None]
         if rows:
-            row = rows[0].flatten().to(torch.promote_types(dtype, torch.float32))
-            bias = (row if bias is None else row + bias).to(dtype)
+            row = rows[0].flatten()
+            wide_row = row if bias is None else row.to(torch.promote_types(dtype, torch.float32)) + bias
+            bias = wide_row.to(dtype)
         tall_terms = [(tall, wide) for tall, wide in terms if tall is not None]
         is_bias_exact = bias is None or torch.promote_types(bias.dtype, dtype) == dtype
         if may_start and tall_terms and not scaled and out_dtype == dtype and is_bias_exact:
-            (tall, wide), *others = tall_terms
+            tall, wide = _joined(tall_terms)
             total = tall @ wide if bias is None else torch.addmm(bias.to(dtype), tall, wide)
-            for tall, wide in others:
-                total.addmm_(tall, wide)
             return main(out_dtype, None, total)
         # Stay in the wider dtype until the end: an intermediate sum may exceed fp16 although the result fits.
         out = main(torch.promote_types(out_dtype, dtype), None if scaled else bias)
@@ -165,9 +164,10 @@ def add_split_product(
     if left.is_row or not can_add(dtype, device) or not main():
         return False
     with no_autocast(device.type):
-        for tall, wide in _thin_terms(left, right, compute_dtype, signs):
-            assert tall is not None  # only a left operand that is a row has none
-            add_matrix_product(total, tall, wide, factor)
+        terms = _thin_terms(left, right, compute_dtype, signs)
+        # only a left operand that is a row has no tall matrix
+        tall, wide = _joined([(tall, wide) for tall, wide in terms if tall is not None])
+        add_matrix_product(total, tall, wide, factor)
     return True
 
 
@@ -191,6 +191,14 @@ def _thin_terms(
         tall = left.scaled(left.residual(compute_dtype, dtype) @ _transformed(c.t(), signs).t(), dtype)
         terms.append((tall, d))
     return terms
+
+
+def _joined(terms: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """One pair (m, 2·k) and (2·k, n) whose product is the sum of the terms: (m, n) is written once."""
+    if len(terms) == 1:
+        return terms[0]
+    talls, wides = zip(*terms, strict=True)
+    return torch.cat(talls, 1), torch.cat(wides)
 
 
 def _transformed(matrix: Tensor, signs: int | None) -> Tensor:

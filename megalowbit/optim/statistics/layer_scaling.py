@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalowbit.backward_checks import reject_create_graph
+from megalowbit.derivative_checks import reject_create_graph
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import is_finite_number
 from megalowbit.optim.loss_scale.state import is_whole, plain_number

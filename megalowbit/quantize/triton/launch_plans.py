@@ -147,18 +147,30 @@ class KernelPlans:
         if found is None:
             found = fixed.plans[kinds] = GivenArguments(kinds)
         numbers = found.numbers(values)
-        # kernels do not specialise numbers further; `max`, `min` and `map` in C are much faster than a loop
+        # `_check_fixed`: numbers are not specialised. `max`, `min` and `map` in C are much faster than a loop
         is_i32 = not numbers or (max(numbers) < WORDS and min(numbers) >= -WORDS)  # in nearly every launch
         alignments = tuple(map(_LOW_BITS, map(_ADDRESS, found.tensors(values))))
         key = active, device, JITFunction.run, is_i32 or _number_types(numbers), alignments
         plan = found.compiled.get(key)
         if plan is None or is_observed() or self.kernel.pre_run_hooks:
+            self._check_fixed(given)
             compiled = self.launch(fixed.programs, fixed.complete(given))
             if compiled is not None:
                 found.compiled[key] = compiled, *self._order(fixed, given)
             return
         compiled, order, constants = plan
         _run(compiled, fixed.programs, active.get_current_stream(device), order(values + constants))
+
+    def _check_fixed(self, given: dict[str, Any]) -> None:
+        """Keys of fixed launches hold no values, so nothing is compiled for the value of what is given."""
+        for parameter in self.kernel.params:
+            value = given.get(parameter.name)
+            is_free = type(value) is int and parameter.do_not_specialize
+            if value is not None and not isinstance(value, Tensor) and not is_free:
+                raise TypeError(
+                    f"{self.kernel.__name__} is compiled for the value of {parameter.name} = {value!r}: "
+                    "name it in do_not_specialize, or keep it in FixedArguments"
+                )
 
     def _order(self, fixed: FixedArguments, given: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
         """A function that puts given values and those kept in the kernel's order, and those kept."""

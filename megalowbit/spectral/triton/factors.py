@@ -85,23 +85,26 @@ def gram_kernel(
 
 
 @triton.jit
-def _inverse_factor(gram, k, RANK: tl.constexpr):
-    """Inverse of the Cholesky factor by elimination, and whether a pivot was not positive."""
+def _inverse_factor(matrix, k, RANK: tl.constexpr):
+    """Inverse of a Gram matrix's Cholesky factor by elimination, and whether a pivot was not positive.
+
+    The one program's time is that of its instructions, so one matrix holds all. After step j, columns up to
+    j hold the inverse of the factor with a unit diagonal, below the pivots; further ones what is left of the
+    Gram matrix, of which only the part above the diagonal is read.
+    """
     i = tl.arange(0, RANK)
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    lengths = tl.full((RANK,), 1.0, tl.float32)
+    is_diagonal = i[:, None] == i[None, :]
     failed = tl.full((), 0, tl.int32)
     for j in range(0, k):
-        row = tl.sum(tl.where(i[:, None] == j, gram, 0.0), axis=0)
-        of_inverse = tl.sum(tl.where(i[:, None] == j, inverse, 0.0), axis=0)
-        col = tl.sum(tl.where(i[None, :] == j, gram, 0.0), axis=1)
+        row = tl.sum(tl.where(i[:, None] == j, matrix, 0.0), axis=0)
         pivot = tl.sum(tl.where(i == j, row, 0.0), axis=0)
         failed = tl.where(pivot > 0, failed, 1)
-        factor = tl.where(i > j, _divide(col, pivot), 0.0)
-        gram -= factor[:, None] * row[None, :]
-        inverse -= factor[:, None] * of_inverse[None, :]
-        lengths = tl.where(i == j, _divide(_constant(1.0), tl.sqrt_rn(pivot)), lengths)
-    return inverse * lengths[:, None], failed
+        factor = tl.where(i > j, row * _divide(_constant(1.0), pivot), 0.0)
+        matrix = tl.where((i[None, :] == j) & (i[:, None] > j), 0.0, matrix)
+        matrix -= factor[:, None] * tl.where(i == j, 1.0, row)[None, :]
+    pivots = tl.sum(tl.where(is_diagonal, matrix, 0.0), axis=1)
+    inverse = tl.where(i[:, None] > i[None, :], matrix, tl.where(is_diagonal, 1.0, 0.0))
+    return inverse * _divide(_constant(1.0), tl.sqrt_rn(pivots))[:, None], failed
 
 
 @triton.jit

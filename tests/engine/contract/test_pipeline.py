@@ -93,9 +93,17 @@ def test_our_reader_replaces_that_of_the_engine(engine):
     assert inspect.getsource(PipelineEngine).count("self._next_batch()") == 1, "data would be read unchecked"
 
 
-def test_the_loss_of_a_step_is_stored_for_each_data_parallel_rank(engine):
-    mean = engine.train_batch(batches())
-    assert engine.dp_group_loss.item() == pytest.approx(mean.item()), "the loop records this loss"
+def test_the_loss_of_a_step_is_known_when_the_optimizer_steps(engine):
+    found = []
+    engine.optimizer.also_read = lambda: found.append(batch_reader.loss_of_step(engine)) or torch.zeros(1)
+    tokens = torch.arange(6).reshape(1, 6)
+    data = [{"input_ids": each, "labels": each} for each in (tokens, tokens.flip(1))]
+    mean = engine.train_batch(iter(data))
+    assert torch.equal(torch.stack(found), mean[None]), "the loop would record another loss"
+    assert torch.equal(engine.dp_group_loss, mean)
+    engine.eval_batch(iter(data))
+    assert engine.train_batch(iter(data)).item() != mean.item()  # the weights are other ones
+    assert torch.equal(found[1], engine.dp_group_loss), "losses of a validation would be added"
 
 
 def test_batches_are_evaluated_with_a_loss_function_of_ours(engine, monkeypatch):

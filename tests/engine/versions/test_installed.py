@@ -109,6 +109,7 @@ def test_another_deepspeed_version_on_one_rank_stops_all_ranks(sound):
     assert lines[0].startswith(f"rank 1: {REFUSED}")
 
 
+@pytest.mark.slow
 def test_only_the_exact_version_is_accepted_as_permission(sound):
     values = ["*", "1", "0.19.8", "0.19", ""]
     ((output, _),) = start(sound, allowed=values)

@@ -277,9 +277,8 @@ def test_a_block_that_may_be_infinite_as_bf16_is_left_to_bf16():
     assert exact(below).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    "group", ["layer", *(pytest.param(group, marks=pytest.mark.slow) for group in ("layers", "ways"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["layer", "layers", "ways"])
 def test_triton_kernels_replace_products_that_do_not_fit_without_a_host_read(group):
     pytest.importorskip("triton", reason="Triton is not installed")
     folders = [ROOT, ROOT / "tests" / "layers", ROOT / "tests" / "quantize"]

@@ -105,6 +105,7 @@ def test_figures_agree_and_are_printed_and_summarised(resolve, held, tmp_path, c
     assert (summary["step"], summary["tokens"]) == (6, len(TEXT))
 
 
+@pytest.mark.slow
 def test_token_ids_have_the_losses_of_their_text(resolve, held, tmp_path):
     """Training and held-out text in Megatron's files, with their tokenizer or without one."""
     expected = of_validation(run(resolve(*held), tmp_path / "text"))
@@ -125,7 +126,7 @@ def test_token_ids_have_the_losses_of_their_text(resolve, held, tmp_path):
     assert summary["bits_per_byte"] is None
 
 
-@pytest.mark.parametrize("kind", slow_except(["speculation", "chunks"], KINDS))
+@pytest.mark.parametrize("kind", slow_except(["chunks"], KINDS))
 def test_training_does_not_notice(resolve, held, tmp_path, kind):
     with_it = run(resolve(*KINDS[kind], *held, FEW, "megalowbit.validation.bf16=true"), tmp_path / "with")
     without = run(resolve(*KINDS[kind]), tmp_path / "without")
@@ -171,6 +172,7 @@ def test_the_best_checkpoint_is_saved_named_and_kept(resolve, held, tmp_path, mo
     assert checkpoints(tmp_path / "run") == [14]
 
 
+@pytest.mark.slow
 def test_without_keep_best_checkpoints_are_as_without_validation(resolve, held, tmp_path, monkeypatch):
     prescribed(monkeypatch, [4.0, 3.0, 3.5])
     keep = ("megalowbit.checkpoint.every=3", "megalowbit.validation.keep_best=false")
@@ -196,6 +198,7 @@ def test_a_rollback_before_the_best_checkpoint_forgets_it(build_job, held, monke
     assert best(tmp_path / "run") == 4  # 3.5 is the lowest since
 
 
+@pytest.mark.slow
 def test_with_other_text_the_search_starts_again(resolve, held, tmp_path, capsys):
     first = run(resolve(*held, "megalowbit.run.steps=4"), tmp_path / "run")
     (tmp_path / "other.txt").write_text(TEXT.swapcase())
@@ -207,6 +210,7 @@ def test_with_other_text_the_search_starts_again(resolve, held, tmp_path, capsys
     assert "megalowbit.data.validation.corpus: " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_validation_can_be_added_and_removed_when_a_run_is_resumed(resolve, held, tmp_path):
     run(resolve("megalowbit.run.steps=2"), tmp_path / "run")
     added = run(resolve(*held, "megalowbit.run.steps=4"), tmp_path / "run", is_resume=True)

@@ -66,7 +66,7 @@ def test_the_estimate_of_optimizer_memory_equals_the_tensors_held(build_job, res
 SPLIT = {"base": "nvfp4", "split_input": {"rank": 4, "gains": "ysche"}, "split_weight": {"method": "svd"}}
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "bf16", SPLIT], ids=["nvfp4", "bf16", "split"])
+@pytest.mark.parametrize("name", slow_except(["nvfp4"], ["nvfp4", "bf16", SPLIT]))
 def test_saved_tensors_are_counted_as_with_real_tensors(resolve, name):
     config = resolve()
     model = build_model(config.settings.model, seed=0)
@@ -122,6 +122,7 @@ def test_the_report_names_every_part_and_their_sum():
     assert str(parts).splitlines()[-1].split() == ["total", "3.000", "GiB"]
 
 
+@pytest.mark.slow
 def test_fp32_norms_have_no_masters_and_autocast_keeps_more(resolve):
     plain, with_norms = estimate(resolve()), estimate(resolve(), fp32_norms=True)
     model = build_model(resolve().settings.model, seed=0)

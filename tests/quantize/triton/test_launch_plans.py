@@ -282,6 +282,18 @@ def test_each_number_has_its_own_width(stand_in, way):
     assert len(set(functions.values())) == len(KEYS) - 1  # the last one's are those of (2**40, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("stride", 2), ("factor", 0.5), ("TILE", 16), ("IS_SCALED", True)]
+)
+def test_what_a_kernel_is_compiled_for_must_be_kept(stand_in, name, value):
+    fixed, given = fixed_of(arguments())
+    others = {key: each for key, each in fixed.values.items() if key != name}
+    with pytest.raises(TypeError, match=f"copy_kernel is compiled for the value of {name} = {value}: "):
+        launch_plans.launch_fixed(
+            copy_kernel, torch.device("cpu"), FixedArguments(others, 3), {**given, name: value}
+        )
+
+
 def planned_twice(given):
     """Make a plan, for whole arguments and for kept ones; returns how to launch by either."""
     fixed, others = fixed_of(given)

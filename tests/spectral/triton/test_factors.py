@@ -7,17 +7,18 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 PROGRAM = Path(__file__).parent.parent / "triton_factors.py"
 SLOW = ["rows", "many", "order", "factors"]
+FAST = ["dependent", "codes"]
 
 
 @pytest.mark.parametrize(
     "group",
-    ["dependent", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)],
+    [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)],
 )
 def test_factors_are_those_of_torch_in_the_interpreter(group):
     compare_in_a_process("cpu", group, str(PROGRAM), TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("group", ["dependent", *SLOW])
+@pytest.mark.parametrize("group", [*FAST, *SLOW])
 def test_factors_are_those_of_torch_on_a_gpu(group):
     compare_in_a_process("cuda", group, str(PROGRAM))

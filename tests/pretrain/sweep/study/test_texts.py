@@ -64,7 +64,8 @@ def test_the_share_of_repeated_phrases_is_told(source, tmp_path):
     facts = write_text(source, tmp_path / "a", heldout_bytes=20_480)
     train, held_out = (documents(tmp_path / "a" / name) for name in ("train.jsonl", "heldout.jsonl"))
     in_parts = [tuple(words[k : k + 8]) for words in map(str.split, held_out) for k in range(len(words) - 7)]
-    expected = sum(phrase in phrases(train) for phrase in in_parts) / len(in_parts)
+    trained = phrases(train)
+    expected = sum(phrase in trained for phrase in in_parts) / len(in_parts)
     assert 0 < expected <= 0.05
     assert facts.heldout_repeated == round(expected, 4)
 

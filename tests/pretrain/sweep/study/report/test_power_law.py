@@ -4,6 +4,7 @@ import math
 import random
 
 import pytest
+from quick_cases import slow_except
 
 from megalowbit.pretrain.sweep.study.report.power_law import fit
 from megalowbit.pretrain.sweep.study.report.statistics import f_exceeds, probability_within
@@ -26,7 +27,9 @@ def test_an_exact_law_is_found(exponent):
     assert found.conclusion == "uncertainty unknown: it needs several seeds"
 
 
-@pytest.mark.parametrize(("exponent", "noise"), [(-0.5, 0.002), (-0.2, 0.004), (0.5, 0.003)])
+@pytest.mark.parametrize(
+    ("exponent", "noise"), slow_except([(-0.5, 0.002)], [(-0.5, 0.002), (-0.2, 0.004), (0.5, 0.003)])
+)
 def test_the_interval_contains_the_exponent_as_often_as_it_says(exponent, noise):
     draw, count = random.Random(1), 500
     found = [fit(drawn(draw, exponent, noise=noise)) for _ in range(count)]
