@@ -220,8 +220,8 @@ def _keys_of(location: tuple[int | str, ...], model: type[BaseModel]) -> list[st
             is_tag = False
         elif not _is_union_branch(part):
             keys.append(str(part))
-            fields = [each.model_fields[keys[-1]] for each in models if keys[-1] in each.model_fields]
-            models = [inner for field in fields for inner in _models_in(field.annotation)]
+            fields = _fields_of(models, keys[-1])
+            models = _below(models, keys[-1])
             is_tag = any(_has_tags(field.annotation) for field in fields)
     return keys
 
@@ -238,6 +238,16 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for each in get_args(annotation) for model in _models_in(each)]
 
 
+def _fields_of(models: list[type[BaseModel]], name: str) -> list[FieldInfo]:
+    return [each.model_fields[name] for each in models if name in each.model_fields]
+
+
+def _below(models: list[type[BaseModel]], key: str) -> list[type[BaseModel]]:
+    """The models of the section `key`; it may also name one entry of a list or an object of sections."""
+    fields = _fields_of(models, key)
+    return [inner for field in fields for inner in _models_in(field.annotation)] if fields else models
+
+
 def _has_tags(annotation: Any) -> bool:
     """Whether a field is a union of tagged models; pydantic inserts their tag after the key."""
     is_model = get_origin(annotation) is Annotated and _models_in(get_args(annotation)[0])
@@ -248,8 +258,7 @@ def _sibling_fields(model: type[BaseModel], path: list[str]) -> dict[str, FieldI
     """All fields that the section of the last key of `path` may have."""
     models = [model]
     for part in path[:-1]:
-        fields = [each.model_fields[part] for each in models if part in each.model_fields]
-        models = [inner for field in fields for inner in _models_in(field.annotation)]
+        models = _below(models, part)
     return {name: field for each in models for name, field in each.model_fields.items()}
 
 

@@ -1,5 +1,6 @@
 """The benchmarks run, on sizes that take no time, and print the ratios they promise."""
 
+import importlib.util
 import json
 import math
 import random
@@ -295,3 +296,21 @@ with overhead.on("cpu") as driver, overhead.unchecked_rounding():
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_data_compares_with_the_tokenizer_alone_and_a_plain_read():
+    printed = run("data.py", "--megabytes", "1", "--rounds", "1", "--steps", "3")
+    lines = {line.strip()[:30].strip(): line.strip()[30:].split() for line in printed.splitlines()}
+    assert float(lines["ratio"][0]) > 0.2
+    rates = [
+        float(lines[name][0]) for name in ("plain read, order known", "one corpus", "blend, choices recur")
+    ]
+    assert rates[0] > rates[1] > 0 < rates[2]
+    for name in ("1 MB", "100 MB", "10 GB"):
+        assert 0 < float(lines[f"{name}, ours"][2]) < 256  # MiB more, for any size
+    assert float(lines["loader"][2].removesuffix("%")) < 1
+    if importlib.util.find_spec("torchdata"):
+        assert float(lines["torchdata, whole batches"][0]) > 0
+    else:
+        assert "pip install --no-deps --target FOLDER 'torchdata" in printed

@@ -294,7 +294,7 @@ def _type(annotation: Any, key: str, limits: str = "") -> str:
         return "`null`"
     if found := list(_models_in(annotation)):
         is_optional = type(None) in arguments
-        link = f"[object](#{anchor(key)})"
+        link = f"{_many(annotation)}[object](#{anchor(key)})"
         if found == [AutocastSettings]:
             return f"`true`, `false` or {link}"
         return f"{link} or `null`" if is_optional else link
@@ -312,6 +312,14 @@ def _type(annotation: Any, key: str, limits: str = "") -> str:
     if dataclasses.is_dataclass(annotation):
         return "object"
     return NAMES[annotation] + (f" {limits}" if limits and annotation in (int, float) else "")
+
+
+def _many(annotation: Any) -> str:
+    """What precedes the link to a section, if a key takes several of them."""
+    origins = {get_origin(each) for each in (annotation, *get_args(annotation))}
+    if dict in origins:
+        return "object with names, each with an "
+    return "list, each entry an " if tuple in origins else ""
 
 
 def _limits(metadata: Iterable[Any]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -135,6 +135,39 @@ class TokenCorpus(Corpus):
         Raises:
             UserError: an id is outside 0 … vocab_size-1.
         """
+
+
+class AllSources(Corpus):
+    """The documents of several corpora in turn, one of each: what a tokenizer is trained on.
+
+    Args:
+        corpora: by the names of the sources.
+    """
+
+    def __init__(self, corpora: Mapping[str, Corpus]) -> None:
+        self._corpora = corpora
+
+    @property
+    def name(self) -> str:
+        """The corpora by their own names."""
+        return "blend of " + ", ".join(each.name for each in self._corpora.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Depends on the corpora and their order."""
+        parts = ("all", *(each.fingerprint for each in self._corpora.values()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def documents(self) -> Iterator[str]:
+        """Documents in turn; a corpus that has no more is left out."""
+        left = [each.documents() for each in self._corpora.values()]
+        while left:
+            for each in tuple(left):
+                text = next(each, None)
+                if text is None:
+                    left.remove(each)
+                else:
+                    yield text
 
 
 class DocumentShare(Corpus):

@@ -5,24 +5,69 @@ the next world_size × micro_batch_size positions, and rank r takes the r-th con
 `order.sample_index` maps positions to samples, one epoch after another without a gap. A run can therefore
 continue on another number of ranks without repeating or skipping samples. Labels equal the inputs, because
 Hugging Face models shift them.
+
+A blend has an order for each source, and `order.quota` says which source gives the sample at a position. Its
+state has the plan of the shares, too, and the samples that each source has given. These counts follow from
+plan and position; with them a resumed run need not choose again from the beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from megalowbit.data.cache import run_on_each_node_first
-from megalowbit.data.order import sample_index
+from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, next_part
+from megalowbit.data.order.permutation import sample_index
+from megalowbit.data.order.quota import QuotaOrder
 from megalowbit.data.packing import PackedDataset, pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import open_corpus
+from megalowbit.data.sources import open_corpus, open_source, sources_of
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
 from megalowbit.data.validation import ValidationText, open_validation
 from megalowbit.errors import UserError
+
+AHEAD = 1024  # positions
+SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two sources; any odd number would do
+
+
+@dataclass(frozen=True)
+class BlendedDataset:
+    """The packed samples of several sources.
+
+    Attributes:
+        settings: of the blend.
+        sources: the samples of each source, by its name, in the order of `settings.sources`.
+    """
+
+    settings: DataSettings
+    sources: Mapping[str, PackedDataset]
+
+    @property
+    def name(self) -> str:
+        """The sources, for messages."""
+        return f"blend of {', '.join(self.sources)}"
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per sample."""
+        return self.settings.sequence_length
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of all sources."""
+        return sum(each.num_samples for each in self.sources.values())
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the sources and their tokens."""
+        parts = [(name, each.fingerprint) for name, each in self.sources.items()]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
@@ -45,7 +90,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
 
     def __init__(
         self,
-        dataset: PackedDataset,
+        dataset: PackedDataset | BlendedDataset,
         *,
         micro_batch_size: int,
         rank: int,
@@ -67,6 +112,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         self.tokenizer = tokenizer
         self.validation = validation
         self.position = 0
+        self._ordered = _in_order(dataset, seed)
         if dataset.num_samples < self.samples_per_batch:
             raise UserError(
                 f"corpus {dataset.name} has {dataset.num_samples} sequences of {dataset.sequence_length} "
@@ -98,11 +144,30 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        first = self.position + self.rank * self.micro_batch_size
-        epochs, positions = np.divmod(np.arange(first, first + self.micro_batch_size), self.num_samples)
-        input_ids = self.dataset.batch(sample_index(self.seed, epochs, positions, self.num_samples))
+        batch = self._batch()
         self.position += self.samples_per_batch
+        return batch
+
+    def _batch(self) -> dict[str, torch.Tensor]:
+        """The batch of this rank at `position`."""
+        (samples,) = self._ordered
+        first = self.position + self.rank * self.micro_batch_size
+        input_ids = samples.take(first, self.micro_batch_size)
         return {"input_ids": input_ids, "labels": input_ids.clone()}
+
+    def plan(self, *, step: int, steps: int, samples_per_step: int) -> None:
+        """Plan the shares of sources for the rest of a run; a single corpus needs no plan. Not collective.
+
+        Call it before the first batch, and after `load_state_dict`.
+
+        Args:
+            step: optimizer steps taken.
+            steps: of the whole run.
+            samples_per_step: over all ranks.
+
+        Raises:
+            UserError: the sources do not have what they are to give.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """The `position` (samples consumed by all ranks together), and what identifies data and order."""
@@ -119,6 +184,11 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         Raises:
             UserError: the state belongs to other data or another seed, or is incomplete.
         """
+        if "blend" in state and not isinstance(self, BlendedLoader):
+            raise UserError(
+                f"the checkpoint is of a blend of {', '.join(state['blend']['sources'])}, and this run reads "
+                f"corpus {self.dataset.name}: resume with the data settings of the checkpoint"
+            )
         current = self.state_dict()
         missing = current.keys() - state.keys()
         if missing:
@@ -136,6 +206,160 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         self.position = state["position"]
 
 
+class BlendedLoader(ShardedLoader):
+    """Endless micro-batches of a blend; call `plan` before the first one.
+
+    Batches also have `"sources"`, int64 (micro_batch_size,): the place of each row's source in `names`.
+
+    Args:
+        dataset: the sources. The other arguments are those of `ShardedLoader`.
+
+    Attributes:
+        names: of the sources.
+        parts: the plan so far.
+        planned_epochs: how often each source will have been read at the end of the run.
+    """
+
+    dataset: BlendedDataset
+
+    def __init__(self, dataset: BlendedDataset, **arguments: Any) -> None:
+        super().__init__(dataset, **arguments)
+        self.names = tuple(dataset.sources)
+        self.parts: list[PlanPart] = []
+        self.planned_epochs: dict[str, float] = {}
+        self._counts = [0] * len(self.names)
+        self._order: QuotaOrder | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Samples that each source has given."""
+        return dict(zip(self.names, self._counts, strict=True))
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each source has been read."""
+        return {name: count / self.dataset.sources[name].num_samples for name, count in self.counts.items()}
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The shares of the next sample."""
+        weights = self.parts[-1].segments_from(self.position)[0].weights
+        return {name: weight / sum(weights) for name, weight in zip(self.names, weights, strict=True)}
+
+    def plan(self, *, step: int, steps: int, samples_per_step: int) -> None:
+        progress = Progress(
+            step=step,
+            steps=steps,
+            samples_per_step=samples_per_step,
+            position=self.position,
+            counts=tuple(self._counts),
+        )
+        sizes = [each.num_samples for each in self.dataset.sources.values()]
+        part = next_part(self.dataset.settings, sizes, progress, self.parts[-1] if self.parts else None)
+        self._check_batch(part)
+        if self.parts and self.parts[-1].start == part.start:
+            self.parts.pop()
+        self.parts.append(part)
+        planned = part.planned(self.position + progress.left)
+        self.planned_epochs = {
+            name: float(count / size) for name, count, size in zip(self.names, planned, sizes, strict=True)
+        }
+        given = [now - before for now, before in zip(self._counts, part.counts, strict=True)]
+        self._order = QuotaOrder(part.segments, self.position, given)
+
+    def _check_batch(self, part: PlanPart) -> None:
+        """Reject a source that would give a sample twice in a micro-batch over all ranks."""
+        for place, (name, each) in enumerate(self.dataset.sources.items()):
+            largest = max(segment.weights[place] for segment in part.segments_from(self.position))
+            needed = -(-self.samples_per_batch * largest // sum(part.segments[0].weights))
+            if each.num_samples < needed:
+                raise UserError(
+                    f"source {name} has {each.num_samples} sequences of {each.sequence_length} tokens, fewer "
+                    f"than its share of one micro-batch over all ranks, {needed}: use more text, or lower "
+                    "its share, data.sequence_length or train_micro_batch_size_per_gpu"
+                )
+
+    def _batch(self) -> dict[str, torch.Tensor]:
+        if self._order is None:
+            raise ValueError("a blend has no order yet: call plan, and again after load_state_dict")
+        chosen = self._order.take(self.samples_per_batch)  # of all ranks
+        start = self.rank * self.micro_batch_size
+        before = np.bincount(chosen[:start], minlength=len(self.names)) + self._counts
+        own = chosen[start : start + self.micro_batch_size]
+        input_ids = torch.empty((len(own), self.dataset.sequence_length), dtype=torch.int64)
+        for place in np.unique(own).tolist():
+            rows = np.flatnonzero(own == place)
+            samples = self._ordered[place].take(int(before[place]), len(rows))
+            input_ids[torch.from_numpy(rows)] = samples
+        total = np.bincount(chosen, minlength=len(self.names)) + self._counts
+        self._counts = total.tolist()
+        return {"input_ids": input_ids, "labels": input_ids.clone(), "sources": torch.from_numpy(own.copy())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for one corpus, with the plan of the blend and the samples that each source has given."""
+        blend = {
+            "sources": {name: each.fingerprint for name, each in self.dataset.sources.items()},
+            "counts": list(self._counts),
+            "parts": [each.state_dict() for each in self.parts],
+        }
+        return {**super().state_dict(), "blend": blend}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; then call `plan`.
+
+        Raises:
+            UserError: the state belongs to other sources, other data or another seed, or is damaged.
+        """
+        remedy = "resume with the sources of the checkpoint (a weight of 0 leaves one out)"
+        names = f"this run blends {', '.join(self.names)}"
+        if "blend" not in state:
+            raise UserError(f"the checkpoint is of a run on one corpus, and {names}: resume with that corpus")
+        blend = state["blend"]
+        if tuple(blend["sources"]) != self.names:
+            raise UserError(f"the checkpoint blends {', '.join(blend['sources'])}, and {names}: {remedy}")
+        for name, each in self.dataset.sources.items():
+            if blend["sources"][name] != each.fingerprint:
+                raise UserError(
+                    f"the text of source {name} (corpus {each.name}), its tokenizer or data.sequence_length "
+                    "is not that of the checkpoint: resume with the data settings of the checkpoint"
+                )
+        super().load_state_dict(state)
+        try:
+            parts = [PlanPart.of_state(each) for each in blend["parts"]]
+            check_history(parts, self.position, blend["counts"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"the plan of the blend in the checkpoint is damaged: {error}") from error
+        self.parts, self._counts, self._order = parts, list(blend["counts"]), None
+
+
+class _OrderedSamples:
+    """Samples by position in the order of a data set, epoch after epoch.
+
+    The indices of `AHEAD` positions are computed at once: a few cost as much as many.
+    """
+
+    def __init__(self, dataset: PackedDataset, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
+        self._first, self._indices = 0, np.empty(0, np.int64)
+
+    def take(self, first: int, count: int) -> torch.Tensor:
+        """The samples at the positions first … first+count-1."""
+        if not self._first <= first <= first + count <= self._first + len(self._indices):
+            num_samples = self._dataset.num_samples
+            epochs, positions = np.divmod(np.arange(first, first + max(count, AHEAD)), num_samples)
+            self._first = first
+            self._indices = sample_index(self._seed, epochs, positions, num_samples)
+        start = first - self._first
+        return self._dataset.batch(self._indices[start : start + count])
+
+
+def _in_order(dataset: PackedDataset | BlendedDataset, seed: int) -> list[_OrderedSamples]:
+    """The samples of each source, or of the one corpus."""
+    sources = list(dataset.sources.values()) if isinstance(dataset, BlendedDataset) else [dataset]
+    # each has a seed of its own: texts of equal length should not be read in step
+    return [_OrderedSamples(each, seed + place * SEED_STEP) for place, each in enumerate(sources)]
+
+
 def build_loader(
     settings: DataSettings, *, micro_batch_size: int, rank: int, world_size: int
 ) -> ShardedLoader:
@@ -151,15 +375,17 @@ def build_loader(
 
     def work() -> ShardedLoader:
         dataset, tokenizer, validation = _open(settings)
-        return ShardedLoader(
-            dataset,
-            micro_batch_size=micro_batch_size,
-            rank=rank,
-            world_size=world_size,
-            seed=settings.seed,
-            tokenizer=tokenizer,
-            validation=validation,
-        )
+        arguments: dict[str, Any] = {
+            "micro_batch_size": micro_batch_size,
+            "rank": rank,
+            "world_size": world_size,
+            "seed": settings.seed,
+            "tokenizer": tokenizer,
+            "validation": validation,
+        }
+        if isinstance(dataset, BlendedDataset):
+            return BlendedLoader(dataset, **arguments)
+        return ShardedLoader(dataset, **arguments)
 
     return run_on_each_node_first(work, _fingerprint_of_all)
 
@@ -179,18 +405,36 @@ def count_samples(settings: DataSettings) -> int:
     return dataset.num_samples
 
 
-def _open(settings: DataSettings) -> tuple[PackedDataset, Tokenizer, ValidationText | None]:
-    corpus = open_corpus(settings)
-    tokenizer = build_tokenizer(settings, corpus)
-    dataset = pack(
-        corpus,
-        tokenizer,
-        settings.sequence_length,
-        settings.cache_dir,
-        workers=settings.workers,
-        timeout=settings.build_timeout,
-    )
+def _open(settings: DataSettings) -> tuple[PackedDataset | BlendedDataset, Tokenizer, ValidationText | None]:
+    corpora = {name: (open_source(name, each), each) for name, each in sources_of(settings).items()}
+    whole = open_corpus(settings) if settings.sources is not None else corpora[""][0]
+    tokenizer = build_tokenizer(settings, whole)
+    packed = {
+        name: pack(
+            corpus,
+            tokenizer,
+            each.sequence_length,
+            each.cache_dir,
+            workers=each.workers,
+            timeout=each.build_timeout,
+        )
+        for name, (corpus, each) in corpora.items()
+    }
     validation = open_validation(settings, tokenizer)
-    if validation is not None and validation.source == dataset.fingerprint:  # under another name
-        raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
-    return dataset, tokenizer, validation
+    for each in packed.values():
+        if validation is not None and validation.source == each.fingerprint:  # under another name
+            raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
+    if settings.sources is None:
+        return packed[""], tokenizer, validation
+    _check_different(packed)
+    return BlendedDataset(settings, packed), tokenizer, validation
+
+
+def _check_different(packed: Mapping[str, PackedDataset]) -> None:
+    """Reject the same text under two names, whose losses and epochs would be counted apart."""
+    names: dict[str, str] = {}
+    for name, each in packed.items():
+        if (other := names.setdefault(each.fingerprint, name)) != name:
+            raise UserError(
+                f"data.sources.{other} and data.sources.{name} are the same text: leave one of them out"
+            )

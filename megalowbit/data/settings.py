@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -26,6 +29,9 @@ TEXT_KINDS = (".txt", ".jsonl", ".parquet", ".arrow")
 COMPRESSIONS = (".gz", ".zst")  # of .txt and .jsonl; parquet and arrow compress inside
 COMPRESSED_JSON = ".json"  # common for compressed JSON lines; an uncompressed .json file is rarely text
 TOKEN_SUFFIXES = (".bin", ".idx")
+BLEND = "blend"  # `data.corpus` of a run that names its text in `data.sources`
+SOURCE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")  # no dots: `--set` separates keys by them
+AMOUNTS = ("tokens", "epochs")  # of a source, instead of a weight
 GLOB = re.compile(r"[*?\[]")
 
 
@@ -98,6 +104,70 @@ class ValidationSource(SettingsModel):
         if self.corpus_config is not None and self.corpus is None:
             raise UserError(f"corpus_config = {self.corpus_config!r} needs corpus")
         return self
+
+
+class BlendSource(SettingsModel):
+    """One of several texts for training, and how much of the run it gives.
+
+    `weight` is a share: of all samples, or of those that sources with `tokens` or `epochs` leave. Set one of
+    the three.
+    """
+
+    corpus: str = Field(min_length=1, description="the text, named like `data.corpus`")
+    corpus_config: str | None = Field(
+        default=None, description="configuration of `corpus`, if it is a Hugging Face data set"
+    )
+    split: str = Field(
+        default="train", min_length=1, description="split of `corpus`, if it is a Hugging Face data set"
+    )
+    text_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field or column that holds the text. `null`: `data.text_field`",
+    )
+    weight: float | None = Field(
+        default=None,
+        ge=0,
+        description="share of the samples, in proportion to the other weights; 0: none, until a phase or a "
+        "resumed run says otherwise",
+    )
+    tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="how many tokens it gives in the whole run",
+        json_schema_extra=unit("tokens"),
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="how often the whole run reads it, for example 1.5",
+        json_schema_extra=unit("epochs"),
+    )
+    max_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="it is an error if the run would read it more often",
+        json_schema_extra=unit("epochs"),
+    )
+
+    @model_validator(mode="after")
+    def _has_one_measure(self) -> BlendSource:
+        measures = [name for name in ("weight", *AMOUNTS) if getattr(self, name) is not None]
+        if len(measures) != 1:
+            found = " and ".join(measures) or "none"
+            raise UserError(f"it has {found} of weight, tokens and epochs: set one of them")
+        return self
+
+
+class BlendPhase(SettingsModel):
+    """Weights that replace those of `data.sources` from a step on."""
+
+    from_step: int = Field(
+        ge=1, description="optimizer steps before the phase begins", json_schema_extra=unit("steps")
+    )
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        description="the weight of each source, by its name"
+    )
 
 
 class DataSettings(SettingsModel):
@@ -182,6 +252,37 @@ class DataSettings(SettingsModel):
         default=None,
         description="text on which the model is evaluated but not trained; off unless set",
     )
+    sources: dict[str, BlendSource] | None = Field(
+        default=None,
+        description="several texts instead of `corpus`, by a name for each: a blend",
+    )
+    phases: tuple[BlendPhase, ...] = Field(
+        default=(), description="weights of the sources that change in the course of the run"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_a_blend(cls, values: Any) -> Any:
+        sources = values.get("sources") if isinstance(values, Mapping) else None
+        if not isinstance(sources, Mapping):
+            return values
+        # in one order, so that the order in a file means nothing
+        return {"corpus": BLEND, **values, "sources": {name: sources[name] for name in sorted(sources)}}
+
+    @model_validator(mode="after")
+    def _is_one_corpus_or_a_blend(self) -> DataSettings:
+        if self.sources is None:
+            if self.corpus == BLEND or self.phases:
+                what = f'corpus "{BLEND}"' if self.corpus == BLEND else "phases"
+                raise UserError(f"{what} needs sources: name the texts there")
+            return self
+        if self.corpus != BLEND:
+            raise UserError(f"corpus is {self.corpus!r}, and sources are set, too: set one of them")
+        if self.corpus_config is not None or self.split != "train":
+            name = "split" if self.corpus_config is None else "corpus_config"
+            raise UserError(f"{name} has no effect on sources: set it in those that it is for")
+        _check_weights(self.sources, self.phases)
+        return self
 
     @model_validator(mode="after")
     def _vocab_size_belongs_to_its_tokenizers(self) -> DataSettings:
@@ -202,3 +303,37 @@ class DataSettings(SettingsModel):
                 "for the 256 bytes and the end-of-document token"
             )
         return self
+
+
+def _check_weights(sources: Mapping[str, BlendSource], phases: tuple[BlendPhase, ...]) -> None:
+    """Reject names that are no names of columns, weights without effect, and phases that do not fit."""
+    if not sources:
+        raise UserError("sources is empty: name a text there, or set corpus")
+    for name in sources:
+        if not SOURCE_NAME.fullmatch(name):
+            raise UserError(
+                f"{name!r} in sources is not a name: use up to 64 letters, digits, hyphens and "
+                "underscores, and no hyphen first"
+            )
+    weights = {name: each.weight for name, each in sources.items()}
+    if not any(each is None or each > 0 for each in weights.values()):
+        raise UserError("all weights in sources are 0: give one of them a positive weight")
+    if not phases:
+        return
+    amounts = [name for name, each in weights.items() if each is None]
+    if amounts:
+        raise UserError(f"phases change weights, and sources.{amounts[0]} has none: give all of them weights")
+    for phase in phases:
+        where = f"the phase from step {phase.from_step}"
+        if unknown := [*phase.weights.keys() - weights.keys()]:
+            raise UserError(f"{where} names {min(unknown)!r}, which is not in sources: {', '.join(sources)}")
+        if missing := [name for name in sources if name not in phase.weights]:
+            raise UserError(f"{where} has no weight for {missing[0]}: give it one, or 0")
+        if not any(phase.weights.values()):
+            raise UserError(f"{where} has only weights of 0: give one source a positive weight")
+    for earlier, later in pairwise(phases):
+        if later.from_step <= earlier.from_step:
+            raise UserError(
+                f"the phase from step {later.from_step} follows that from step {earlier.from_step}: put them "
+                "in the order of their steps"
+            )

@@ -2,17 +2,17 @@
 
 `"stdlib"` is the standard library; the prefix of Megatron's files, or one of them, names token ids; an
 existing path or a glob is a local corpus; any other name is a Hugging Face data set. To add a kind, write a
-file with its `Corpus` class and add the class to `SOURCES`, in the order of precedence. Not covered:
-streaming data sets, and mixtures of several corpora.
+file with its `Corpus` class and add the class to `SOURCES`, in the order of precedence. `data.sources` names
+several corpora, each of its own kind. Not covered: streaming data sets.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
-from megalowbit.data.corpus import Corpus, DocumentShare
+from megalowbit.data.corpus import AllSources, Corpus, DocumentShare
 from megalowbit.data.hub import HubCorpus
-from megalowbit.data.settings import TEXT_KINDS, DataSettings
+from megalowbit.data.settings import BLEND, TEXT_KINDS, DataSettings
 from megalowbit.data.stdlib import STDLIB, StdlibCorpus
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.token_files.megatron import MegatronCorpus
@@ -48,15 +48,50 @@ def source_of(settings: DataSettings) -> Source:
     )
 
 
+def sources_of(settings: DataSettings) -> dict[str, DataSettings]:
+    """The settings of each corpus for training, by the name of the source; without sources, one named ""."""
+    if settings.sources is None:
+        return {"": settings}
+    return {
+        name: settings.model_copy(
+            update={
+                "corpus": each.corpus,
+                "corpus_config": each.corpus_config,
+                "split": each.split,
+                "text_field": each.text_field or settings.text_field,
+                "sources": None,
+                "phases": (),
+            }
+        )
+        for name, each in settings.sources.items()
+    }
+
+
 def open_corpus(settings: DataSettings) -> Corpus:
-    """Open the corpus of `settings`, without the documents that are held out for validation.
+    """Open the corpus of `settings`, or all sources, without documents that are held out for validation.
 
     Raises:
         UserError: the file, folder or data set does not exist or cannot be used.
     """
+    if settings.sources is not None:
+        return AllSources({name: open_source(name, each) for name, each in sources_of(settings).items()})
     corpus = source_of(settings).open(settings)
     share = None if settings.validation is None else settings.validation.share
     return corpus if share is None else DocumentShare(corpus, share, is_held_out=False)
+
+
+def open_source(name: str, settings: DataSettings) -> Corpus:
+    """Open a source of `sources_of`, without the documents that are held out for validation.
+
+    Raises:
+        UserError: it does not exist or cannot be used; the message names the source.
+    """
+    try:
+        return open_corpus(settings)
+    except UserError as error:
+        if not name:
+            raise
+        raise type(error)(f"data.sources.{name}: {error}") from error
 
 
 def open_validation_corpus(settings: DataSettings) -> Corpus:
@@ -83,7 +118,10 @@ def validation_settings(settings: DataSettings) -> DataSettings:
     if source.corpus is not None:
         named = {"corpus": source.corpus, "corpus_config": source.corpus_config}
     split = settings.split if source.split is None else source.split
-    other = settings.model_copy(update={**named, "split": split, "validation": None})
+    update: dict[str, Any] = {**named, "split": split, "validation": None}
+    if source.share is None and source.corpus is not None:
+        update |= {"sources": None, "phases": ()}
+    other = settings.model_copy(update=update)
     if source.split is not None and not is_on_hub(other):
         raise UserError(
             f"split = {source.split!r} needs a Hugging Face data set, and corpus {other.corpus} is not one: "
@@ -96,18 +134,18 @@ def validation_settings(settings: DataSettings) -> DataSettings:
 
 
 def is_read_in_place(settings: DataSettings) -> bool:
-    """Whether the corpus consists of token ids, which are not cached.
+    """Whether all that is trained on consists of token ids, which are not cached.
 
     Raises:
         UserError: it is a path that does not exist.
     """
-    return source_of(settings) is MegatronCorpus
+    return all(source_of(each) is MegatronCorpus for each in sources_of(settings).values())
 
 
 def is_on_hub(settings: DataSettings) -> bool:
-    """Whether the corpus is a Hugging Face data set; opening it may download it.
+    """Whether the corpus is a Hugging Face data set; opening it may download it. A blend is none.
 
     Raises:
         UserError: it is a path that does not exist.
     """
-    return source_of(settings) is HubCorpus
+    return settings.corpus != BLEND and source_of(settings) is HubCorpus

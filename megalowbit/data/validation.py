@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import is_on_hub, open_validation_corpus, validation_settings
+from megalowbit.data.sources import is_on_hub, open_validation_corpus, sources_of, validation_settings
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
 
@@ -201,8 +201,9 @@ def describe_validation(settings: DataSettings) -> str | None:
         return None
     with _naming_the_section():
         other = validation_settings(settings)
-        if is_on_hub(other):
-            return f"data set {other.corpus}, {other.split} (not downloaded)"
+        for each in sources_of(other).values():
+            if is_on_hub(each):
+                return f"data set {each.corpus}, {each.split} (not downloaded)"
         return open_validation_corpus(settings).name
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -89,8 +90,29 @@ def is_chunked(model: nn.Module) -> bool:
     return getattr(function, "is_chunked", False)
 
 
+@contextmanager
+def noted_losses(model: Any) -> Iterator[list[Tensor]]:
+    """Context in which a model of `chunk_cross_entropy` notes the loss of each position.
+
+    Yields:
+        One tensor for each forward with a loss: (batch · tokens,), fp32; 0 where a label is ignored.
+    """
+    forward = vars(model.get_output_embeddings())["forward"]
+    found: list[Tensor] = []
+    forward.note = found.append
+    try:
+        yield found
+    finally:
+        forward.note = None
+
+
 def sum_of_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = IGNORED_LABEL
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = IGNORED_LABEL,
+    note: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Sum over the tokens of −log softmax(hidden · weightᵀ)[target], differentiable once.
 
@@ -99,6 +121,7 @@ def sum_of_losses(
         weight: (vocabulary, features).
         targets: (tokens,), int64.
         ignore_index: a target with this value counts as 0.
+        note: called with the loss of each token, (tokens,).
 
     Returns:
         0-dim, fp32 (fp64 for fp64).
@@ -122,7 +145,7 @@ def sum_of_losses(
             f"the output projection expects hidden states in its {weight.dtype}, not {hidden.dtype}: convert "
             "them, or use autocast"
         )
-    total: Tensor = _SumOfLosses.apply(hidden, weight, targets, ignore_index)
+    total: Tensor = _SumOfLosses.apply(hidden, weight, targets, ignore_index, note)
     return total
 
 
@@ -130,7 +153,14 @@ class _SumOfLosses(torch.autograd.Function):
     """See `sum_of_losses`."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore_index: int,
+        note: Callable[[Tensor], None] | None,
+    ) -> Tensor:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         is_counted = targets != ignore_index
         known = torch.where(is_counted, targets, 0)
@@ -144,7 +174,10 @@ class _SumOfLosses(torch.autograd.Function):
                 is_inside, column = _place(known, start, rows)
                 of_target = torch.where(is_inside, logits.gather(1, column)[:, 0], of_target)
         ctx.save_for_backward(hidden, weight, known, is_counted, log_sum)
-        return torch.where(is_counted, log_sum - of_target, 0).sum()
+        losses = torch.where(is_counted, log_sum - of_target, 0)
+        if note is not None:
+            note(losses)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
@@ -168,7 +201,7 @@ class _SumOfLosses(torch.autograd.Function):
                     stop = start + rows.shape[0]
                     torch.mm(grad_logits.T, hidden, out=grad_weight[start:stop])
         narrow = None if grad_hidden is None else grad_hidden.to(hidden.dtype)
-        return narrow, grad_weight, None, None
+        return narrow, grad_weight, None, None, None
 
 
 def chunk_size(num_tokens: int) -> int:
@@ -199,7 +232,10 @@ def _head_forward(
     """
     if targets is None:
         return type(head).forward(head, hidden)
-    return sum_of_losses(hidden.flatten(0, -2), head.weight, targets.flatten(), ignore_index=ignore_index)
+    note = getattr(vars(head).get("forward"), "note", None)
+    return sum_of_losses(
+        hidden.flatten(0, -2), head.weight, targets.flatten(), ignore_index=ignore_index, note=note
+    )
 
 
 class _ChunkedForward:
@@ -208,6 +244,7 @@ class _ChunkedForward:
     def __init__(self, module: Any) -> None:
         is_head = type(module) is nn.Linear
         self.__self__ = module
+        self.note: Callable[[Tensor], None] | None = None  # of a head; see `noted_losses`
         # Accelerate looks for it, and binds a function in which it has wrapped it
         self.__func__ = _head_forward if is_head else _forward_like(type(module).forward)
         self.__signature__ = inspect.signature(MethodType(self.__func__, module))

@@ -7,13 +7,14 @@ that over a text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalowbit.hf.chunked_cross_entropy import IGNORED_LABEL, is_chunked
+from megalowbit.hf.chunked_cross_entropy import IGNORED_LABEL, is_chunked, noted_losses
 from megalowbit.hf.model import one_sequence_a_row
 
 
@@ -51,3 +52,38 @@ def sum_of_model_losses(run: Callable[..., Any], model: Any, batch: Mapping[str,
         options = {"shift_labels": targets, "num_items_in_batch": 1, "use_cache": False}
         total: Tensor = run(input_ids=ids, labels=targets, needs_logits=False, **options).loss
     return total.double()
+
+
+@torch.no_grad()
+def sums_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the losses of each row of a training batch, whose positions predict the label after them.
+
+    Rows are computed one after another, because each needs an fp32 copy of its logits.
+
+    Args:
+        logits: (batch, tokens, vocabulary).
+        labels: (batch, tokens), int64; −100 is ignored.
+
+    Returns:
+        (batch,), float64.
+    """
+    rows = zip(logits.split(1), labels.split(1), strict=True)
+    return torch.stack([sum_of_token_losses(each[:, :-1], row[:, 1:]) for each, row in rows])
+
+
+@contextmanager
+def losses_of_rows(model: Any, labels: Tensor) -> Iterator[Callable[[Any], Tensor]]:
+    """Context of one forward of a model in training; its loss and gradients are not changed.
+
+    Args:
+        model: a causal language model of transformers.
+        labels: (batch, tokens), those of the forward.
+
+    Yields:
+        A function from the model's output to the sum of the losses of each row, (batch,) float64.
+    """
+    if not is_chunked(model):
+        yield lambda output: sums_of_rows(output.logits.detach(), labels)
+        return
+    with noted_losses(model) as found:
+        yield lambda _: found[-1].double().view(labels.shape).sum(1)

@@ -43,7 +43,7 @@ BLOCK = "megalowbit"
 ENGINE_KEYS = tuple(EngineSettings.model_fields)
 FILE_KEYS = ("model.config", "model.checkpoint", "data.cache_dir")
 NAME_OR_FILE_KEYS = ("data.corpus", "data.tokenizer", "data.validation.corpus")
-NOT_PATHS = {"stdlib", "byte", "bpe", "none"}
+NOT_PATHS = {"stdlib", "blend", "byte", "bpe", "none"}
 LARGE_VOCABULARY = 2**16  # from here on, the loss is computed in chunks by default
 DEFAULT_RECIPE = "nvfp4"  # of the loop only: an engine without the loop converts no layers by default
 
@@ -365,7 +365,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
     """Resolve the paths in `block` relative to `base`, in place; names that are not paths are kept."""
-    for dotted in (*FILE_KEYS, *NAME_OR_FILE_KEYS):
+    for dotted in (*FILE_KEYS, *NAME_OR_FILE_KEYS, *_keys_of_sources(block)):
         *sections, key = dotted.split(".")
         holder: Any = block
         for section in sections:
@@ -385,6 +385,12 @@ def _make_paths_absolute(block: dict[str, Any], base: Path) -> None:
             raise UserError(
                 f"{BLOCK}.{dotted} = {shown(value)} is not a valid path ({reason}): name another"
             ) from None
+
+
+def _keys_of_sources(block: Mapping[str, Any]) -> list[str]:
+    data = block.get("data")
+    sources = data.get("sources") if isinstance(data, dict) else None
+    return [f"data.sources.{name}.corpus" for name in sources] if isinstance(sources, dict) else []
 
 
 def _absolute(value: str, base: Path, *, is_path: bool) -> str:

@@ -58,6 +58,7 @@ from megalowbit.pretrain.components.loss_guard import LossGuard
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.profiler import Profiler
 from megalowbit.pretrain.components.registry import COMPONENTS
+from megalowbit.pretrain.components.source_losses import SourceLosses
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.pretrain.run_folder.folder import RunFolder
@@ -114,6 +115,11 @@ class Job:
         counts = self.find(OverflowCounts)
         return None if counts is None else counts.tracker
 
+    @property
+    def source_losses(self) -> SourceLosses | None:
+        """The component that sums losses by source; None if the data is no blend."""
+        return self.find(SourceLosses)
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A named range around a phase of a step in the profiler's trace."""
         profiler = self.find(Profiler)
@@ -149,6 +155,17 @@ class Job:
     def is_pipeline(self) -> bool:
         """Whether the engine runs pipeline stages; it then takes all micro-batches of a step at once."""
         return bool(self.engine.process_grid.pipeline_size > 1)
+
+    def plan_data(self) -> None:
+        """Plan which data the rest of the run reads, before its first step and after each `load`.
+
+        Not collective; errors are the same on all ranks.
+        """
+        self.loader.plan(
+            step=self.step,
+            steps=self.config.settings.run.steps,
+            samples_per_step=self.loader.samples_per_batch * self.accumulation_steps,
+        )
 
     def weights_have_changed(self) -> None:
         """Clear the weight cache; layers cannot detect that the optimizer has changed their weights."""

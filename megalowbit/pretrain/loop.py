@@ -166,6 +166,7 @@ def roll_back(job: Job, recorder: Recorder, decision: GuardDecision) -> None:
     made = list(guard.rollbacks)
     job.load(path)
     job.loader.load_state_dict(position)
+    job.plan_data()  # later phases of a blend begin at their steps, as before
     guard.rollbacks = [*made, {"after_step": step, "to_step": job.step, "reason": decision.line}]
     job.store.remove_after(job.step)
     job.note_checkpoints()
@@ -214,6 +215,8 @@ def train_step(job: Job) -> TrainedStep:
     for component in job.components:
         component.end_step()
     seen = attempt.facts.interpret(attempt.numbers)
+    if job.source_losses is not None:
+        job.source_losses.note(seen.sums)
     is_skipped = engine.skipped_steps > skipped_before
     seconds = time.perf_counter() - started
     job.totals.add_step(loss=seen.loss, tokens=job.tokens_per_step, seconds=seconds, is_skipped=is_skipped)

@@ -11,16 +11,18 @@ last stage has a loss; the all-reduce of the facts brings it to the others befor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.engine.pipeline.batch_reader import loss_of_step
+from megalowbit.engine.pipeline.batch_reader import loss_of_step, losses_of_rows
+from megalowbit.hf import token_losses
 from megalowbit.hf.model import one_sequence_a_row
 from megalowbit.optim.gradients.report import StepReport
+from megalowbit.pretrain.components.source_losses import SOURCES
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.pretrain.stopping.signals import pending_stop_signal
@@ -92,7 +94,7 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     with _facts_of_step(job, lambda: loss_sum / job.accumulation_steps) as made:
         for batch in batches:
             with job.phase("forward"), one_sequence_a_row():
-                loss = engine(**batch).loss
+                loss = _forward(job, batch)
             with job.phase("backward"):
                 engine.backward(loss)
             loss_sum += loss.detach()
@@ -102,15 +104,36 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     return facts, engine.optimizer.report.also_read
 
 
+def _forward(job: Job, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of a micro-batch."""
+    sources, losses = batch.pop(SOURCES, None), job.source_losses
+    loss: torch.Tensor
+    if sources is None or losses is None:
+        loss = job.engine(**batch).loss
+    else:
+        with token_losses.losses_of_rows(job.engine.module, batch["labels"]) as sums_of:
+            output = job.engine(**batch)
+            losses.add(sources, batch["labels"], sums_of(output))
+        loss = output.loss
+    return loss
+
+
 def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     """All micro-batches in one call, which ends with the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
-    with (
-        _facts_of_step(job, lambda: loss_of_step(job.engine)) as made,
-        job.phase("pipeline"),
-        one_sequence_a_row(),
-    ):
+    sources = [batch.pop(SOURCES, None) for batch in micro_batches]
+    losses, rows = job.source_losses, list[torch.Tensor]()
+
+    def loss() -> torch.Tensor | None:
+        for places, batch, sums in zip(sources, micro_batches, rows, strict=False):  # only in the last stage
+            if places is not None and losses is not None:
+                losses.add(places, batch["labels"], sums)
+        return loss_of_step(job.engine)
+
+    with _facts_of_step(job, loss) as made, job.phase("pipeline"), one_sequence_a_row(), ExitStack() as stack:
+        if losses is not None:
+            rows = stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))
     (facts,) = made
     return facts, job.engine.optimizer.report.also_read
@@ -149,6 +172,7 @@ def _pending_facts(job: Job, loss: torch.Tensor | None) -> PendingFacts:
         tracker=job.counting_tracker,
         regularization=None if regularizer is None else regularizer.value,
         is_stop_asked=pending_stop_signal() is not None,
+        sums=None if job.source_losses is None else job.source_losses.sums,
     )
 
 

@@ -55,6 +55,9 @@ MAY_CHANGE = (
     # paths: their contents are compared instead, by fingerprint (data) and by value (model)
     "megalowbit.data.cache_dir",
     "megalowbit.data.corpus",
+    "megalowbit.data.sources",
+    "megalowbit.data.sources.*",  # weights may change; the loader compares names and contents
+    "megalowbit.data.phases",
     "megalowbit.data.max_bad_records",
     "megalowbit.data.workers",
     "megalowbit.data.build_timeout",
@@ -97,6 +100,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             "watchdog": {"silence": EngineSettings().watchdog.silence},
             "telemetry": {"count_every": 1},  # not today's default
             "oscillation_reset": {"reset": True},
+            "data": {"phases": []},
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megalowbit.config.deepspeed_json import load_json
 from megalowbit.data.cache import reported_builds
-from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
+from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhere
 from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights
@@ -92,6 +92,7 @@ def pretrain(
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
+        succeed_together(job.plan_data)
         if is_restart or (is_resume and not is_resumed):
             agree(lambda: _move_aside(folder) if is_restart else _keep_records(folder))
         console = _console(job, identity)

@@ -32,12 +32,14 @@ class StepFacts:
         overflow: counts of this step; `None` if nothing is tracked.
         regularization: the regulariser's value on this rank; `None` without one.
         is_stop_asked: whether any rank was asked to stop.
+        sums: further numbers, each summed over the ranks.
     """
 
     loss: float
     overflow: StepOverflow | None
     regularization: float | None = None
     is_stop_asked: bool = False
+    sums: tuple[float, ...] = ()
 
     def facts(self) -> dict[str, float | int | None]:
         """Flat facts for the sinks."""
@@ -51,7 +53,8 @@ class PendingFacts:
     """The facts of a step, reduced over the ranks but still on the device.
 
     Whoever reads the device next can read `numbers` together with its own, so that the step has one host
-    read. Every rank of `group` must create one. The arguments are those of `reduce_step_facts`.
+    read. Every rank of `group` must create one. The arguments are those of `reduce_step_facts`,
+    and `sums`: (n,) numbers to be summed over the ranks in the same reduction.
 
     Attributes:
         numbers: (n,) float64, on the loss's device or on that of the group's exchanges.
@@ -65,6 +68,7 @@ class PendingFacts:
         tracker: GradientOverflowTracker | None = None,
         regularization: Tensor | None = None,
         is_stop_asked: bool = False,
+        sums: Tensor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if tracker is not None and tracker.group is not group:
@@ -78,6 +82,9 @@ class PendingFacts:
         packet = torch.cat(
             [torch.stack([mean * weight, torch.full_like(mean, weight)]), counts]  # (3,) or (8,)
         )
+        self._num_facts = len(packet)
+        if sums is not None:
+            packet = torch.cat([packet, sums.double()])
         local = [] if regularization is None else [regularization.detach().double().reshape(1)]
         if tracker is not None:
             local.append(tracker.pack_local_step())
@@ -89,7 +96,7 @@ class PendingFacts:
 
     def interpret(self, numbers: Sequence[float]) -> StepFacts:
         """End the tracker's step; returns the facts from `numbers`, which the host has read. Call it once."""
-        packed, rest = list(numbers[: self._num_reduced]), list(numbers[self._num_reduced :])
+        packed, rest = list(numbers[: self._num_facts]), list(numbers[self._num_reduced :])
         if not packed[1]:
             raise ValueError("the weights of all ranks are 0: pass a positive one on each rank with a loss")
         value = rest.pop(0) if self._is_regularized else None
@@ -99,6 +106,7 @@ class PendingFacts:
             overflow=None if self._tracker is None else self._tracker.unpack_step(packed[2:], rest),
             regularization=value,
             is_stop_asked=num_asked > 0,
+            sums=tuple(numbers[self._num_facts : self._num_reduced]),
         )
 
 

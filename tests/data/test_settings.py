@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,71 @@ def test_the_defaults_need_only_a_sequence_length():
 def test_wrong_values_and_combinations_are_refused(values, message):
     with pytest.raises(ValidationError, match=message):
         DataSettings(**values)
+
+
+A, B = ({"corpus": f"{name}.txt", "weight": 1} for name in "ab")
+PHASE = {"from_step": 5, "weights": {"a": 1, "b": 2}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sources": {}}, "sources is empty: name a text there, or set corpus"),
+        (
+            {"sources": {"a": {"corpus": "a.txt"}}},
+            "it has none of weight, tokens and epochs: set one of them",
+        ),
+        ({"sources": {"a": {**A, "tokens": 5}}}, "it has weight and tokens of weight, tokens and epochs"),
+        ({"sources": {"a": {**A, "weight": -0.5}}}, "greater than or equal to 0"),
+        ({"sources": {"a": {**A, "weight": math.nan}}}, "finite number"),
+        ({"sources": {"a": {**A, "weight": math.inf}}}, "finite number"),
+        ({"sources": {"a": {**A, "weight": True}}}, "write a number, not true or false"),
+        ({"sources": {"a": {**A, "weight": "1"}}}, "write a number, without quotes"),
+        ({"sources": {"a": {"corpus": "a.txt", "epochs": 0}}}, "greater than 0"),
+        ({"sources": {"a": {"corpus": "a.txt", "tokens": 1.5}}}, "valid integer"),
+        ({"sources": {"a": {"weight": 1}}}, "Field required"),
+        ({"sources": {"a": {**A, "weigth": 1}}}, "weigth"),
+        ({"sources": {"a": {**A, "weight": 0}, "b": {**B, "weight": 0}}}, "all weights in sources are 0"),
+        ({"sources": {"a.b": A}}, "'a.b' in sources is not a name: use up to 64 letters"),
+        ({"sources": {"": A}}, "'' in sources is not a name"),
+        ({"sources": {"a": A}, "corpus": "a.txt"}, "corpus is 'a.txt', and sources are set, too"),
+        ({"sources": {"a": A}, "split": "test"}, "split has no effect on sources: set it in those"),
+        ({"sources": {"a": A}, "corpus_config": "x"}, "corpus_config has no effect on sources"),
+        ({"corpus": "blend"}, 'corpus "blend" needs sources: name the texts there'),
+        ({"phases": [PHASE]}, "phases needs sources"),
+        (
+            {"sources": {"a": A, "b": {"corpus": "b.txt", "tokens": 9}}, "phases": [PHASE]},
+            "phases change weights, and sources.b has none: give all of them weights",
+        ),
+        (
+            {"sources": {"a": A}, "phases": [PHASE]},
+            "the phase from step 5 names 'b', which is not in sources: a",
+        ),
+        ({"sources": {"a": A, "b": B, "c": B}, "phases": [PHASE]}, "phase from step 5 has no weight for c"),
+        (
+            {"sources": {"a": A, "b": B}, "phases": [{**PHASE, "weights": {"a": 0, "b": 0}}]},
+            "the phase from step 5 has only weights of 0",
+        ),
+        (
+            {"sources": {"a": A, "b": B}, "phases": [{**PHASE, "weights": {"a": -1, "b": 2}}]},
+            "greater than or equal to 0",
+        ),
+        (
+            {"sources": {"a": A, "b": B}, "phases": [PHASE, PHASE]},
+            "step 5 follows that from step 5: put them",
+        ),
+        ({"sources": {"a": A, "b": B}, "phases": [{**PHASE, "from_step": 0}]}, "greater than or equal to 1"),
+    ],
+)
+def test_blends_that_are_none_are_refused(values, message):
+    with pytest.raises(ValidationError, match=message):
+        DataSettings(sequence_length=8, **values)
+
+
+def test_a_blend_survives_json_and_has_one_order():
+    blend = DataSettings(sequence_length=8, sources={"b": B, "a": A}, phases=[PHASE])
+    assert (blend.corpus, list(blend.sources)) == ("blend", ["a", "b"])
+    assert DataSettings.model_validate_json(blend.model_dump_json()) == blend
 
 
 def test_settings_cannot_be_changed_and_survive_json():

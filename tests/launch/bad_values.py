@@ -34,6 +34,15 @@ OURS = {
         '{"share": 1}',
         '{"share": 0.1, "split": "x"}',
     ],
+    "data.sources": [
+        "true",
+        "{}",
+        "[]",
+        '{"a": {}}',
+        '{"a": {"corpus": "x", "weight": 0}}',
+        '{"a": {"corpus": "x", "weight": 1}}',  # corpus is set, too
+    ],
+    "data.phases": ["true", "3", '[{"from_step": 1, "weights": {}}]'],
     "validation.every": ["true", "-1", "1.5", "10"],  # the last has no effect without text
     "validation.tokens": ["true", "0"],
     "validation.micro_batch_size": ["true", "0"],

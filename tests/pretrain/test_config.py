@@ -209,6 +209,64 @@ def test_a_corpus_that_looks_like_files_is_a_path_beside_the_configuration(write
     assert resolve(path).settings.data.corpus == (str(tmp_path / corpus) if is_path else corpus)
 
 
+def test_paths_of_sources_are_beside_the_configuration_and_overrides_reach_them(write, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    sources = {
+        "web": {"corpus": "web.jsonl", "weight": 3},
+        "hub": {"corpus": "someone/data", "weight": 1},
+        "own": {"corpus": "stdlib", "weight": 1},
+    }
+    path = write(raw_config(data={"sources": sources, "sequence_length": 8}))
+    found = resolve(path, "megalowbit.data.sources.web.weight=0.5").settings.data
+    assert found.corpus == "blend"
+    assert {name: (each.corpus, each.weight) for name, each in found.sources.items()} == {
+        "web": (str(tmp_path / "web.jsonl"), 0.5),
+        "hub": ("someone/data", 1),
+        "own": ("stdlib", 1),
+    }
+    again = tmp_path / "again.json"
+    again.write_text(json.dumps(resolve(path).to_dict()))  # a resolved configuration is one, too
+    assert resolve(again).settings == resolve(path).settings.model_copy(
+        update={"run": resolve(again).settings.run}
+    )
+    with pytest.raises(UserError, match=r"data.sources.web.corpus = '' is empty"):
+        resolve(path, "megalowbit.data.sources.web.corpus=")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "megalowbit.data.sources.web.weight=-1",
+            "data.sources.web.weight = -1 is not valid: .* greater than",
+        ),
+        ("megalowbit.data.sources.web.weight=NaN", "NaN is not a JSON number: write a finite number"),
+        (
+            "megalowbit.data.sources.web.weights=1",
+            "unknown key 'megalowbit.data.sources.web.weights': did you",
+        ),
+        ('megalowbit.data.sources={"web": {"weight": 1}}', "data.sources.web.corpus is missing: the text"),
+        (
+            'megalowbit.data.sources={"web": {"corpus": "a", "weight": 1}, "web": {"corpus": "b"}}',
+            "key 'web' occurs twice in one object: remove one of them",
+        ),
+        (
+            "megalowbit.data.corpus=web.txt",
+            "corpus is '.*web.txt', and sources are set, too: set one of them",
+        ),
+        ("megalowbit.data.sources.web.weight=0", "all weights in sources are 0: give one of them"),
+        ('megalowbit.data.phases=[{"from_step": 3, "weights": {"wep": 1}}]', "names 'wep', which is not in"),
+    ],
+)
+def test_mistakes_in_sources_are_one_line_errors(write, override, message):
+    sources = {"web": {"corpus": "web.jsonl", "weight": 3}}
+    with pytest.raises(UserError, match=message) as caught:
+        resolve(write(raw_config(data={"sources": sources, "sequence_length": 8})), override)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 def test_none_is_no_folder_with_a_tokenizer(write, tmp_path):
     (tmp_path / "none").mkdir()
     data = {"corpus": "ids.bin", "tokenizer": "none", "vocab_size": 300, "sequence_length": 8}

@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megalowbit.telemetry.overflow.tracker import GradientOverflowTracker
-from megalowbit.telemetry.step_facts import reduce_step_facts
+from megalowbit.telemetry.step_facts import PendingFacts, reduce_step_facts
 
 
 class CountedReads(TorchFunctionMode):
@@ -97,3 +97,17 @@ def test_weights_below_nothing_and_of_nothing_on_all_ranks_are_refused():
 def test_a_tracker_of_another_group_is_refused():
     with pytest.raises(ValueError, match="another group"):
         reduce_step_facts(torch.tensor(1.0), tracker=GradientOverflowTracker(group=object()))
+
+
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_further_sums_come_with_the_same_host_read(is_tracked):
+    tracker = GradientOverflowTracker() if is_tracked else None
+    sums, value = torch.tensor([3.5, math.nan, 2.0**60], dtype=torch.float64), torch.tensor(0.25)
+    pending = PendingFacts(
+        torch.tensor(2.0), tracker=tracker, regularization=value, is_stop_asked=True, sums=sums
+    )
+    facts = pending.interpret(pending.numbers.tolist())
+    assert (facts.loss, facts.regularization, facts.is_stop_asked) == (2.0, 0.25, True)
+    assert facts.sums[0] == 3.5
+    assert math.isnan(facts.sums[1])
+    assert facts.sums[2] == 2.0**60

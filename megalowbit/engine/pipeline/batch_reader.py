@@ -22,7 +22,7 @@ from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_label
 from megalowbit.engine.pipeline.parts import batch_limits
 from megalowbit.errors import UserError
 from megalowbit.hf.model import one_sequence_a_row
-from megalowbit.hf.token_losses import sum_of_token_losses
+from megalowbit.hf.token_losses import sum_of_token_losses, sums_of_rows
 
 Batch = tuple[Inputs, Tensor]
 
@@ -186,6 +186,29 @@ def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tens
     if not found:
         return torch.zeros(len(batches), dtype=torch.float64, device=engine.device)
     return torch.stack(found)
+
+
+@contextmanager
+def losses_of_rows(engine: Any) -> Iterator[list[Tensor]]:
+    """Context of `train_batch` that finds the sum of the losses of each row; the training does not notice.
+
+    Yields:
+        (batch,) float64 for each micro-batch; empty in all stages but the last.
+    """
+    found: list[Tensor] = []
+    module = engine.module
+    trained = module.loss_fn
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        found.append(sums_of_rows(logits.detach(), labels))
+        loss: Tensor = trained(logits, labels)
+        return loss
+
+    module.loss_fn = loss_of
+    try:
+        yield found
+    finally:
+        module.loss_fn = trained
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:

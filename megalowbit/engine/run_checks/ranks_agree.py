@@ -15,6 +15,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,13 @@ ENVIRONMENT = (
 )
 SOURCES = frozenset({".py", ".c", ".cpp", ".h", ".cu", ".cuh"})
 # paths may differ between nodes: their contents are compared by fingerprint, or broadcast
-PLACES = frozenset(
+PLACES = tuple(
     f"{BLOCK}.{key}"
     for key in (
         "data.cache_dir",
         "data.corpus",
         "data.validation.corpus",
+        "data.sources.*.corpus",
         "data.tokenizer",
         "model.config",
         "model.checkpoint",
@@ -88,7 +90,11 @@ def configuration_facts(parts: DeepSpeedConfigParts) -> dict[str, str]:
     # effective values, because the block omits defaults
     block = {**parts.megalowbit, **parts.settings.model_dump(mode="json")}
     flat = _flat({**parts.deepspeed, BLOCK: block}, "")
-    return {f"configuration key {key}": value for key, value in flat.items() if key not in PLACES}
+    return {f"configuration key {key}": value for key, value in flat.items() if not _is_place(key)}
+
+
+def _is_place(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in PLACES)
 
 
 def model_facts(model: torch.nn.Module) -> dict[str, str]:

@@ -14,6 +14,7 @@ from megalowbit.pretrain.components.oscillation_reset import OscillationReset
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
 from megalowbit.pretrain.components.profiler import Profiler
+from megalowbit.pretrain.components.source_losses import SourceLosses
 from megalowbit.pretrain.components.speculation import Speculation
 from megalowbit.pretrain.components.throughput import Throughput
 from megalowbit.pretrain.components.validation import Validation
@@ -27,5 +28,6 @@ COMPONENTS: tuple[type[Component], ...] = (
     *OPTIONAL,
     *ALWAYS_ON,
     ParameterSplitting,
+    SourceLosses,
     Throughput,
 )

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalowbit.data.sources import is_on_hub, open_corpus
+from megalowbit.data.settings import DataSettings
+from megalowbit.data.sources import is_on_hub, open_source, sources_of
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.data.validation import describe_validation
 from megalowbit.families.config_checks import check_fits
@@ -49,16 +50,13 @@ def describe(config: PretrainConfig) -> str:
     """
     check_config(config)
     recipe = recipe_of(config.recipe)
-    is_hub = is_on_hub(config.settings.data)
-    corpus = config.settings.data.corpus if is_hub else open_corpus(config.settings.data).name
     text = describe_validation(config.settings.data)
     sections = {
         "processes": f"{config.grid.world_size} ({config.grid})"
         + (SIZED_TO_FIT if config.is_sized_to_fit else ""),
         "configuration": json.dumps(config.to_dict(), indent=2),
         **_model_sections(config, recipe),
-        "data": (f"data set {corpus} (not downloaded)" if is_hub else corpus)
-        + f"; {_tokens(config)}"
+        "data": f"{_corpora(config.settings.data)}; {_tokens(config)}"
         + ("" if text is None else f"\nvalidation: {text}"),
         **_memory_sections(config, recipe),
     }
@@ -87,6 +85,15 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
         "products": why_not(recipe, device) or f"{recipe.gemm} on this machine ({device})",
         "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers",
     }
+
+
+def _corpora(settings: DataSettings) -> str:
+    """The names of the corpora for training, which are opened but not read."""
+    return "\n".join(
+        (f"{name}: " if name else "")
+        + (f"data set {each.corpus} (not downloaded)" if is_on_hub(each) else open_source(name, each).name)
+        for name, each in sources_of(settings).items()
+    )
 
 
 def _tokens(config: PretrainConfig) -> str:

@@ -79,6 +79,16 @@ def test_paths_may_differ_between_nodes():
     assert one["configuration key megalowbit.data.seed"] == "1"
 
 
+def test_paths_of_sources_may_differ_between_nodes_and_their_weights_may_not():
+    def facts(place, weight):
+        sources = {"web-text": {"corpus": place, "weight": weight}, "code": {"corpus": "c", "weight": 1}}
+        return configuration_facts(parts(data={"sources": sources}))
+
+    assert facts("/a", 1) == facts("/b", 1)
+    key = "configuration key megalowbit.data.sources.web-text.weight"
+    assert (facts("/a", 1)[key], facts("/a", 2)[key]) == ("1", "2")
+
+
 def test_long_values_are_compared_beyond_the_printed_part():
     one, two = ({"values": list(range(200)), "x": index} for index in range(2))
     two["values"][100] = -1

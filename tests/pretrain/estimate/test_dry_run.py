@@ -87,6 +87,20 @@ def test_a_range_of_split_ranks_is_described_by_both_ends():
     assert split_ranks(layers) == ["split_weight: rank 2 (4→64) … 24 (64→48)"]
 
 
+def test_sources_are_listed_and_not_downloaded(resolve, tmp_path):
+    sources = {
+        "web": {"corpus": "someone/some-text", "weight": 3},
+        "own": {"corpus": str(tmp_path / "text.txt"), "epochs": 2},
+    }
+    data = {"sources": sources, "sequence_length": 32, "validation": {"share": 0.1}}
+    found = sections(describe(resolve(f"megalowbit.data={json.dumps(data)}")))["data"]
+    assert found.splitlines() == [
+        f"own: {tmp_path / 'text.txt'} (documents not held out)",
+        "web: data set someone/some-text (not downloaded); 128 tokens per step on 1 process, 768 in 6 steps",
+        "validation: data set someone/some-text, train (not downloaded)",
+    ]
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalowbit.data.order import sample_index
+from megalowbit.data.order.permutation import sample_index
 
 WORD = 2**64 - 1
 

@@ -1,0 +1,1 @@
+"""The order of samples: a permutation within each source, and which source gives each sample of a blend."""
