@@ -120,6 +120,8 @@ def _train(
         ending = train(job, recorder, watchdog)
         if ending is Ending.STOPPED:
             _raise_if_launcher_ended(has_launcher_ended, job.step)
+            for component in job.components:
+                recorder.log(component.stop(job.step))
             recorder.log(f"stopped after step {job.step} on request: continue with --resume auto")
         else:
             recorder.finish()

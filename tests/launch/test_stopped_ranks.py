@@ -3,10 +3,12 @@
 The ranks are forked and have no launcher; with real launchers: test_pretrain_stop.py.
 """
 
+import gzip
 import json
 import shutil
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 from forked_ranks import Ranks, run_ranks
@@ -46,6 +48,22 @@ def test_a_stopped_run_resumes_after_that_step_and_is_marked_as_finished_at_its_
     assert done.code == 0, done.output
     assert [row["step"] for row in metrics(folder / "resumed")] == list(range(1, step + 2))
     assert json.loads((folder / "resumed" / "DONE").read_text()) == {"step": step + 1}
+
+
+def test_a_run_that_is_stopped_while_it_is_profiled_ends_well_and_keeps_the_trace(tmp_path):
+    """Not forked: torch crashes when an interpreter frees its modules while it profiles."""
+    write_config(tmp_path, block={"run": {"steps": 5000}, "profile": {"first_step": 2, "steps": 4000}})
+    arguments = ["--ds-config", "tiny.json", "--run-dir", "run"]
+    with Ranks(tmp_path, *arguments, world_size=1, is_forked=False) as ranks:
+        ranks.reach(tmp_path / "run", 3)
+        ranks.send(signal.SIGUSR1, [0])
+        assert ranks.wait(), ranks.output()
+    assert ranks.codes == [0], ranks.output()
+    step = metrics(tmp_path / "run")[-1]["step"]
+    trace = Path("run", "profile", f"steps-2-{step}-rank-0.trace.json.gz")
+    assert f"profile of steps 2 to {step}: " in ranks.output()
+    with gzip.open(tmp_path / trace) as file:
+        assert json.load(file)["traceEvents"]
 
 
 def test_a_user_error_is_also_written_to_the_refusal_file(tmp_path):

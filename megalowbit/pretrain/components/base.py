@@ -184,6 +184,10 @@ class Component:
         """Called after the metrics of `step` (counted from 1) are recorded. Returns lines to print."""
         return ()
 
+    def stop(self, step: int) -> str | None:
+        """Called after `step` if the run is stopped there on request. Returns a line to print."""
+        return None
+
     def summary(self) -> Summary:
         """Its part of the summary; every rank calls it."""
         return Summary()

@@ -5,11 +5,13 @@ The files are in `profile/` of the run folder, one set for each profiled rank: a
 allocator for pytorch.org/memory_viz. On GPUs the ranges are NVTX ranges as well, for Nsight Systems.
 
 The profiler starts one step early if it can, because its own start takes seconds. Profiled steps are slower:
-their speeds are in the metrics all the same. A run that ends before the last profiled step writes nothing.
+their speeds are in the metrics all the same. A run that is stopped on request writes the steps that it has
+profiled; one that ends by an error before the last of them writes nothing.
 """
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,6 +173,7 @@ class Profiler(Component):
             acc_events=True,
         )
         self._profile.start()
+        atexit.register(self._profile.stop)  # torch crashes at the end of a process that still profiles
 
     def _attach(self) -> None:
         import torch
@@ -199,6 +202,10 @@ class Profiler(Component):
             return ()
         return (self._finish(last),)
 
+    def stop(self, step: int) -> str | None:
+        """Write the profile of the steps up to this one."""
+        return self._finish(step) if self._ranges is not None else None
+
     def _finish(self, last: int) -> str:
         """Stop the profiler and write its files; a line that names them."""
         import torch
@@ -206,6 +213,7 @@ class Profiler(Component):
         self._is_done = True
         self._ranges.remove()
         self._ranges = None
+        atexit.unregister(self._profile.stop)
         self._profile.stop()
         try:
             trace = self._write(last)
