@@ -39,6 +39,10 @@ def test_a_nan_loss_on_one_rank_is_seen_by_all(run_two_ranks):
     assert run_two_ranks("nan_loss_on_one_rank") == [{"loss": "nan"}, {"loss": "nan"}]
 
 
+def test_a_rank_without_a_loss_takes_part_with_weight_0(run_two_ranks):
+    assert run_two_ranks("one_rank_has_no_loss") == [["5.0", "nan"]] * 2
+
+
 def test_all_ranks_learn_that_one_is_asked_to_stop_and_counts_stay_exact(run_two_ranks):
     expected = [[False, 2.0, 2], [False, 2.0, None], [True, 2.0, 2], [True, 2.0, None]]
     assert run_two_ranks("one_rank_is_asked_to_stop") == [expected, expected]

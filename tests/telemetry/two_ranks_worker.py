@@ -69,6 +69,12 @@ def nan_loss_on_one_rank(rank):
     return {"loss": repr(facts.loss)}
 
 
+def one_rank_has_no_loss(rank):
+    """As the first stage of a pipeline."""
+    losses = ([0.0, 5.0], [0.0, float("nan")])
+    return [repr(reduce_step_facts(torch.tensor(each[rank]), weight=rank).loss) for each in losses]
+
+
 def nothing_seen_on_one_rank(rank):
     tracker = GradientOverflowTracker()
     if rank == 1:
@@ -97,6 +103,7 @@ SCENARIOS = {
         one_small_all_reduce,
         one_rank_is_asked_to_stop,
         nan_loss_on_one_rank,
+        one_rank_has_no_loss,
         nothing_seen_on_one_rank,
         resume_on_two_ranks,
     )

@@ -124,7 +124,10 @@ def _key(weight: Tensor, *, until_cleared: bool) -> Key:
 
 
 class _OptimizerSteps:
-    """Steps that torch's optimizers have taken in this process since the first cache was made."""
+    """Steps that torch's optimizers have taken in this process since the first cache was made.
+
+    A count for each process, because torch's hook is one for all optimizers and no cache knows its own.
+    """
 
     count = 0
 
