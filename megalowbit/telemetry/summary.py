@@ -132,7 +132,8 @@ class RunSummary:
         blocks = [self._render_run()]
         if self.overflow is not None:
             is_sample = self.counted_steps < self.totals.steps
-            over = f"{self.counted_steps:,} counted steps" if is_sample else "the run"
+            plural = "s" if self.counted_steps > 1 else ""
+            over = f"{self.counted_steps:,} counted step{plural}" if is_sample else "the run"
             blocks.append(_render_overflow(self.overflow, over))
         if self.worst:
             blocks.append(_render_worst(self.worst))

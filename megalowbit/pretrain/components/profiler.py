@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from megalowbit.errors import UserError
-from megalowbit.pretrain.components.base import Component, RunParts, RunSettings
+from megalowbit.pretrain.components.base import Component, RunParts, RunSettings, Summary
 from megalowbit.telemetry.facts import Facts
 from megalowbit.values import SettingsModel, unit
 
@@ -87,6 +87,7 @@ class Profiler(Component):
         self._profile: Any = None  # torch's, while it runs
         self._ranges: Any = None
         self._is_done = False
+        self._num_profiled = 0
 
     @classmethod
     def build(cls, settings: ProfileSettings, parts: RunParts) -> Profiler | None:
@@ -202,6 +203,13 @@ class Profiler(Component):
             return ()
         return (self._finish(last),)
 
+    def summary(self) -> Summary:
+        """A line on what the summary's speeds count."""
+        if not self._num_profiled:
+            return Summary()
+        steps = "1 profiled step" if self._num_profiled == 1 else f"{self._num_profiled} profiled steps"
+        return Summary(line=f"profile   tokens/s and MFU count {steps} and the writing of the files")
+
     def stop(self, step: int) -> str | None:
         """Write the profile of the steps up to this one."""
         return self._finish(step) if self._ranges is not None else None
@@ -210,7 +218,8 @@ class Profiler(Component):
         """Stop the profiler and write its files; a line that names them."""
         import torch
 
-        self._is_done = True
+        assert self._first is not None  # chosen before the profiler was started
+        self._is_done, self._num_profiled = True, last + 1 - self._first
         self._ranges.remove()
         self._ranges = None
         atexit.unregister(self._profile.stop)

@@ -56,8 +56,8 @@ class SourceLosses(Component):
             source = self._loader.dataset.sources[name]
             epochs = self._loader.planned_epochs[name]
             lines.append(
-                f"source    {name}: {share:.4%} of {source.name}, {source.num_samples:,} sequences, read "
-                f"{epochs:.4g} times in the whole run"
+                f"source    {name}: {share:.4%} of the samples to come, from {source.name} of "
+                f"{source.num_samples:,} sequences, read {epochs:.4g} times in the whole run"
             )
         return "\n".join(lines)
 

@@ -153,7 +153,11 @@ class MemoryEstimate:
         rows = [*parts.items(), ("total", self.total)]
         if self.on_the_host:
             rows.append(("on the host", self.on_the_host))
-        notes = {"context_and_communication": " (of CUDA and NCCL; none on CPUs)"}
+        on_cpus = (self.total - self.context_and_communication) / GIB
+        notes = {
+            "context_and_communication": " (of CUDA and NCCL; none on CPUs)",
+            "total": f" ({on_cpus:.3f} GiB on CPUs)",
+        }
         return "\n".join(
             f"  {name.replace('_', ' '):<25} {size / GIB:9.3f} GiB{notes.get(name, '')}"
             for name, size in rows

@@ -74,6 +74,12 @@ def test_ranges_nest(trace):
             assert any(other == block and a <= start and end <= b for other, a, b in found), name
 
 
+def test_the_summary_says_what_its_speeds_count(resolve, tmp_path, capsys):
+    config = resolve("megalowbit.run.steps=3", 'megalowbit.profile={"first_step": 2, "steps": 2}')
+    pretrain(config, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=False)
+    assert "tokens/s and MFU count 2 profiled steps and the writing" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_profiled_run_has_the_same_results(trace, resolve, tmp_path):
     pretrain(resolve("megalowbit.run.steps=4"), ProcessIdentity(), run_dir=tmp_path / "run", is_resume=False)

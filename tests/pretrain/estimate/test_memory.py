@@ -114,12 +114,17 @@ def test_precision_and_optimizer_decide_the_state(resolve):
 
 def test_the_report_names_every_part_and_their_sum():
     parts = MemoryEstimate(
-        parameters=GIB, main_gradients=2 * GIB, master_parameters=0, optimizer_moments=0, saved_for_backward=0
+        parameters=GIB,
+        main_gradients=2 * GIB,
+        master_parameters=0,
+        optimizer_moments=0,
+        saved_for_backward=0,
+        context_and_communication=GIB,
     )
-    assert parts.total == 3 * GIB
+    assert parts.total == 4 * GIB
     assert "main gradients                2.000 GiB" in str(parts)
-    assert "context and communication     0.000 GiB (of CUDA and NCCL; none on CPUs)" in str(parts)
-    assert str(parts).splitlines()[-1].split() == ["total", "3.000", "GiB"]
+    assert "context and communication     1.000 GiB (of CUDA and NCCL; none on CPUs)" in str(parts)
+    assert str(parts).splitlines()[-1].split() == ["total", "4.000", "GiB", "(3.000", "GiB", "on", "CPUs)"]
 
 
 @pytest.mark.slow
