@@ -3,8 +3,8 @@
 The only state is one counter for the whole job: the number of samples consumed so far. Each micro-batch takes
 the next world_size × micro_batch_size positions, and rank r takes the r-th contiguous slice of them.
 `order.sample_index` maps positions to samples, one epoch after another without a gap. A run can therefore
-continue on another number of ranks without repeating or skipping samples. Labels equal the inputs, because
-Hugging Face models shift them.
+continue on another number of ranks without repeating or skipping samples. What a batch has beside token ids
+follows from these alone (`packing.DocumentRules`).
 
 A blend has an order for each source, and `order.quota` says which source gives the sample at a position. Its
 state has the plan of the shares, too, and the samples that each source has given. These counts follow from
@@ -25,7 +25,7 @@ from megalowbit.data.cache import run_on_each_node_first
 from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, next_part
 from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.order.quota import QuotaOrder
-from megalowbit.data.packing import PackedDataset, pack
+from megalowbit.data.packing import DocumentRules, PackedDataset, pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus, open_source, sources_of
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
@@ -73,7 +73,8 @@ class BlendedDataset:
 class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
     """Endless micro-batches of one data-parallel rank.
 
-    Yields `{"input_ids", "labels"}`, both int64 (micro_batch_size, sequence_length), on the CPU.
+    Yields `{"input_ids", "labels"}`, both int64 (micro_batch_size, sequence_length), on the CPU; if documents
+    are separate, also `"position_ids"` of that shape.
 
     Args:
         dataset: the packed samples.
@@ -83,6 +84,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         seed: determines the order of the samples.
         tokenizer: the tokenizer of the samples; saved together with the model.
         validation: the text for validation; None: there is none.
+        rules: what batches make of documents; None: nothing.
 
     Raises:
         UserError: the data set has fewer samples than one micro-batch over all ranks.
@@ -98,6 +100,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         seed: int,
         tokenizer: Tokenizer,
         validation: ValidationText | None = None,
+        rules: DocumentRules | None = None,
     ) -> None:
         if micro_batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
@@ -111,6 +114,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         self.seed = seed
         self.tokenizer = tokenizer
         self.validation = validation
+        self.rules = rules or DocumentRules()
         self.position = 0
         self._ordered = _in_order(dataset, seed)
         if dataset.num_samples < self.samples_per_batch:
@@ -152,8 +156,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         """The batch of this rank at `position`."""
         (samples,) = self._ordered
         first = self.position + self.rank * self.micro_batch_size
-        input_ids = samples.take(first, self.micro_batch_size)
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        return self.rules.batch(samples.take(first, self.micro_batch_size))
 
     def plan(self, *, step: int, steps: int, samples_per_step: int) -> None:
         """Plan the shares of sources for the rest of a run; a single corpus needs no plan. Not collective.
@@ -293,7 +296,7 @@ class BlendedLoader(ShardedLoader):
             input_ids[torch.from_numpy(rows)] = samples
         total = np.bincount(chosen, minlength=len(self.names)) + self._counts
         self._counts = total.tolist()
-        return {"input_ids": input_ids, "labels": input_ids.clone(), "sources": torch.from_numpy(own.copy())}
+        return {**self.rules.batch(input_ids), "sources": torch.from_numpy(own.copy())}
 
     def state_dict(self) -> dict[str, Any]:
         """As for one corpus, with the plan of the blend and the samples that each source has given."""
@@ -382,6 +385,7 @@ def build_loader(
             "seed": settings.seed,
             "tokenizer": tokenizer,
             "validation": validation,
+            "rules": DocumentRules.of(settings, tokenizer),
         }
         if isinstance(dataset, BlendedDataset):
             return BlendedLoader(dataset, **arguments)
@@ -417,6 +421,7 @@ def _open(settings: DataSettings) -> tuple[PackedDataset | BlendedDataset, Token
             each.cache_dir,
             workers=each.workers,
             timeout=each.build_timeout,
+            needs_ends=each.needs_ends,
         )
         for name, (corpus, each) in corpora.items()
     }

@@ -5,12 +5,17 @@ i·L … (i+1)·L-1, so samples cross document boundaries and nothing is padded.
 ordinary `.npy` file under a key of corpus and tokenizer; it does not depend on L. `token_files.build` writes
 it.
 A corpus of token ids is read in place, and not cached.
+
+`DocumentRules` turns samples into batches. Where documents are separate, position ids restart at 0 with each of
+them. transformers finds the documents of a row by that, and lets tokens attend to their own document only. A
+document that began in an earlier sample begins with position 0 here.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +25,56 @@ from numpy.typing import NDArray
 
 from megalowbit.data.cache import WAIT_SECONDS, cached_file, facts_of
 from megalowbit.data.corpus import Corpus, TokenCorpus
+from megalowbit.data.settings import DataSettings
 from megalowbit.data.token_files.build import write_tokens
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
 
 PACKING_FORMAT = 1  # increment when the layout changes, so that old files are not read
+IGNORED = -100  # label of a position that nothing predicts; torch's default
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRules:
+    """What batches make of the documents in their rows.
+
+    Attributes:
+        end: the end-of-document id, which belongs to the document that it ends; None if it is not known.
+        are_separate: whether positions restart with each document, and attention stays in it.
+        masks_first: whether the first token of a document is not predicted. Megatron's `eod_mask_loss`.
+    """
+
+    end: int | None = None
+    are_separate: bool = False
+    masks_first: bool = False
+
+    @classmethod
+    def of(cls, settings: DataSettings, tokenizer: Tokenizer) -> DocumentRules:
+        """The rules of `settings`; whose validation has made sure that `end` is known if it is needed."""
+        return cls(
+            end=tokenizer.eos_token_id,
+            are_separate=settings.separates_documents,
+            masks_first=settings.eod_mask_loss,
+        )
+
+    def batch(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`input_ids`, `labels` and, of separate documents, `position_ids`; all (batch, tokens), int64.
+
+        Labels equal the inputs, because Hugging Face models shift them.
+        """
+        batch = {"input_ids": input_ids, "labels": input_ids.clone()}
+        if self.masks_first:
+            batch["labels"][:, 1:][input_ids[:, :-1] == self.end] = IGNORED
+        return batch | self.positions(input_ids)
+
+    def positions(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`position_ids` (batch, tokens), int64, of separate documents; else nothing."""
+        if not self.are_separate:
+            return {}
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        starts = torch.zeros_like(input_ids)
+        starts[:, 1:] = places[:, 1:] * (input_ids[:, :-1] == self.end)
+        return {"position_ids": places - starts.cummax(1).values}
 
 
 class PackedDataset:
@@ -90,6 +140,7 @@ def pack(
     *,
     workers: int | None = 1,
     timeout: float = WAIT_SECONDS,
+    needs_ends: bool = False,
 ) -> PackedDataset:
     """Tokenise `corpus`, or load the tokens from the cache; a corpus of tokens is read in place.
 
@@ -100,12 +151,13 @@ def pack(
         cache_dir: folder of the cache.
         workers: processes that tokenise, see `write_tokens`.
         timeout: seconds to wait for another process that tokenises the same corpus.
+        needs_ends: reject a corpus of tokens whose documents do not end with the end-of-document id.
 
     Raises:
         UserError: the corpus cannot be read or is shorter than one sequence; the cache cannot be written.
     """
     if isinstance(corpus, TokenCorpus):
-        return _in_place(corpus, tokenizer, sequence_length)
+        return _in_place(corpus, tokenizer, sequence_length, needs_ends=needs_ends)
     parts = (PACKING_FORMAT, corpus.fingerprint, tokenizer.fingerprint)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     path = cached_file(
@@ -123,8 +175,10 @@ def pack(
     return PackedDataset(tokens, sequence_length, fingerprint=key, name=corpus.name)
 
 
-def _in_place(corpus: TokenCorpus, tokenizer: Tokenizer, sequence_length: int) -> PackedDataset:
-    corpus.check_tokens(tokenizer.vocab_size, tokenizer.eos_token_id)
+def _in_place(
+    corpus: TokenCorpus, tokenizer: Tokenizer, sequence_length: int, *, needs_ends: bool
+) -> PackedDataset:
+    corpus.check_tokens(tokenizer.vocab_size, tokenizer.eos_token_id, needs_ends=needs_ends)
     return PackedDataset(
         corpus.tokens,
         sequence_length,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalowbit.hf.chunked_cross_entropy import IGNORED_LABEL, is_chunked, noted_losses
-from megalowbit.hf.model import one_sequence_a_row
+from megalowbit.hf.model import rows_of
 
 
 def sum_of_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -40,17 +40,19 @@ def sum_of_model_losses(run: Callable[..., Any], model: Any, batch: Mapping[str,
     Args:
         run: the model, or an engine around it.
         model: a causal language model of transformers, in evaluation mode.
-        batch: `input_ids` (batch, tokens); `labels` of that shape, the target of each position.
+        batch: `input_ids` (batch, tokens); `labels` of that shape, the target of each position; perhaps
+            `position_ids`, see `rows_of`.
 
     Returns:
         0-dim, float64.
     """
-    ids, targets = batch["input_ids"], batch["labels"]
-    with one_sequence_a_row():
+    inputs = {name: each for name, each in batch.items() if name != "labels"}
+    targets = batch["labels"]
+    with rows_of(batch):
         if not is_chunked(model):
-            return sum_of_token_losses(run(input_ids=ids, use_cache=False).logits, targets)
+            return sum_of_token_losses(run(**inputs, use_cache=False).logits, targets)
         options = {"shift_labels": targets, "num_items_in_batch": 1, "use_cache": False}
-        total: Tensor = run(input_ids=ids, labels=targets, needs_logits=False, **options).loss
+        total: Tensor = run(**inputs, labels=targets, needs_logits=False, **options).loss
     return total.double()
 
 

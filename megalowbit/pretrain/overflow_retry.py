@@ -20,7 +20,7 @@ import torch
 from megalowbit.engine.overflow_retry import retry_engine_step
 from megalowbit.engine.pipeline.batch_reader import losses_of_rows
 from megalowbit.hf import token_losses
-from megalowbit.hf.model import one_sequence_a_row
+from megalowbit.hf.model import rows_of
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.pretrain.components.source_losses import SOURCES
 from megalowbit.pretrain.job import Job
@@ -100,7 +100,7 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     optimizer.also_read = also_read
     try:
         for batch in batches:
-            with job.phase("forward"), one_sequence_a_row():
+            with job.phase("forward"), rows_of(batch):
                 loss = _forward(job, batch)
             with job.phase("backward"):
                 engine.backward(loss)
@@ -132,7 +132,7 @@ def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> A
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
     sources = [batch.pop(SOURCES, None) for batch in micro_batches]
-    with job.phase("pipeline"), one_sequence_a_row(), ExitStack() as stack:
+    with job.phase("pipeline"), rows_of(micro_batches[0]), ExitStack() as stack:
         found = [] if job.source_losses is None else stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))
     for places, batch, sums in zip(sources, micro_batches, found, strict=False):  # only in the last stage

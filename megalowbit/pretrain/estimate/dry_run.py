@@ -50,13 +50,14 @@ def describe(config: PretrainConfig) -> str:
     """
     check_config(config)
     recipe = recipe_of(config.recipe)
-    text = describe_validation(config.settings.data)
+    text, packing = describe_validation(config.settings.data), config.settings.data.describe_packing()
     sections = {
         "processes": f"{config.grid.world_size} ({config.grid})"
         + (SIZED_TO_FIT if config.is_sized_to_fit else ""),
         "configuration": json.dumps(config.to_dict(), indent=2),
         **_model_sections(config, recipe),
         "data": f"{_corpora(config.settings.data)}; {_tokens(config)}"
+        + ("" if not packing else f"\n{packing}")
         + ("" if text is None else f"\nvalidation: {text}"),
         **_memory_sections(config, recipe),
     }
