@@ -6,9 +6,9 @@ ordinary `.npy` file under a key of corpus and tokenizer; it does not depend on 
 it.
 A corpus of token ids is read in place, and not cached.
 
-`DocumentRules` turns samples into batches. Where documents are separate, position ids restart at 0 with each of
-them. transformers finds the documents of a row by that, and lets tokens attend to their own document only. A
-document that began in an earlier sample begins with position 0 here.
+`DocumentRules` turns samples into batches. Where documents are separate, position ids restart at 0 with each
+of them. transformers finds the documents of a row by that, and lets tokens attend to their own document only.
+A document that began in an earlier sample begins with position 0 here.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ class ValidationText:
     def batch(self, number: int, size: int) -> Batch:
         """Batch `number`: `input_ids` and `labels`, both int64 (size, sequence_length), on the CPU.
 
-        If documents are separate, also `position_ids`. The label of a position is the next token, so it must not be shifted again; or `IGNORED`.
+        If documents are separate, also `position_ids` of that shape. The label of a position is the next
+        token, so it must not be shifted again; or `IGNORED`.
         """
         first = number * size
         count = min(size, self.num_sequences - first)

@@ -17,6 +17,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
+from megalowbit.families.vocabulary import pad_vocabulary
 from megalowbit.hf.generation import restore_generation, save_model, stored_generation
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import copy_tokenizer
@@ -142,8 +143,8 @@ def save_hf(
 ) -> None:
     """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`, completely or not at all.
 
-    The model does not change: its weights are copied to the CPU, and low-bit layers are converted back in the
-    copy.
+    The model does not change: its weights are copied to the CPU. In the copy, low-bit layers are converted
+    back, and a padded vocabulary loses its padding.
 
     Args:
         model: converted or not, on any device.
@@ -157,6 +158,7 @@ def save_hf(
         UserError: `folder` exists and is not empty, or cannot be written.
     """
     plain = _plain_copy(model, whole)
+    pad_vocabulary(plain, None)
     if dtype is not None:
         plain = plain.to(dtype)
     restore_generation(stored_generation(model), plain)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalowbit.families.vocabulary import unpadded_size
 from megalowbit.hf.chunked_cross_entropy import IGNORED_LABEL, is_chunked, noted_losses
 from megalowbit.hf.model import rows_of
 
@@ -50,7 +51,8 @@ def sum_of_model_losses(run: Callable[..., Any], model: Any, batch: Mapping[str,
     targets = batch["labels"]
     with rows_of(batch):
         if not is_chunked(model):
-            return sum_of_token_losses(run(**inputs, use_cache=False).logits, targets)
+            logits = run(**inputs, use_cache=False).logits
+            return sum_of_token_losses(logits[..., : unpadded_size(model.config)], targets)
         options = {"shift_labels": targets, "num_items_in_batch": 1, "use_cache": False}
         total: Tensor = run(**inputs, labels=targets, needs_logits=False, **options).loss
     return total.double()

@@ -20,6 +20,7 @@ from megalowbit.distributed.agreement import succeed_together
 from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_labels, check_values
 from megalowbit.engine.pipeline.parts import batch_limits
 from megalowbit.errors import UserError
+from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.token_losses import sum_of_token_losses, sums_of_rows
 
 Batch = tuple[Inputs, Tensor]
@@ -154,10 +155,11 @@ def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tens
     found: list[Tensor] = []
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        found.append(sum_of_token_losses(logits, targets))
+        found.append(sum_of_token_losses(logits[..., :size], targets))
         return found[-1]
 
     module = engine.module
+    size = num_tokens(module.config)
     trained, module.loss_fn = module.loss_fn, loss_of
     try:
         engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))

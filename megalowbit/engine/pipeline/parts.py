@@ -19,6 +19,7 @@ from megalowbit.engine.pipeline.micro_batches import IGNORED_LABEL, BatchLimits,
 from megalowbit.errors import UserError
 from megalowbit.families.base import FULL, SLIDING, Family
 from megalowbit.families.registry import family
+from megalowbit.families.vocabulary import num_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -201,7 +202,7 @@ def batch_limits(config: PretrainedConfig) -> BatchLimits:
     """The limits for token ids and positions of a model."""
     is_learned = family(config.model_type).positions is not None
     positions = config.max_position_embeddings if is_learned else None
-    return BatchLimits(vocabulary=config.vocab_size, positions=positions)
+    return BatchLimits(vocabulary=num_tokens(config), positions=positions)
 
 
 def place(root: nn.Module, name: str, module: nn.Module) -> None:

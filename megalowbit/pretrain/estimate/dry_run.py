@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,6 +19,7 @@ from megalowbit.data.sources import is_on_hub, open_source, sources_of
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.data.validation import describe_validation
 from megalowbit.families.config_checks import check_fits
+from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.checkpoint import build_model, read_config
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
@@ -32,6 +34,9 @@ from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelLayout, Zer
 from megalowbit.pretrain.estimate.saved_tensors import largest_recipes
 from megalowbit.pretrain.job import check_all_projections_seen
 from megalowbit.speculation.settings import SpeculationSettings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SIZED_TO_FIT = (
     ", the smallest process grid of this configuration, whatever the memory; --processes sets another number"
@@ -84,8 +89,16 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     return {
         "layers": "\n".join([str(report), *split_ranks(layers)]),
         "products": why_not(recipe, device) or f"{recipe.gemm} on this machine ({device})",
-        "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers",
+        "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers"
+        + padding_text(model.config),
     }
+
+
+def padding_text(config: PretrainedConfig) -> str:
+    """How the vocabulary is padded, on a line after others; empty if it is not."""
+    size = num_tokens(config)
+    is_padded = config.vocab_size != size
+    return f"\nvocabulary: {size:,} tokens, padded to {config.vocab_size:,} rows" * is_padded
 
 
 def _corpora(settings: DataSettings) -> str:
