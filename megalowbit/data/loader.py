@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from megalowbit.data.cache import run_on_each_node_first
+from megalowbit.data.corpus import Corpus
 from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, next_part
 from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.order.quota import QuotaOrder
-from megalowbit.data.packing import DocumentRules, PackedDataset, pack
+from megalowbit.data.packing import DocumentRules, Samples, best_fit, pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus, open_source, sources_of
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
@@ -46,7 +47,7 @@ class BlendedDataset:
     """
 
     settings: DataSettings
-    sources: Mapping[str, PackedDataset]
+    sources: Mapping[str, Samples]
 
     @property
     def name(self) -> str:
@@ -62,6 +63,11 @@ class BlendedDataset:
     def num_samples(self) -> int:
         """Samples of all sources."""
         return sum(each.num_samples for each in self.sources.values())
+
+    @property
+    def padding_share(self) -> float:
+        """How much of the samples is padding."""
+        return sum(each.padding_share * each.num_samples for each in self.sources.values()) / self.num_samples
 
     @property
     def fingerprint(self) -> str:
@@ -92,7 +98,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
 
     def __init__(
         self,
-        dataset: PackedDataset | BlendedDataset,
+        dataset: Samples | BlendedDataset,
         *,
         micro_batch_size: int,
         rank: int,
@@ -341,7 +347,7 @@ class _OrderedSamples:
     The indices of `AHEAD` positions are computed at once: a few cost as much as many.
     """
 
-    def __init__(self, dataset: PackedDataset, seed: int) -> None:
+    def __init__(self, dataset: Samples, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self._first, self._indices = 0, np.empty(0, np.int64)
 
@@ -356,7 +362,7 @@ class _OrderedSamples:
         return self._dataset.batch(self._indices[start : start + count])
 
 
-def _in_order(dataset: PackedDataset | BlendedDataset, seed: int) -> list[_OrderedSamples]:
+def _in_order(dataset: Samples | BlendedDataset, seed: int) -> list[_OrderedSamples]:
     """The samples of each source, or of the one corpus."""
     sources = list(dataset.sources.values()) if isinstance(dataset, BlendedDataset) else [dataset]
     # each has a seed of its own: texts of equal length should not be read in step
@@ -409,25 +415,14 @@ def count_samples(settings: DataSettings) -> int:
     return dataset.num_samples
 
 
-def _open(settings: DataSettings) -> tuple[PackedDataset | BlendedDataset, Tokenizer, ValidationText | None]:
+def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, ValidationText | None]:
     corpora = {name: (open_source(name, each), each) for name, each in sources_of(settings).items()}
     whole = open_corpus(settings) if settings.sources is not None else corpora[""][0]
     tokenizer = build_tokenizer(settings, whole)
-    packed = {
-        name: pack(
-            corpus,
-            tokenizer,
-            each.sequence_length,
-            each.cache_dir,
-            workers=each.workers,
-            timeout=each.build_timeout,
-            needs_ends=each.needs_ends,
-        )
-        for name, (corpus, each) in corpora.items()
-    }
+    packed = {name: _samples(corpus, tokenizer, each) for name, (corpus, each) in corpora.items()}
     validation = open_validation(settings, tokenizer)
     for each in packed.values():
-        if validation is not None and validation.source == each.fingerprint:  # under another name
+        if validation is not None and validation.source == each.source:  # under another name
             raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
     if settings.sources is None:
         return packed[""], tokenizer, validation
@@ -435,7 +430,22 @@ def _open(settings: DataSettings) -> tuple[PackedDataset | BlendedDataset, Token
     return BlendedDataset(settings, packed), tokenizer, validation
 
 
-def _check_different(packed: Mapping[str, PackedDataset]) -> None:
+def _samples(corpus: Corpus, tokenizer: Tokenizer, settings: DataSettings) -> Samples:
+    packed = pack(
+        corpus,
+        tokenizer,
+        settings.sequence_length,
+        settings.cache_dir,
+        workers=settings.workers,
+        timeout=settings.build_timeout,
+        needs_ends=settings.needs_ends,
+    )
+    if settings.packing != "best_fit":
+        return packed
+    return best_fit(packed, tokenizer, settings.cache_dir, timeout=settings.build_timeout)
+
+
+def _check_different(packed: Mapping[str, Samples]) -> None:
     """Reject the same text under two names, whose losses and epochs would be counted apart."""
     names: dict[str, str] = {}
     for name, each in packed.items():

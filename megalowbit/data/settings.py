@@ -212,11 +212,12 @@ class DataSettings(SettingsModel):
     sequence_length: int = Field(
         ge=2, description="tokens per sample, e.g. 1024", json_schema_extra=unit("tokens")
     )
-    packing: Literal["wrapped", "documents"] = Field(
+    packing: Literal["wrapped", "documents", "best_fit"] = Field(
         default="wrapped",
         description="`wrapped`: samples are cut from the sequence of all documents, and attention does not "
         "stop at their ends. `documents`: the same samples, but positions restart and attention begins anew "
-        "with each document",
+        "with each document. `best_fit`: so, and documents that fit into a sample are not cut; the rest of a "
+        "sample is padded",
     )
     eod_mask_loss: bool = Field(
         default=False,
@@ -299,6 +300,11 @@ class DataSettings(SettingsModel):
     def separates_documents(self) -> bool:
         """Whether the documents of a sample do not see each other."""
         return self.packing != "wrapped"
+
+    @property
+    def num_labels_varies(self) -> bool:
+        """Whether samples have different numbers of labels."""
+        return self.packing == "best_fit" or self.eod_mask_loss
 
     @property
     def needs_ends(self) -> bool:

@@ -81,7 +81,7 @@ class ValidationText:
         self._rules = rules or DocumentRules()
         parts: tuple[Any, ...] = (fingerprint, sequence_length, self.num_predicted)
         if self._rules.are_separate or self._rules.masks_first:
-            parts += (self._rules,)
+            parts += (self._rules.end, self._rules.are_separate, self._rules.masks_first)
         self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     def limited(self, limit: int | None) -> ValidationText:

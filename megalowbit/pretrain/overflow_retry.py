@@ -4,6 +4,10 @@
 records describe the last attempt of a step: saturation counts of earlier attempts are dropped, and so are the
 infinite gradients that speculation sampled in them. The step's duration includes all attempts.
 
+Where samples have different numbers of labels, a step has them counted first, over all ranks. The loss of a
+micro-batch is then its sum over their mean number, so that the means over micro-batches and ranks are that of
+all labels.
+
 A step reads the device once: the optimizer reads loss and counts with its own numbers. A pipeline knows its
 loss only after the optimizer's step, and reads a second time.
 """
@@ -17,12 +21,13 @@ from itertools import pairwise
 
 import torch
 
+from megalowbit.distributed import collectives, process_group
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.engine.pipeline.batch_reader import losses_of_rows
+from megalowbit.engine.pipeline.batch_reader import losses_of_rows, losses_over
 from megalowbit.hf import token_losses
 from megalowbit.hf.model import rows_of
 from megalowbit.optim.gradients.report import StepReport
-from megalowbit.pretrain.components.source_losses import SOURCES
+from megalowbit.pretrain.components.source_losses import IGNORED_LABEL, SOURCES
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.pretrain.stopping.signals import pending_stop_signal
@@ -82,12 +87,28 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     for component in job.components:
         component.begin_attempt()
     run = _pipeline_attempt if job.is_pipeline else _engine_attempt
-    made = run(job, (upload(batch, job.engine.device) for batch in batches))
+    num_labels = None
+    if job.config.settings.data.num_labels_varies:
+        batches = list(batches)
+        num_labels = labels_per_batch(batches, job.engine.device)
+    made = run(job, (upload(batch, job.engine.device) for batch in batches), num_labels)
     job.weights_have_changed()
     return made
 
 
-def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+def labels_per_batch(batches: Sequence[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """The mean number of labels in a micro-batch, over the step and all ranks; 0-dim fp32 on the device."""
+    counts = [(batch["labels"][:, 1:] != IGNORED_LABEL).sum() for batch in batches]
+    total = torch.stack(counts).sum().double()
+    if process_group.world_size() > 1:
+        total = total.to(process_group.exchange_device(None, device))
+        collectives.all_reduce(total)
+    return (total / len(batches) / process_group.world_size()).to(device, torch.float32)
+
+
+def _engine_attempt(
+    job: Job, batches: Iterable[dict[str, torch.Tensor]], num_labels: torch.Tensor | None
+) -> Attempt:
     """Forward, backward and step; the optimizer reads the facts together with its own numbers."""
     engine, optimizer = job.engine, job.engine.optimizer
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -101,7 +122,7 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     try:
         for batch in batches:
             with job.phase("forward"), rows_of(batch):
-                loss = _forward(job, batch)
+                loss = _forward(job, batch, num_labels)
             with job.phase("backward"):
                 engine.backward(loss)
             loss_sum += loss.detach()
@@ -113,26 +134,31 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     return facts, optimizer.report.also_read
 
 
-def _forward(job: Job, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _forward(job: Job, batch: dict[str, torch.Tensor], num_labels: torch.Tensor | None) -> torch.Tensor:
     """The loss of a micro-batch."""
     sources, losses = batch.pop(SOURCES, None), job.source_losses
+    options = {} if num_labels is None else {"num_items_in_batch": num_labels}
     loss: torch.Tensor
     if sources is None or losses is None:
-        loss = job.engine(**batch).loss
+        loss = job.engine(**batch, **options).loss
     else:
         with token_losses.losses_of_rows(job.engine.module, batch["labels"]) as sums_of:
-            output = job.engine(**batch)
+            output = job.engine(**batch, **options)
             losses.add(sources, batch["labels"], sums_of(output))
         loss = output.loss
     return loss
 
 
-def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+def _pipeline_attempt(
+    job: Job, batches: Iterable[dict[str, torch.Tensor]], num_labels: torch.Tensor | None
+) -> Attempt:
     """All micro-batches in one call; the loss is known only after the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
     sources = [batch.pop(SOURCES, None) for batch in micro_batches]
     with job.phase("pipeline"), rows_of(micro_batches[0]), ExitStack() as stack:
+        if num_labels is not None:
+            stack.enter_context(losses_over(job.engine, num_labels))
         found = [] if job.source_losses is None else stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))
     for places, batch, sums in zip(sources, micro_batches, found, strict=False):  # only in the last stage

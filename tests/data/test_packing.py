@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.data.corpus import Corpus
-from megalowbit.data.packing import DocumentRules, PackedDataset, pack
+from megalowbit.data.packing import DocumentRules, PackedDataset, best_fit, pack
 from megalowbit.data.token_files import build
 from megalowbit.data.token_files.megatron import MegatronCorpus, MegatronWriter
 from megalowbit.data.tokenize import ByteTokenizer
@@ -147,3 +147,27 @@ def test_documents_that_nothing_ends_cannot_be_kept_apart(tmp_path):
     pack(corpus, ByteTokenizer(), 4, tmp_path)  # warns
     with pytest.raises(UserError, match="nothing separates documents: make the files with --append-eod"):
         pack(corpus, ByteTokenizer(), 4, tmp_path, needs_ends=True)
+
+
+def test_best_fit_samples_hold_whole_documents_and_padding(tmp_path):
+    texts = ["abcdefghij", "klmno", "p", "qr", "stuvw", "xyz"]
+    packed = pack(Documents(*texts), ByteTokenizer(), 8, tmp_path)
+    dataset = best_fit(packed, ByteTokenizer(), tmp_path)
+    rows = dataset.batch(np.arange(len(dataset))).tolist()
+    found = [bytes(row).decode().rstrip("\0") for row in rows]
+    assert sorted(found) == sorted(["abcdefgh", "klmno\0p", "stuvw", "xyz\0ij", "qr"])
+    assert dataset[0].tolist() == rows[0]
+    assert dataset.padding_share == pytest.approx(1 - packed.num_tokens / 40)
+    assert dataset.source == packed.source == packed.fingerprint != dataset.fingerprint
+    again = best_fit(packed, ByteTokenizer(), tmp_path)  # from the cache
+    assert again.batch(np.array([3, 1])).tolist() == [rows[3], rows[1]]
+
+
+def test_padding_is_no_label_and_sees_itself_only():
+    ids = torch.tensor([[5, 6, 2, 7, 2, 2, 2], [5, 2, 2, 2, 2, 2, 2]])
+    for masks_first in (False, True):
+        rules = DocumentRules(end=2, are_separate=True, masks_first=masks_first, have_padding=True)
+        batch = rules.batch(ids)
+        first = -100 if masks_first else 7
+        assert batch["labels"].tolist() == [[5, 6, 2, first, 2, -100, -100], [5, 2, *[-100] * 5]]
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0]]

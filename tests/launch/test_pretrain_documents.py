@@ -100,6 +100,24 @@ def test_every_layout_finds_the_same_losses(folder, layout):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("layout", slow_except(["two ranks"], ["one", *LAYOUTS]))
+def test_the_loss_is_the_mean_of_all_labels_of_a_step(tmp_path, layout):
+    """Micro-batches and ranks with different numbers of labels train like one large micro-batch."""
+    data = {"packing": "best_fit", "eod_mask_loss": True, "sequence_length": 48}
+    sizes = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    output = train(tmp_path, "large", data=data, **sizes)
+    assert "packing best_fit, eod_mask_loss (" in output
+    processes, keys = LAYOUTS.get(layout, (1, {}))
+    sizes = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": "auto",
+        "train_batch_size": 4,
+    }
+    train(tmp_path, "small", processes=processes, data=data, **{**keys, **sizes})
+    for row, expected in zip(rows(tmp_path / "small"), rows(tmp_path / "large"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_resumed_run_repeats_itself_bit_for_bit(folder):
     resumed = folder / "resumed"
     shutil.copytree(folder / "one", resumed)

@@ -1,9 +1,9 @@
 """Best-fit packing: which documents fill each sample, so that none is cut that fits into one.
 
-Ding et al., "Fewer truncations improve language modeling", arXiv 2404.10830. Documents longer than a sample are
-cut into pieces of its length, and a rest. Pieces are placed from the longest to the shortest, each into the
-sample with the least room that is enough. Samples with the same room are equal, so pieces of one length are
-placed together; the result is that of one after another.
+Ding et al., "Fewer truncations improve language modeling", arXiv 2404.10830. Documents longer than a sample
+are cut into pieces of its length, and a rest. Pieces are placed from the longest to the shortest, each into
+the sample with the least room that is enough. Samples with the same room are equal, so pieces of one length
+are placed together; the result is that of one after another.
 
 A plan depends on nothing but the lengths. It takes 16 bytes for a piece and 8 for a sample, in a file that is
 read through a memory map; making it takes about 60 bytes of memory for a piece.
@@ -12,6 +12,7 @@ read through a memory map; making it takes about 60 bytes of memory for a piece.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,16 +50,16 @@ class BestFitPlan:
         whole = np.load(path, mmap_mode="r")
         num_bounds, num_pieces = whole[:2].tolist()
         ends = np.cumsum([2, num_bounds, num_pieces, num_pieces]).tolist()
-        bounds, starts, lengths = (whole[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True))
+        bounds, starts, lengths = (whole[start:end] for start, end in pairwise(ends))
         return cls(bounds, starts, lengths)
 
 
 def best_fit_plan(tokens: NDArray[Any], end: int, size: int) -> BestFitPlan:
-    """Plan samples of `size` tokens; `end` is the last token of each document, and what follows the last is left.
+    """Plan samples of `size` tokens.
 
     Args:
         tokens: one-dimensional; may be a memory map.
-        end: the end-of-document id.
+        end: the end-of-document id, the last token of each document; tokens that none follows are not used.
         size: tokens in a sample.
     """
     starts, lengths = _pieces(_document_bounds(tokens, end), size)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_labels, check_values
-from megalowbit.engine.pipeline.parts import batch_limits
+from megalowbit.engine.pipeline.parts import batch_limits, causal_loss
 from megalowbit.errors import UserError
 from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.token_losses import sum_of_token_losses, sums_of_rows
@@ -189,6 +190,17 @@ def losses_of_rows(engine: Any) -> Iterator[list[Tensor]]:
     module.loss_fn = loss_of
     try:
         yield found
+    finally:
+        module.loss_fn = trained
+
+
+@contextmanager
+def losses_over(engine: Any, num_labels: Tensor) -> Iterator[None]:
+    """Context of `train_batch` in which the loss of a micro-batch is its sum over `num_labels`, 0-dim."""
+    module = engine.module
+    trained, module.loss_fn = module.loss_fn, partial(causal_loss, num_labels=num_labels)
+    try:
+        yield
     finally:
         module.loss_fn = trained
 

@@ -189,13 +189,17 @@ def run_parts(
     return (values, *extras) if extras else values
 
 
-def causal_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def causal_loss(logits: Tensor, labels: Tensor, num_labels: Tensor | None = None) -> Tensor:
     """Mean cross entropy of the next token, in fp32.
 
-    `logits` are (batch, tokens, vocabulary), `labels` token ids (batch, tokens); −100 is ignored.
+    `logits` are (batch, tokens, vocabulary), `labels` token ids (batch, tokens); −100 is ignored. With
+    `num_labels`, the sum is divided by that instead of the number of labels.
     """
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    logits = logits.float().flatten(0, 1)
+    if num_labels is None:
+        return nn.functional.cross_entropy(logits, targets.flatten())
+    return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / num_labels
 
 
 def batch_limits(config: PretrainedConfig) -> BatchLimits:

@@ -1,5 +1,7 @@
 """Best-fit packing against a plain program that places one document after another."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,10 +35,7 @@ def one_after_another(lengths, size):
 def pieces_of(plan):
     starts, lengths = plan.starts.tolist(), plan.lengths.tolist()
     bounds = plan.bounds.tolist()
-    return [
-        [(starts[i], lengths[i]) for i in range(first, stop)]
-        for first, stop in zip(bounds[:-1], bounds[1:], strict=True)
-    ]
+    return [[(starts[i], lengths[i]) for i in range(first, stop)] for first, stop in pairwise(bounds)]
 
 
 @settings(deadline=None, max_examples=300)
