@@ -72,11 +72,11 @@ class DocumentRules:
         Labels equal the inputs, because Hugging Face models shift them.
         """
         batch = {"input_ids": input_ids, "labels": input_ids.clone()}
-        is_end = input_ids == self.end
+        follows_end = input_ids[:, :-1] == self.end
         if self.masks_first:
-            batch["labels"][:, 1:][is_end[:, :-1]] = IGNORED
+            batch["labels"][:, 1:][follows_end] = IGNORED
         if self.have_padding:
-            batch["labels"][:, 1:][is_end[:, :-1] & is_end[:, 1:]] = IGNORED
+            batch["labels"][:, 1:][follows_end & (input_ids[:, 1:] == self.end)] = IGNORED
         return batch | self.positions(input_ids)
 
     def positions(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
