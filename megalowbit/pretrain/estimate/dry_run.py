@@ -160,6 +160,7 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
         layout=ModelLayout.from_config(deepspeed, config.grid),
         checkpointing=engine.activation_checkpointing,
         chunks_loss=config.chunks_loss(read_config(settings.model).vocab_size),
+        has_documents=settings.data.separates_documents,
     )
 
 
