@@ -74,9 +74,10 @@ class DocumentRules:
         batch = {"input_ids": input_ids, "labels": input_ids.clone()}
         follows_end = input_ids[:, :-1] == self.end
         if self.masks_first:
-            batch["labels"][:, 1:][follows_end] = IGNORED
+            batch["labels"][:, 1:].masked_fill_(follows_end, IGNORED)
         if self.have_padding:
-            batch["labels"][:, 1:][follows_end & (input_ids[:, 1:] == self.end)] = IGNORED
+            is_padding = follows_end & (input_ids[:, 1:] == self.end)
+            batch["labels"][:, 1:].masked_fill_(is_padding, IGNORED)
         return batch | self.positions(input_ids)
 
     def positions(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:

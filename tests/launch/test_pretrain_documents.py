@@ -118,19 +118,23 @@ def test_the_loss_is_the_mean_of_all_labels_of_a_step(tmp_path, layout):
         assert row == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_resumed_run_repeats_itself_bit_for_bit(folder):
-    resumed = folder / "resumed"
-    shutil.copytree(folder / "one", resumed)
+@pytest.mark.parametrize("packing", slow_except(["documents"], ["documents", "best_fit"]))
+def test_a_resumed_run_repeats_itself_bit_for_bit(folder, packing):
+    data, whole, resumed = {"packing": packing}, folder / "one", folder / f"resumed {packing}"
+    if packing != "documents":
+        whole = folder / packing
+        train(folder, whole.name, data=data)
+    shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "hf")
     shutil.rmtree(resumed / "checkpoints" / "step-00000006")
-    output = train(folder, "resumed", "--resume", "auto")
+    output = train(folder, resumed.name, "--resume", "auto", data=data)
     assert "resumed after step 3" in output
-    assert rows(resumed) == rows(folder / "one")
-    given = ("--ds-config", folder / "tiny.json", "--run-dir", folder / "one", "--resume", "auto")
+    assert rows(resumed) == rows(whole)
+    given = ("--ds-config", folder / "tiny.json", "--run-dir", whole, "--resume", "auto")
     changed = ("--set", "megalowbit.data.packing=wrapped", "--set", "megalowbit.run.steps=7")
     done = run_ranks(*given, *changed, cwd=folder)
     assert done.code == 2
-    assert "megalowbit.data.packing was 'documents' in the run to resume and is 'wrapped' now" in done.output
+    assert f"megalowbit.data.packing was '{packing}' in the run to resume and is 'wrapped' now" in done.output
 
 
 def test_attention_across_documents_gives_other_losses(folder, tmp_path):
