@@ -3,8 +3,8 @@
 The only state is one counter for the whole job: the number of samples consumed so far. Each micro-batch takes
 the next world_size × micro_batch_size positions, and rank r takes the r-th contiguous slice of them.
 `order.sample_index` maps positions to samples, one epoch after another without a gap. A run can therefore
-continue on another number of ranks without repeating or skipping samples. Labels equal the inputs, because
-Hugging Face models shift them.
+continue on another number of ranks without repeating or skipping samples. What a batch has beside token ids
+follows from these alone (`packing.DocumentRules`).
 
 A blend has an order for each source, and `order.quota` says which source gives the sample at a position. Its
 state has the plan of the shares, too, and the samples that each source has given. These counts follow from
@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from megalowbit.data.cache import run_on_each_node_first
+from megalowbit.data.corpus import Corpus
 from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, next_part
 from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.order.quota import QuotaOrder
-from megalowbit.data.packing import PackedDataset, pack
+from megalowbit.data.packing import DocumentRules, Samples, best_fit, pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus, open_source, sources_of
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
@@ -46,7 +47,7 @@ class BlendedDataset:
     """
 
     settings: DataSettings
-    sources: Mapping[str, PackedDataset]
+    sources: Mapping[str, Samples]
 
     @property
     def name(self) -> str:
@@ -64,6 +65,11 @@ class BlendedDataset:
         return sum(each.num_samples for each in self.sources.values())
 
     @property
+    def padding_share(self) -> float:
+        """How much of the samples is padding."""
+        return sum(each.padding_share * each.num_samples for each in self.sources.values()) / self.num_samples
+
+    @property
     def fingerprint(self) -> str:
         """Identifies the sources and their tokens."""
         parts = [(name, each.fingerprint) for name, each in self.sources.items()]
@@ -73,7 +79,8 @@ class BlendedDataset:
 class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
     """Endless micro-batches of one data-parallel rank.
 
-    Yields `{"input_ids", "labels"}`, both int64 (micro_batch_size, sequence_length), on the CPU.
+    Yields `{"input_ids", "labels"}`, both int64 (micro_batch_size, sequence_length), on the CPU; if documents
+    are separate, also `"position_ids"` of that shape.
 
     Args:
         dataset: the packed samples.
@@ -83,6 +90,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         seed: determines the order of the samples.
         tokenizer: the tokenizer of the samples; saved together with the model.
         validation: the text for validation; None: there is none.
+        rules: what batches make of documents; None: nothing.
 
     Raises:
         UserError: the data set has fewer samples than one micro-batch over all ranks.
@@ -90,7 +98,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
 
     def __init__(
         self,
-        dataset: PackedDataset | BlendedDataset,
+        dataset: Samples | BlendedDataset,
         *,
         micro_batch_size: int,
         rank: int,
@@ -98,6 +106,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         seed: int,
         tokenizer: Tokenizer,
         validation: ValidationText | None = None,
+        rules: DocumentRules | None = None,
     ) -> None:
         if micro_batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError(
@@ -111,6 +120,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         self.seed = seed
         self.tokenizer = tokenizer
         self.validation = validation
+        self.rules = rules or DocumentRules()
         self.position = 0
         self._ordered = _in_order(dataset, seed)
         if dataset.num_samples < self.samples_per_batch:
@@ -152,8 +162,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         """The batch of this rank at `position`."""
         (samples,) = self._ordered
         first = self.position + self.rank * self.micro_batch_size
-        input_ids = samples.take(first, self.micro_batch_size)
-        return {"input_ids": input_ids, "labels": input_ids.clone()}
+        return self.rules.batch(samples.take(first, self.micro_batch_size))
 
     def plan(self, *, step: int, steps: int, samples_per_step: int) -> None:
         """Plan the shares of sources for the rest of a run; a single corpus needs no plan. Not collective.
@@ -293,7 +302,7 @@ class BlendedLoader(ShardedLoader):
             input_ids[torch.from_numpy(rows)] = samples
         total = np.bincount(chosen, minlength=len(self.names)) + self._counts
         self._counts = total.tolist()
-        return {"input_ids": input_ids, "labels": input_ids.clone(), "sources": torch.from_numpy(own.copy())}
+        return {**self.rules.batch(input_ids), "sources": torch.from_numpy(own.copy())}
 
     def state_dict(self) -> dict[str, Any]:
         """As for one corpus, with the plan of the blend and the samples that each source has given."""
@@ -338,7 +347,7 @@ class _OrderedSamples:
     The indices of `AHEAD` positions are computed at once: a few cost as much as many.
     """
 
-    def __init__(self, dataset: PackedDataset, seed: int) -> None:
+    def __init__(self, dataset: Samples, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self._first, self._indices = 0, np.empty(0, np.int64)
 
@@ -353,7 +362,7 @@ class _OrderedSamples:
         return self._dataset.batch(self._indices[start : start + count])
 
 
-def _in_order(dataset: PackedDataset | BlendedDataset, seed: int) -> list[_OrderedSamples]:
+def _in_order(dataset: Samples | BlendedDataset, seed: int) -> list[_OrderedSamples]:
     """The samples of each source, or of the one corpus."""
     sources = list(dataset.sources.values()) if isinstance(dataset, BlendedDataset) else [dataset]
     # each has a seed of its own: texts of equal length should not be read in step
@@ -382,6 +391,7 @@ def build_loader(
             "seed": settings.seed,
             "tokenizer": tokenizer,
             "validation": validation,
+            "rules": DocumentRules.of(settings, tokenizer),
         }
         if isinstance(dataset, BlendedDataset):
             return BlendedLoader(dataset, **arguments)
@@ -405,24 +415,14 @@ def count_samples(settings: DataSettings) -> int:
     return dataset.num_samples
 
 
-def _open(settings: DataSettings) -> tuple[PackedDataset | BlendedDataset, Tokenizer, ValidationText | None]:
+def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, ValidationText | None]:
     corpora = {name: (open_source(name, each), each) for name, each in sources_of(settings).items()}
     whole = open_corpus(settings) if settings.sources is not None else corpora[""][0]
     tokenizer = build_tokenizer(settings, whole)
-    packed = {
-        name: pack(
-            corpus,
-            tokenizer,
-            each.sequence_length,
-            each.cache_dir,
-            workers=each.workers,
-            timeout=each.build_timeout,
-        )
-        for name, (corpus, each) in corpora.items()
-    }
+    packed = {name: _samples(corpus, tokenizer, each) for name, (corpus, each) in corpora.items()}
     validation = open_validation(settings, tokenizer)
     for each in packed.values():
-        if validation is not None and validation.source == each.fingerprint:  # under another name
+        if validation is not None and validation.source == each.source:  # under another name
             raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
     if settings.sources is None:
         return packed[""], tokenizer, validation
@@ -430,7 +430,22 @@ def _open(settings: DataSettings) -> tuple[PackedDataset | BlendedDataset, Token
     return BlendedDataset(settings, packed), tokenizer, validation
 
 
-def _check_different(packed: Mapping[str, PackedDataset]) -> None:
+def _samples(corpus: Corpus, tokenizer: Tokenizer, settings: DataSettings) -> Samples:
+    packed = pack(
+        corpus,
+        tokenizer,
+        settings.sequence_length,
+        settings.cache_dir,
+        workers=settings.workers,
+        timeout=settings.build_timeout,
+        needs_ends=settings.needs_ends,
+    )
+    if settings.packing != "best_fit":
+        return packed
+    return best_fit(packed, tokenizer, settings.cache_dir, timeout=settings.build_timeout)
+
+
+def _check_different(packed: Mapping[str, Samples]) -> None:
     """Reject the same text under two names, whose losses and epochs would be counted apart."""
     names: dict[str, str] = {}
     for name, each in packed.items():

@@ -5,12 +5,21 @@ i·L … (i+1)·L-1, so samples cross document boundaries and nothing is padded.
 ordinary `.npy` file under a key of corpus and tokenizer; it does not depend on L. `token_files.build` writes
 it.
 A corpus of token ids is read in place, and not cached.
+
+`DocumentRules` turns samples into batches. Where documents are separate, position ids restart at 0 with each
+of them. transformers finds the documents of a row by that, and lets tokens attend to their own document only.
+A document that began in an earlier sample begins with position 0 here.
+
+`BestFitDataset` cuts no document that fits into a sample (`order.best_fit`), and pads samples with further
+end-of-document ids. These are no labels, and see nothing but themselves.
 """
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +29,105 @@ from numpy.typing import NDArray
 
 from megalowbit.data.cache import WAIT_SECONDS, cached_file, facts_of
 from megalowbit.data.corpus import Corpus, TokenCorpus
+from megalowbit.data.order.best_fit import BestFitPlan, best_fit_plan
+from megalowbit.data.settings import DataSettings
 from megalowbit.data.token_files.build import write_tokens
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
 
 PACKING_FORMAT = 1  # increment when the layout changes, so that old files are not read
+BEST_FIT_FORMAT = "best fit 1"
+IGNORED = -100  # label of a position that nothing predicts; torch's default
 
 
-class PackedDataset:
+@dataclass(frozen=True, kw_only=True)
+class DocumentRules:
+    """What batches make of the documents in their rows.
+
+    Attributes:
+        end: the end-of-document id, which belongs to the document that it ends; None if it is not known.
+        are_separate: whether positions restart with each document, and attention stays in it.
+        masks_first: whether the first token of a document is not predicted. Megatron's `eod_mask_loss`.
+        have_padding: whether an end-of-document id that follows another is padding, and not predicted.
+    """
+
+    end: int | None = None
+    are_separate: bool = False
+    masks_first: bool = False
+    have_padding: bool = False
+
+    @classmethod
+    def of(cls, settings: DataSettings, tokenizer: Tokenizer) -> DocumentRules:
+        """The rules of `settings`; whose validation has made sure that `end` is known if it is needed."""
+        return cls(
+            end=tokenizer.eos_token_id,
+            are_separate=settings.separates_documents,
+            masks_first=settings.eod_mask_loss,
+            have_padding=settings.packing == "best_fit",
+        )
+
+    def batch(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`input_ids`, `labels` and, of separate documents, `position_ids`; all (batch, tokens), int64.
+
+        Labels equal the inputs, because Hugging Face models shift them.
+        """
+        batch = {"input_ids": input_ids, "labels": input_ids.clone()}
+        if self.end is not None and (self.masks_first or self.have_padding):
+            follows_end = input_ids[:, :-1].eq(self.end)
+            is_padding = follows_end & input_ids[:, 1:].eq(self.end)
+            batch["labels"][:, 1:].masked_fill_(follows_end if self.masks_first else is_padding, IGNORED)
+        return batch | self.positions(input_ids)
+
+    def positions(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`position_ids` (batch, tokens), int64, of separate documents; else nothing."""
+        if not self.are_separate:
+            return {}
+        places = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        starts = torch.zeros_like(input_ids)
+        starts[:, 1:] = places[:, 1:] * (input_ids[:, :-1] == self.end)
+        return {"position_ids": places - starts.cummax(1).values}
+
+
+class Samples(ABC):
     """Samples of `sequence_length` tokens, by index.
+
+    Attributes:
+        name: the user's name of the corpus, for messages.
+        sequence_length: tokens per sample.
+        tokens: of the corpus.
+        num_tokens: their number.
+        num_samples: number of samples.
+        source: identifies tokens and sequence length.
+        fingerprint: identifies tokens and samples.
+        padding_share: how much of the samples is padding.
+        check: called with tokens and the index of the first one; raises if they are not valid. None if all
+            are known to be valid.
+    """
+
+    name: str
+    sequence_length: int
+    tokens: NDArray[Any]
+    num_tokens: int
+    num_samples: int
+    source: str
+    fingerprint: str
+    padding_share: float = 0.0
+    check: Callable[[NDArray[Any], int], None] | None
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Sample `index` as int64 (sequence_length,)."""
+        return self.batch(np.array([index]))[0]
+
+    @abstractmethod
+    def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
+        """Samples `indices` (n,) as int64 (n, sequence_length)."""
+
+
+class PackedDataset(Samples):
+    """Samples that are cut from the sequence of all documents.
 
     Args:
         tokens: one-dimensional array of ids; may be a memory map.
@@ -56,7 +155,8 @@ class PackedDataset:
         self.tokens = tokens
         self.num_tokens = len(tokens)
         self.num_samples = self.num_tokens // sequence_length
-        self.fingerprint = hashlib.sha256(f"{fingerprint} by {sequence_length}".encode()).hexdigest()[:32]
+        self.source = hashlib.sha256(f"{fingerprint} by {sequence_length}".encode()).hexdigest()[:32]
+        self.fingerprint = self.source
         if not self.num_samples:
             raise UserError(
                 f"corpus {name} has {self.num_tokens} tokens, fewer than one sequence of {sequence_length}: "
@@ -66,20 +166,74 @@ class PackedDataset:
         self._samples = used.reshape(self.num_samples, sequence_length)
         self.check = check
 
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Sample `index` as int64 (sequence_length,)."""
-        return self.batch(np.array([index]))[0]
-
     def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
-        """Samples `indices` (n,) as int64 (n, sequence_length)."""
         samples = self._samples[indices]
         if self.check is not None:
             for index, sample in zip(indices.tolist(), samples, strict=True):
                 self.check(sample, index * self.sequence_length)
         return torch.from_numpy(samples.astype(np.int64))
+
+
+class BestFitDataset(Samples):
+    """Samples of whole documents, with padding.
+
+    Args:
+        packed: the same tokens.
+        plan: which documents each sample has.
+        end: the end-of-document id, which is also the padding.
+
+    Raises:
+        UserError: no document ends.
+    """
+
+    def __init__(self, packed: PackedDataset, plan: BestFitPlan, end: int) -> None:
+        self.name, self.sequence_length, self.check = packed.name, packed.sequence_length, packed.check
+        self.tokens, self.num_tokens = packed.tokens, packed.num_tokens
+        self.num_samples = len(plan.bounds) - 1
+        self.source, self.fingerprint = packed.source, best_fit_key(packed)
+        self._plan, self._end = plan, end
+        if not self.num_samples:
+            raise UserError(
+                f"corpus {self.name} has no end-of-document id {end}: make it with --append-eod, or set "
+                'data.packing "wrapped"'
+            )
+        self.padding_share = 1 - int(plan.lengths.sum()) / (self.num_samples * self.sequence_length)
+
+    def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
+        samples = np.full((len(indices), self.sequence_length), self._end, np.int64)
+        for sample, index in zip(samples, indices.tolist(), strict=True):
+            first, stop = self._plan.bounds[index : index + 2].tolist()
+            pieces = zip(
+                self._plan.starts[first:stop].tolist(), self._plan.lengths[first:stop].tolist(), strict=True
+            )
+            place = 0
+            for start, length in pieces:
+                ids = self.tokens[start : start + length]
+                if self.check is not None:
+                    self.check(ids, start)
+                sample[place : place + length] = ids
+                place += length
+        return torch.from_numpy(samples)
+
+
+def best_fit_key(packed: PackedDataset) -> str:
+    """Identifies the plan of these tokens."""
+    parts = (BEST_FIT_FORMAT, packed.fingerprint)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def best_fit(
+    packed: PackedDataset, tokenizer: Tokenizer, cache_dir: Path, *, timeout: float = WAIT_SECONDS
+) -> BestFitDataset:
+    """Plan whole documents in samples, or load the plan from the cache; the arguments are those of `pack`."""
+    end = tokenizer.eos_token_id
+    assert end is not None, "the settings have been checked"
+    path = cached_file(
+        cache_dir / "tokens" / f"{best_fit_key(packed)}.npy",
+        lambda draft: best_fit_plan(packed.tokens, end, packed.sequence_length).save(draft),
+        timeout=timeout,
+    )
+    return BestFitDataset(packed, BestFitPlan.load(path), end)
 
 
 def pack(
@@ -90,6 +244,7 @@ def pack(
     *,
     workers: int | None = 1,
     timeout: float = WAIT_SECONDS,
+    needs_ends: bool = False,
 ) -> PackedDataset:
     """Tokenise `corpus`, or load the tokens from the cache; a corpus of tokens is read in place.
 
@@ -100,12 +255,13 @@ def pack(
         cache_dir: folder of the cache.
         workers: processes that tokenise, see `write_tokens`.
         timeout: seconds to wait for another process that tokenises the same corpus.
+        needs_ends: reject a corpus of tokens whose documents do not end with the end-of-document id.
 
     Raises:
         UserError: the corpus cannot be read or is shorter than one sequence; the cache cannot be written.
     """
     if isinstance(corpus, TokenCorpus):
-        return _in_place(corpus, tokenizer, sequence_length)
+        return _in_place(corpus, tokenizer, sequence_length, needs_ends=needs_ends)
     parts = (PACKING_FORMAT, corpus.fingerprint, tokenizer.fingerprint)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     path = cached_file(
@@ -123,8 +279,10 @@ def pack(
     return PackedDataset(tokens, sequence_length, fingerprint=key, name=corpus.name)
 
 
-def _in_place(corpus: TokenCorpus, tokenizer: Tokenizer, sequence_length: int) -> PackedDataset:
-    corpus.check_tokens(tokenizer.vocab_size, tokenizer.eos_token_id)
+def _in_place(
+    corpus: TokenCorpus, tokenizer: Tokenizer, sequence_length: int, *, needs_ends: bool
+) -> PackedDataset:
+    corpus.check_tokens(tokenizer.vocab_size, tokenizer.eos_token_id, needs_ends=needs_ends)
     return PackedDataset(
         corpus.tokens,
         sequence_length,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -212,6 +212,18 @@ class DataSettings(SettingsModel):
     sequence_length: int = Field(
         ge=2, description="tokens per sample, e.g. 1024", json_schema_extra=unit("tokens")
     )
+    packing: Literal["wrapped", "documents", "best_fit"] = Field(
+        default="wrapped",
+        description="`wrapped`: samples are cut from the sequence of all documents, and attention does not "
+        "stop at their ends. `documents`: the same samples, but positions restart and attention begins anew "
+        "with each document. `best_fit`: so, and documents that fit into a sample are not cut; the rest of a "
+        "sample is padded",
+    )
+    eod_mask_loss: bool = Field(
+        default=False,
+        description="whether the first token of a document is no label, because only the end-of-document "
+        "id before it would predict it",
+    )
     cache_dir: Path = Field(
         default_factory=default_cache_dir,
         description="folder for tokenised corpora and trained tokenizers",
@@ -282,6 +294,37 @@ class DataSettings(SettingsModel):
             name = "split" if self.corpus_config is None else "corpus_config"
             raise UserError(f"{name} has no effect on sources: set it in those that it is for")
         _check_weights(self.sources, self.phases)
+        return self
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether the documents of a sample do not see each other."""
+        return self.packing != "wrapped"
+
+    @property
+    def num_labels_varies(self) -> bool:
+        """Whether samples have different numbers of labels."""
+        return self.packing == "best_fit" or self.eod_mask_loss
+
+    @property
+    def needs_ends(self) -> bool:
+        """Whether batches depend on where documents end."""
+        return self.separates_documents or self.eod_mask_loss
+
+    def describe_packing(self) -> str:
+        """`packing documents, eod_mask_loss`; empty if batches do not depend on documents."""
+        return ", ".join(
+            [f"packing {self.packing}"] * self.separates_documents + ["eod_mask_loss"] * self.eod_mask_loss
+        )
+
+    @model_validator(mode="after")
+    def _knows_where_documents_end(self) -> DataSettings:
+        if self.tokenizer == NO_TOKENIZER and self.needs_ends:
+            what = "eod_mask_loss" if self.eod_mask_loss else f'packing "{self.packing}"'
+            raise UserError(
+                f'{what} needs the end-of-document id, which tokenizer "{NO_TOKENIZER}" does not know: name '
+                "the folder of the tokenizer"
+            )
         return self
 
     @model_validator(mode="after")

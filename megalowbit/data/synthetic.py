@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalowbit.data.loader import ShardedLoader
-from megalowbit.data.packing import PackedDataset
+from megalowbit.data.packing import DocumentRules, PackedDataset
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.tokenize import Tokenizer
 
@@ -45,7 +45,7 @@ def synthetic_loader(
     """A loader of random token ids: as many samples as one micro-batch over all ranks, in changing order.
 
     Args:
-        settings: `sequence_length` and `seed` are read, nothing else.
+        settings: `sequence_length`, `seed` and what concerns documents, which the id 0 ends; nothing else.
         vocab_size: of the model.
         micro_batch_size: samples per micro-batch on this rank.
         rank: data-parallel rank.
@@ -54,11 +54,13 @@ def synthetic_loader(
     length = settings.sequence_length
     generator = np.random.default_rng(settings.seed)
     tokens = generator.integers(0, vocab_size, micro_batch_size * world_size * length, dtype=np.uint32)
+    tokenizer = SyntheticTokens(vocab_size)
     return ShardedLoader(
         PackedDataset(tokens, length, fingerprint=NAME, name=NAME),
         micro_batch_size=micro_batch_size,
         rank=rank,
         world_size=world_size,
         seed=settings.seed,
-        tokenizer=SyntheticTokens(vocab_size),
+        tokenizer=tokenizer,
+        rules=DocumentRules.of(settings, tokenizer),
     )

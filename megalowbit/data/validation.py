@@ -11,6 +11,9 @@ Sequences are numbered, and batch k always has the sequences k·size … (k+1)·
 sequences: what depends on a batch, such as the scale of a tensor in FP4, is the same for any number of ranks.
 All batches have the same shape. The last one is filled with repetitions of its own sequences, whose
 predictions are ignored: they change neither a maximum nor the count.
+
+Documents are as separate as in training. If first tokens of documents are no labels there, they are not
+predicted here either.
 """
 
 from __future__ import annotations
@@ -26,13 +29,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalowbit.data.packing import pack
+from megalowbit.data.packing import IGNORED, DocumentRules, pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import is_on_hub, open_validation_corpus, sources_of, validation_settings
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
 
-IGNORED = -100  # target of a position whose prediction does not count; torch's default
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -46,10 +48,11 @@ class ValidationText:
         name: the user's name of the text.
         limit: predict only so many tokens; None: all.
         check: as for `PackedDataset`; `count_bytes` calls it.
+        rules: what batches make of documents; None: nothing.
 
     Attributes:
         source: identifies the tokens.
-        num_predicted: number of tokens that are predicted.
+        num_predicted: number of tokens that are predicted, first tokens of documents included.
         fingerprint: identifies the sequences.
 
     Raises:
@@ -65,6 +68,7 @@ class ValidationText:
         name: str,
         limit: int | None = None,
         check: Callable[[NDArray[Any], int], None] | None = None,
+        rules: DocumentRules | None = None,
     ) -> None:
         if len(tokens) < sequence_length:
             raise UserError(
@@ -74,7 +78,10 @@ class ValidationText:
         self.name, self.sequence_length = name, sequence_length
         self.source, self._tokens, self._check = fingerprint, tokens, check
         self.num_predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        parts = (fingerprint, sequence_length, self.num_predicted)
+        self._rules = rules or DocumentRules()
+        parts: tuple[Any, ...] = (fingerprint, sequence_length, self.num_predicted)
+        if self._rules.are_separate or self._rules.masks_first:
+            parts += (self._rules.end, self._rules.are_separate, self._rules.masks_first)
         self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     def limited(self, limit: int | None) -> ValidationText:
@@ -86,6 +93,7 @@ class ValidationText:
             name=self.name,
             limit=limit,
             check=self._check,
+            rules=self._rules,
         )
 
     @property
@@ -100,7 +108,8 @@ class ValidationText:
     def batch(self, number: int, size: int) -> Batch:
         """Batch `number`: `input_ids` and `labels`, both int64 (size, sequence_length), on the CPU.
 
-        The label of a position is the next token, so it must not be shifted again; or `IGNORED`.
+        If documents are separate, also `position_ids` of that shape. The label of a position is the next
+        token, so it must not be shifted again; or `IGNORED`.
         """
         first = number * size
         count = min(size, self.num_sequences - first)
@@ -108,7 +117,9 @@ class ValidationText:
         unused = np.full(self.sequence_length, IGNORED)
         rows += [(rows[place % count][0], unused) for place in range(count, size)]
         ids, targets = (torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True))
-        return {"input_ids": ids, "labels": targets}
+        if self._rules.masks_first:
+            targets[ids == self._rules.end] = IGNORED
+        return {"input_ids": ids, "labels": targets, **self._rules.positions(ids)}
 
     def _sequence(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids and targets of a sequence."""
@@ -120,15 +131,24 @@ class ValidationText:
         targets[first - start : last - start] = self._tokens[first + 1 : last + 1]
         return self._tokens[start : start + length].astype(np.int64), targets
 
+    def count_tokens(self) -> int:
+        """Number of tokens whose predictions count."""
+        if not self._rules.masks_first:
+            return self.num_predicted
+        return int((self._tokens[: self.num_predicted] != self._rules.end).sum())
+
     def count_bytes(self, tokenizer: Tokenizer) -> int:
-        """Bytes of the text of the predicted tokens, each token once; checks every token that is read.
+        """Bytes of the text of the tokens whose predictions count; checks every token that is read.
 
         Raises:
             UserError: a token id is outside the vocabulary.
         """
         if self._check is not None:
             self._check(self._tokens[: max(self.sequence_length, self.num_predicted + 1)], 0)
-        return tokenizer.count_bytes(np.asarray(self._tokens[1 : self.num_predicted + 1]))
+        ids = np.asarray(self._tokens[1 : self.num_predicted + 1])
+        if self._rules.masks_first:
+            ids = ids[self._tokens[: self.num_predicted] != self._rules.end]
+        return tokenizer.count_bytes(ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +201,7 @@ def open_validation(settings: DataSettings, tokenizer: Tokenizer) -> ValidationT
             settings.cache_dir,
             workers=settings.workers,
             timeout=settings.build_timeout,
+            needs_ends=settings.needs_ends,
         )
     return ValidationText(
         found.tokens,
@@ -188,6 +209,7 @@ def open_validation(settings: DataSettings, tokenizer: Tokenizer) -> ValidationT
         fingerprint=found.fingerprint,
         name=corpus.name,
         check=found.check and _naming_the_section()(found.check),
+        rules=DocumentRules.of(settings, tokenizer),
     )
 
 

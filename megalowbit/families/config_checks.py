@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megalowbit.errors import Problems, UserError, shown, unknown_name
 from megalowbit.families.base import FULL, SLIDING, Family
 from megalowbit.families.registry import family
+from megalowbit.families.vocabulary import num_tokens
 from megalowbit.json_text import is_finite_number
 
 if TYPE_CHECKING:
@@ -117,9 +118,9 @@ def check_fits(config: PretrainedConfig, *, vocab_size: int, sequence_length: in
     Raises:
         UserError: token ids exceed the embedding, or sequences exceed the position limit.
     """
-    if vocab_size > config.vocab_size:
+    if vocab_size > num_tokens(config):
         raise UserError(
-            f"the tokenizer has {vocab_size} tokens, the model's vocab_size is only {config.vocab_size}: "
+            f"the tokenizer has {vocab_size} tokens, the model's vocab_size is only {num_tokens(config)}: "
             f"set model.overrides.vocab_size to {vocab_size} or more"
         )
     field = family(config.model_type).position_limit

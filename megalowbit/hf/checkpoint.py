@@ -17,6 +17,7 @@ from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
 from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
+from megalowbit.families.vocabulary import pad_config, pad_vocabulary
 from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.generation import prepare_for_training, restore_generation, store_generation
 from megalowbit.hf.model import (
@@ -48,11 +49,18 @@ if TYPE_CHECKING:
 
 
 def read_config(settings: ModelSettings) -> PretrainedConfig:
-    """The configuration that `settings` describe, with overrides applied, and checked.
+    """The configuration that `settings` describe, with overrides and padding applied, and checked.
 
     Raises:
         UserError: no such file, not a configuration of a known family, unknown fields, invalid values.
     """
+    config = _stored_config(settings)
+    pad_config(config, settings.pad_vocab_to_multiple_of)
+    return config
+
+
+def _stored_config(settings: ModelSettings) -> PretrainedConfig:
+    """The configuration with overrides, and the vocabulary of the stored weights."""
     if settings.config is not None:
         raw = read_json_object(settings.config)
         return config_from_dict(raw, settings.overrides, str(settings.config), is_strict=True)
@@ -77,16 +85,17 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     if device not in ("cpu", "meta"):
         raise ValueError(f"device must be cpu or meta: {device!r}")
     if settings.config is not None or device == "meta":
-        model = random_model(read_config(settings), seed=seed, device=device, where=str(_source(settings)))
+        model = random_model(_stored_config(settings), seed=seed, device=device, where=str(_source(settings)))
     elif is_training_checkpoint(_checkpoint_of(settings)):
         folder = _checkpoint_of(settings)
         model = _rebuild(read_checkpoint(folder), settings.overrides, str(folder))
     else:
-        model = load_weights(read_config(settings), _checkpoint_of(settings), dtype=torch.float32)
+        model = load_weights(_stored_config(settings), _checkpoint_of(settings), dtype=torch.float32)
     if settings.config is None and device != "meta":
         refuse_nonfinite(model, str(_source(settings)))
     if settings.outliers is not None and device != "meta":
         plant(model, family(model.config.model_type), settings.outliers, seed=seed)
+    pad_vocabulary(model, settings.pad_vocab_to_multiple_of)
     prepare_for_training(model)
     model.loss_type = "ForCausalLM"  # transformers finds none for GPT2LMHeadModel
     return model.train()

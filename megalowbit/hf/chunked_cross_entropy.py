@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from megalowbit.derivative_checks import check_backward, reject_transforms
 from megalowbit.errors import UserError, shown
 from megalowbit.families.registry import FAMILIES
+from megalowbit.families.vocabulary import unpadded_size
 from megalowbit.layers.matmul.gemms import autocast_dtype, no_autocast
 
 IGNORED_LABEL = -100
@@ -224,9 +225,13 @@ def _place(targets: Tensor, start: int, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _head_forward(
-    head: nn.Linear, hidden: Tensor, targets: Tensor | None = None, ignore_index: int = IGNORED_LABEL
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor | None = None,
+    ignore_index: int = IGNORED_LABEL,
+    size: int | None = None,
 ) -> Tensor:
-    """Logits, as before; with targets (…,), the sum of their losses.
+    """Logits, as before; with targets (…,), the sum of their losses over the first `size` tokens.
 
     The loss is computed in the module's forward, because ZeRO 3 gathers its weight there and in its backward.
     """
@@ -234,7 +239,7 @@ def _head_forward(
         return type(head).forward(head, hidden)
     note = getattr(vars(head).get("forward"), "note", None)
     return sum_of_losses(
-        hidden.flatten(0, -2), head.weight, targets.flatten(), ignore_index=ignore_index, note=note
+        hidden.flatten(0, -2), head.weight[:size], targets.flatten(), ignore_index=ignore_index, note=note
     )
 
 
@@ -300,7 +305,9 @@ def _model_forward(
         shifted = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     hidden = found.last_hidden_state
     shifted = shifted.to(hidden.device)
-    total = head(hidden, shifted, ignore_index)
+    # in evaluation without the rows that pad the vocabulary
+    size = None if model.training else unpadded_size(model.config)
+    total = head(hidden, shifted, ignore_index, size)
     if count is None:
         count = (shifted != ignore_index).sum()
     elif isinstance(count, Tensor):

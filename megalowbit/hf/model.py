@@ -8,8 +8,8 @@ low-bit layers and hooks. Not covered: models larger than the memory of a host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +17,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
+from megalowbit.families.vocabulary import pad_vocabulary
 from megalowbit.hf.generation import restore_generation, save_model, stored_generation
 from megalowbit.hf.new_folder import new_folder
 from megalowbit.hf.tokenizer_files import copy_tokenizer
@@ -142,8 +143,8 @@ def save_hf(
 ) -> None:
     """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`, completely or not at all.
 
-    The model does not change: its weights are copied to the CPU, and low-bit layers are converted back in the
-    copy.
+    The model does not change: its weights are copied to the CPU. In the copy, low-bit layers are converted
+    back, and a padded vocabulary loses its padding.
 
     Args:
         model: converted or not, on any device.
@@ -157,6 +158,7 @@ def save_hf(
         UserError: `folder` exists and is not empty, or cannot be written.
     """
     plain = _plain_copy(model, whole)
+    pad_vocabulary(plain, None)
     if dtype is not None:
         plain = plain.to(dtype)
     restore_generation(stored_generation(model), plain)
@@ -270,22 +272,45 @@ def _first_weight(names: Collection[str]) -> str:
     return f"the weight {min(names)}{more}"
 
 
-@contextmanager
-def one_sequence_a_row() -> Iterator[None]:
-    """Context for forwards whose rows are one sequence each, without padding and without `position_ids`.
+def rows_of(batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Context for forwards of batches like this one, without padding to attend to.
 
-    transformers would look for several sequences in a row. It finds none, but reads the device for that in
-    each forward, so the host would wait for all earlier micro-batches.
+    Without `position_ids`, a row is one sequence. With them, a row has a document wherever they do not go on
+    by one, and tokens attend to their own document only.
+
+    transformers finds the same in the positions, but reads the device for that in each forward, so the host
+    would wait for all earlier micro-batches.
+
+    Raises:
+        UserError: transformers has no function that finds documents by their positions.
     """
+    return _finding(_documents if "position_ids" in batch else None)
+
+
+@contextmanager
+def _finding(find: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[None]:
+    """Let transformers find the documents of rows by `find`; None: each row is one."""
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
     original = getattr(masking_utils, name, None)
     if original is None:  # another version of transformers
+        if find is not None:
+            raise UserError(
+                'data.packing: this version of transformers does not keep documents apart: set "wrapped", or '
+                "use a version allowed by setup.py"
+            )
         yield
         return
-    setattr(masking_utils, name, lambda *_, **__: None)
+    setattr(masking_utils, name, find or (lambda *_, **__: None))
     try:
         yield
     finally:
         setattr(masking_utils, name, original)
+
+
+def _documents(position_ids: torch.Tensor) -> torch.Tensor:
+    """The number of each token's document in its row, (batch, tokens)."""
+    starts = torch.zeros_like(position_ids)
+    starts[:, 1:] = position_ids.diff(dim=1) != 1
+    return starts.cumsum(1)

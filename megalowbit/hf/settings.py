@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from megalowbit.errors import UserError
 from megalowbit.hf.outliers import OutlierSettings
-from megalowbit.values import SettingsModel
+from megalowbit.values import SettingsModel, unit
 
 
 class ModelSettings(SettingsModel):
@@ -29,6 +29,14 @@ class ModelSettings(SettingsModel):
     overrides: dict[str, Any] = Field(
         default_factory=dict,
         description='fields of the Hugging Face configuration to change, such as `{"resid_pdrop": 0.0}`',
+    )
+    pad_vocab_to_multiple_of: int | None = Field(
+        default=None,
+        ge=2,
+        le=2**16,
+        description="add rows to embedding and output projection, up to a multiple of this: 64 or 128 suit "
+        "GPUs. They stand for no token, and exported models do not have them. `null`: none",
+        json_schema_extra=unit("tokens"),
     )
     outliers: OutlierSettings | None = Field(
         default=None,

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalowbit.families.vocabulary import unpadded_size
 from megalowbit.hf.chunked_cross_entropy import IGNORED_LABEL, is_chunked, noted_losses
-from megalowbit.hf.model import one_sequence_a_row
+from megalowbit.hf.model import rows_of
 
 
 def sum_of_token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -40,17 +41,20 @@ def sum_of_model_losses(run: Callable[..., Any], model: Any, batch: Mapping[str,
     Args:
         run: the model, or an engine around it.
         model: a causal language model of transformers, in evaluation mode.
-        batch: `input_ids` (batch, tokens); `labels` of that shape, the target of each position.
+        batch: `input_ids` (batch, tokens); `labels` of that shape, the target of each position; perhaps
+            `position_ids`, see `rows_of`.
 
     Returns:
         0-dim, float64.
     """
-    ids, targets = batch["input_ids"], batch["labels"]
-    with one_sequence_a_row():
+    inputs = {name: each for name, each in batch.items() if name != "labels"}
+    targets = batch["labels"]
+    with rows_of(batch):
         if not is_chunked(model):
-            return sum_of_token_losses(run(input_ids=ids, use_cache=False).logits, targets)
+            logits = run(**inputs, use_cache=False).logits
+            return sum_of_token_losses(logits[..., : unpadded_size(model.config)], targets)
         options = {"shift_labels": targets, "num_items_in_batch": 1, "use_cache": False}
-        total: Tensor = run(input_ids=ids, labels=targets, needs_logits=False, **options).loss
+        total: Tensor = run(**inputs, labels=targets, needs_logits=False, **options).loss
     return total.double()
 
 

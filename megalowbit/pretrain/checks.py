@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +24,11 @@ from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
 from megalowbit.quantize.backends import backend_of
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _DESCRIBED = {"c": "C kernel", "triton": "Triton kernels", "torch": "plain torch (slow)"}
+WITH_MASKS = ("sdpa", "eager")  # attention of transformers that takes a mask for each row
 _UNAVAILABLE = {"fp8": fp8_product.why_unavailable, "fp4": native_fp4.why_unavailable}
 
 
@@ -62,8 +67,24 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
                     raise UserError(f"{BLOCK}.{component.key}: {error}") from None
     if has_model:
         with problems.collect():
-            read_config(settings.model)
+            model = read_config(settings.model)
+            if settings.data.separates_documents:
+                check_attention(model, settings.data.packing)
     problems.raise_any()
+
+
+def check_attention(model: PretrainedConfig, packing: str) -> None:
+    """Reject attention that would not stop at the ends of documents, which positions alone do not do.
+
+    Raises:
+        UserError: names the implementation and the remedy.
+    """
+    chosen = model._attn_implementation
+    if chosen not in (None, *WITH_MASKS):
+        raise UserError(
+            f"{BLOCK}.data.packing {packing!r} keeps documents apart by a mask, which the model's "
+            f"attn_implementation {chosen!r} does not take: set it to {' or '.join(map(repr, WITH_MASKS))}"
+        )
 
 
 def this_device() -> torch.device:

@@ -4,6 +4,10 @@
 records describe the last attempt of a step: saturation counts of earlier attempts are dropped, and so are the
 infinite gradients that speculation sampled in them. The step's duration includes all attempts.
 
+Where samples have different numbers of labels, a step has them counted first, over all ranks. The loss of a
+micro-batch is then its sum over their mean number, so that the means over micro-batches and ranks are that of
+all labels.
+
 A step reads the device once: the optimizer reads loss and counts with its own numbers. In a pipeline only the
 last stage has a loss; the all-reduce of the facts brings it to the others before they read.
 """
@@ -17,12 +21,13 @@ from itertools import pairwise
 
 import torch
 
+from megalowbit.distributed import collectives, process_group
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.engine.pipeline.batch_reader import loss_of_step, losses_of_rows
+from megalowbit.engine.pipeline.batch_reader import loss_of_step, losses_of_rows, losses_over
 from megalowbit.hf import token_losses
-from megalowbit.hf.model import one_sequence_a_row
+from megalowbit.hf.model import rows_of
 from megalowbit.optim.gradients.report import StepReport
-from megalowbit.pretrain.components.source_losses import SOURCES
+from megalowbit.pretrain.components.source_losses import IGNORED_LABEL, SOURCES
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.pretrain.stopping.signals import pending_stop_signal
@@ -82,19 +87,35 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     for component in job.components:
         component.begin_attempt()
     run = _pipeline_attempt if job.is_pipeline else _engine_attempt
-    made = run(job, (upload(batch, job.engine.device) for batch in batches))
+    num_labels = None
+    if job.config.settings.data.num_labels_varies:
+        batches = list(batches)
+        num_labels = labels_per_batch(batches, job.engine.device)
+    made = run(job, (upload(batch, job.engine.device) for batch in batches), num_labels)
     job.weights_have_changed()
     return made
 
 
-def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+def labels_per_batch(batches: Sequence[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """The mean number of labels in a micro-batch, over the step and all ranks; 0-dim fp32 on the device."""
+    counts = [(batch["labels"][:, 1:] != IGNORED_LABEL).sum() for batch in batches]
+    total = torch.stack(counts).sum().double()
+    if process_group.world_size() > 1:
+        total = total.to(process_group.exchange_device(None, device))
+        collectives.all_reduce(total)
+    return (total / len(batches) / process_group.world_size()).to(device, torch.float32)
+
+
+def _engine_attempt(
+    job: Job, batches: Iterable[dict[str, torch.Tensor]], num_labels: torch.Tensor | None
+) -> Attempt:
     """Forward, backward and step for each micro-batch."""
     engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     with _facts_of_step(job, lambda: loss_sum / job.accumulation_steps) as made:
         for batch in batches:
-            with job.phase("forward"), one_sequence_a_row():
-                loss = _forward(job, batch)
+            with job.phase("forward"), rows_of(batch):
+                loss = _forward(job, batch, num_labels)
             with job.phase("backward"):
                 engine.backward(loss)
             loss_sum += loss.detach()
@@ -104,21 +125,24 @@ def _engine_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Att
     return facts, engine.optimizer.report.also_read
 
 
-def _forward(job: Job, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _forward(job: Job, batch: dict[str, torch.Tensor], num_labels: torch.Tensor | None) -> torch.Tensor:
     """The loss of a micro-batch."""
     sources, losses = batch.pop(SOURCES, None), job.source_losses
+    options = {} if num_labels is None else {"num_items_in_batch": num_labels}
     loss: torch.Tensor
     if sources is None or losses is None:
-        loss = job.engine(**batch).loss
+        loss = job.engine(**batch, **options).loss
     else:
         with token_losses.losses_of_rows(job.engine.module, batch["labels"]) as sums_of:
-            output = job.engine(**batch)
+            output = job.engine(**batch, **options)
             losses.add(sources, batch["labels"], sums_of(output))
         loss = output.loss
     return loss
 
 
-def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+def _pipeline_attempt(
+    job: Job, batches: Iterable[dict[str, torch.Tensor]], num_labels: torch.Tensor | None
+) -> Attempt:
     """All micro-batches in one call, which ends with the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
@@ -131,7 +155,12 @@ def _pipeline_attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> A
                 losses.add(places, batch["labels"], sums)
         return loss_of_step(job.engine)
 
-    with _facts_of_step(job, loss) as made, job.phase("pipeline"), one_sequence_a_row(), ExitStack() as stack:
+    with ExitStack() as stack:
+        made = stack.enter_context(_facts_of_step(job, loss))
+        stack.enter_context(job.phase("pipeline"))
+        stack.enter_context(rows_of(micro_batches[0]))
+        if num_labels is not None:
+            stack.enter_context(losses_over(job.engine, num_labels))
         if losses is not None:
             rows = stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))

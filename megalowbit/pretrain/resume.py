@@ -100,7 +100,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             "watchdog": {"silence": EngineSettings().watchdog.silence},
             "telemetry": {"count_every": 1},  # not today's default
             "oscillation_reset": {"reset": True},
-            "data": {"phases": []},
+            "data": {"phases": [], "packing": "wrapped", "eod_mask_loss": False},
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }

@@ -1,6 +1,7 @@
 """Batches of a blend: its own order in each source, exact shares, any ranks, resumes with other weights."""
 
 import json
+from collections import Counter
 from fractions import Fraction
 
 import numpy as np
@@ -285,3 +286,33 @@ def test_a_share_for_validation_is_held_out_of_every_source(tmp_path):
     assert {row[:1] for row in held} == {row[:1] for row in trained} == {b"a", b"b"}
     assert not held & trained
     assert len(held) + len(trained) == 399
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_best_fit_samples_of_each_source_are_whole_documents(tmp_path, world_size):
+    documents = {name: [name * (number % 9 + 1) for number in range(60)] for name in "ab"}
+    for name, texts in documents.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    sources = {name: {"corpus": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in documents}
+    chosen = DataSettings(sources=sources, sequence_length=20, packing="best_fit", cache_dir=tmp_path)
+    ranks = [
+        build_loader(chosen, micro_batch_size=2, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    num_samples = [each.num_samples for each in ranks[0].dataset.sources.values()]
+    assert num_samples[0] == num_samples[1]
+    for rank in ranks:
+        rank.plan(step=0, steps=num_samples[0], samples_per_step=2 * world_size)
+    seen = {"a": [], "b": []}
+    for _ in range(sum(num_samples) // (2 * world_size)):
+        for rank in ranks:
+            batch = next(rank)
+            assert batch["position_ids"].shape == (2, 20)
+            for row, source in zip(batch["input_ids"].tolist(), batch["sources"].tolist(), strict=True):
+                seen["ab"[source]] += filter(None, bytes(row).decode().split("\0"))
+    if sum(num_samples) % (2 * world_size) == 0:
+        assert {name: sorted(each) for name, each in seen.items()} == {
+            name: sorted(each) for name, each in documents.items()
+        }
+    else:
+        assert all(not Counter(each) - Counter(documents[name]) for name, each in seen.items())

@@ -40,7 +40,7 @@ class Tokens(TokenCorpus):
     def place_of(self, index):
         return f"place {index}"
 
-    def check_tokens(self, vocab_size, eos_token_id):
+    def check_tokens(self, vocab_size, eos_token_id, *, needs_ends=False):
         self.refuse_outside(self.tokens, 0, vocab_size)
 
 

@@ -3,10 +3,13 @@ import logging
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megalowbit.data.corpus import Corpus
-from megalowbit.data.packing import PackedDataset, pack
+from megalowbit.data.packing import DocumentRules, PackedDataset, best_fit, pack
 from megalowbit.data.token_files import build
+from megalowbit.data.token_files.megatron import MegatronCorpus, MegatronWriter
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 
@@ -113,3 +116,58 @@ def test_a_sample_beyond_the_end_is_an_error():
 def test_the_header_has_one_length_for_every_number_of_tokens():
     lengths = {len(build._header(np.dtype(np.uint16), 10**digits)) for digits in range(16)}
     assert lengths == {build.HEADER_BYTES}
+
+
+def separate(row, end):
+    """Positions of a row, counted token by token."""
+    positions, position = [], 0
+    for token in row:
+        positions.append(position)
+        position = 0 if token == end else position + 1
+    return positions
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=7, max_size=7), min_size=1, max_size=4), st.booleans())
+def test_positions_restart_and_first_tokens_may_be_no_labels(rows, masks_first):
+    ids = torch.tensor(rows)
+    batch = DocumentRules(end=2, are_separate=True, masks_first=masks_first).batch(ids)
+    assert batch["input_ids"].equal(ids)
+    assert batch["position_ids"].tolist() == [separate(row, 2) for row in rows]
+    for row, labels in zip(rows, batch["labels"].tolist(), strict=True):
+        for place, token in enumerate(row):
+            is_first = masks_first and place > 0 and row[place - 1] == 2
+            assert labels[place] == (-100 if is_first else token)
+
+
+def test_documents_that_nothing_ends_cannot_be_kept_apart(tmp_path):
+    with MegatronWriter(tmp_path / "ids", 256) as writer:
+        writer.add_document(np.arange(1, 40, dtype=np.uint8))
+    corpus = MegatronCorpus(tmp_path / "ids")
+    pack(corpus, ByteTokenizer(), 4, tmp_path)  # warns
+    with pytest.raises(UserError, match="nothing separates documents: make the files with --append-eod"):
+        pack(corpus, ByteTokenizer(), 4, tmp_path, needs_ends=True)
+
+
+def test_best_fit_samples_hold_whole_documents_and_padding(tmp_path):
+    texts = ["abcdefghij", "klmno", "p", "qr", "stuvw", "xyz"]
+    packed = pack(Documents(*texts), ByteTokenizer(), 8, tmp_path)
+    dataset = best_fit(packed, ByteTokenizer(), tmp_path)
+    rows = dataset.batch(np.arange(len(dataset))).tolist()
+    found = [bytes(row).decode().rstrip("\0") for row in rows]
+    assert sorted(found) == sorted(["abcdefgh", "klmno\0p", "stuvw", "xyz\0ij", "qr"])
+    assert dataset[0].tolist() == rows[0]
+    assert dataset.padding_share == pytest.approx(1 - packed.num_tokens / 40)
+    assert dataset.source == packed.source == packed.fingerprint != dataset.fingerprint
+    again = best_fit(packed, ByteTokenizer(), tmp_path)  # from the cache
+    assert again.batch(np.array([3, 1])).tolist() == [rows[3], rows[1]]
+
+
+def test_padding_is_no_label_and_sees_itself_only():
+    ids = torch.tensor([[5, 6, 2, 7, 2, 2, 2], [5, 2, 2, 2, 2, 2, 2]])
+    for masks_first in (False, True):
+        rules = DocumentRules(end=2, are_separate=True, masks_first=masks_first, have_padding=True)
+        batch = rules.batch(ids)
+        first = -100 if masks_first else 7
+        assert batch["labels"].tolist() == [[5, 6, 2, first, 2, -100, -100], [5, 2, *[-100] * 5]]
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0]]

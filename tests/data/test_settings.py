@@ -26,6 +26,15 @@ def test_the_defaults_need_only_a_sequence_length():
             {"sequence_length": 8, "tokenizer": "bpe", "vocab_size": 256},
             "vocab_size 256 is too small .* set 257",
         ),
+        ({"sequence_length": 8, "packing": "bfd"}, "'wrapped', 'documents' or 'best_fit'"),
+        (
+            {"sequence_length": 8, "tokenizer": "none", "vocab_size": 9, "packing": "best_fit"},
+            'packing "best_fit" needs the end-of-document id, which tokenizer "none" does not know',
+        ),
+        (
+            {"sequence_length": 8, "tokenizer": "none", "vocab_size": 9, "eod_mask_loss": True},
+            "eod_mask_loss needs the end-of-document id",
+        ),
         ({"sequence_length": 8, "max_bad_records": -1}, "greater than or equal to 0"),
         ({"sequence_length": 8, "workers": 0}, "greater than or equal to 1"),
         ({"sequence_length": 8, "build_timeout": 0}, "greater than 0"),

@@ -5,12 +5,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launchers import training_text
 from megalowbit.data import packing
 from megalowbit.data.loader import build_loader, count_samples
+from megalowbit.data.packing import DocumentRules
 from megalowbit.data.settings import DataSettings, ValidationSource
 from megalowbit.data.sources import open_corpus, open_validation_corpus
 from megalowbit.data.token_files import megatron
@@ -67,6 +69,27 @@ def test_each_token_after_the_first_is_predicted_once_by_the_one_before_it(lengt
     last = length + more - 1 if limit is None else min(limit, length + more - 1)
     assert sorted(seen) == list(range(1, last + 1))
     assert text.num_predicted == last
+
+
+def test_documents_are_apart_and_their_first_tokens_counted_or_not():
+    ids = np.array([5, 2, 6, 7, 2, 2, 8, 9, 3, 4, 2, 1], dtype=np.uint8)  # 2 ends a document
+    for masks_first in (False, True):
+        rules = DocumentRules(end=2, are_separate=True, masks_first=masks_first)
+        text = ValidationText(ids, 4, fingerprint="f", name="", rules=rules).limited(None)
+        batches = [text.batch(number, 2) for number in range(text.num_batches(2))]
+        rows, places, labels = (
+            torch.cat([batch[name] for batch in batches]).tolist()
+            for name in ("input_ids", "position_ids", "labels")
+        )
+        assert rows[:3] == [[5, 2, 6, 7], [2, 2, 8, 9], [9, 3, 4, 2]]
+        assert places[:3] == [[0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 2, 3]]
+        first = [IGNORED] * 4 if masks_first else [6, 2, 8, 1]
+        expected = [[2, first[0], 7, 2], [first[1], first[2], 9, 3], [IGNORED, 4, 2, first[3]]]
+        assert labels[:3] == expected
+        counted = sum(label != IGNORED for row in labels for label in row)
+        assert text.count_tokens() == counted == (7 if masks_first else 11)
+        counted = [row[place] for row in labels for place in range(4) if row[place] != IGNORED]
+        assert text.count_bytes(BYTES) == BYTES.count_bytes(np.array(counted, dtype=np.uint8))
 
 
 def test_only_what_a_loss_depends_on_is_in_the_fingerprint():

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
-from megalowbit.hf.model import fill_weights, load_weights, one_sequence_a_row, random_model, save_hf
+from megalowbit.hf.model import fill_weights, load_weights, random_model, rows_of, save_hf
 from megalowbit.layers.conversion.convert import bit_layers, convert
 
 GPT2 = GPT2Config(
@@ -238,7 +238,7 @@ def test_a_forward_of_one_sequence_a_row_does_not_read_its_positions(config, mon
     monkeypatch.setattr(model.config, "use_cache", False)  # as in training
     expected, test = logits(model), torch.Tensor.__bool__
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(tensor) or test(tensor))
-    with one_sequence_a_row():
+    with rows_of({"input_ids": TOKENS}):
         assert logits(model).equal(expected)
     assert not reads
     packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]] * 2)

@@ -25,6 +25,8 @@ OURS = {
     "data.corpus": ["true", '""', "3"],
     "data.max_bad_records": ["true", "-1", "1.5", "null"],
     "data.workers": ["true", "0", '"4"'],
+    "data.packing": ["true", "null", '"bfd"'],
+    "data.eod_mask_loss": ["1", "null"],
     "data.build_timeout": ["true", "0", "1e999", "null"],
     "data.validation": [
         "true",
@@ -48,6 +50,7 @@ OURS = {
     "validation.micro_batch_size": ["true", "0"],
     "validation.bf16": ["1", "null"],
     "validation.keep_best": ["0", '"no"'],
+    "model.pad_vocab_to_multiple_of": ["true", "1", '"128"', "64.5"],
     "model.overrides": ["true", "[]", '"n_layer"'],
     "loss_guard.patience": ["true", "0"],
     "loss_guard.spike_deviations": ["true", "0", "-1", '"5"'],

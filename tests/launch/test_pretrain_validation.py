@@ -95,6 +95,20 @@ def test_every_layout_finds_the_same_loss(folder, layout):
         assert other[step] == pytest.approx(one[step], rel=1e-6), (step, layout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "stages 2", "tensor 2", "ZeRO 3"])
+def test_the_loss_leaves_out_what_pads_the_vocabulary(tmp_path, layout):
+    model = {"config": "model.json", "pad_vocab_to_multiple_of": 96}  # 256 tokens, 288 rows
+    block = {"precision": "fp32", "recipe": "bf16", "model": model, **section(tmp_path)}
+    if layout == "ZeRO 3":
+        block["chunked_cross_entropy"] = True
+    train(tmp_path, layout, "run", block)
+    found = validations(tmp_path / "run")
+    assert found[6]["validation/loss"] == pytest.approx(loss_of_export(tmp_path / "run"), abs=1e-6)
+    exported = load_file(tmp_path / "run" / "hf" / "model.safetensors")
+    assert exported["transformer.wte.weight"].shape == (256, 32)
+
+
 @pytest.mark.parametrize("layout", slow_except(["stages 2"], LAYOUTS))
 def test_training_does_not_notice(tmp_path, layout):
     """In FP4 with stochastic rounding, dropout, cached weights and counts: equal weights and records."""

@@ -122,3 +122,15 @@ def test_an_unsupported_optimizer_name_is_rejected_with_an_alternative(config):
     for name in ("Muon", "lion", "LAMB", "OneBitAdam", "Adafactor"):
         with pytest.raises(UserError, match=r"is not among .*pass a torch optimizer.* as optimizer= to mlb"):
             load_checked_config(config, [f"optimizer.type={name}"], world_size=1)
+
+
+def test_attention_without_a_mask_does_not_keep_documents_apart(config, tmp_path):
+    """Such a model would train, and look across documents."""
+    read = json.loads((tmp_path / "model.json").read_text())
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**read, "attn_implementation": "flash_attention_2"}))
+    weights = [f"megalowbit.model={json.dumps({'checkpoint': str(folder)})}"]
+    load_checked_config(config, weights, world_size=1)
+    with pytest.raises(UserError, match="'flash_attention_2' does not take: set it to 'sdpa' or"):
+        load_checked_config(config, [*weights, "megalowbit.data.packing=documents"], world_size=1)

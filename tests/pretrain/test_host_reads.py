@@ -86,6 +86,7 @@ CASES = {
         "zero_optimization.stage=3", 'zero_optimization.offload_optimizer={"device": "cpu"}',
         'zero_optimization.offload_param={"device": "cpu"}',
     ],
+    "separate documents": ["megalowbit.data.packing=best_fit", "megalowbit.data.eod_mask_loss=true"],
     "loss guard": ['megalowbit.loss_guard={"nonfinite": "rollback", "spike": "rollback"}'],
     "profiler": ['megalowbit.profile={"first_step": 1, "steps": 4}'],
     "speculation between checks": [each.replace("EVERY", "4") for each in SPECULATION],

@@ -253,16 +253,18 @@ class MegatronCorpus(TokenCorpus):
         position = index - self._token_of(int(self.index.documents[document]))
         return f"position {position} of document {document}"
 
-    def check_tokens(self, vocab_size: int, eos_token_id: int | None) -> None:
+    def check_tokens(self, vocab_size: int, eos_token_id: int | None, *, needs_ends: bool = False) -> None:
         for start, stop in evenly_spaced(len(self.tokens), ID_BLOCK):
             self.refuse_outside(self.tokens[start:stop], start, vocab_size)
-        if eos_token_id is not None and not self._has_ends(eos_token_id):
-            logger.warning(
-                "%s: none of its first documents ends with the end-of-document id %d of data.tokenizer, so "
-                "nothing separates documents: make the files with --append-eod",
-                self.name,
-                eos_token_id,
-            )
+        if eos_token_id is None or self._has_ends(eos_token_id):
+            return
+        message = (
+            f"{self.name}: none of its first documents ends with the end-of-document id {eos_token_id} of "
+            "data.tokenizer, so nothing separates documents: make the files with --append-eod"
+        )
+        if needs_ends:
+            raise UserError(message)
+        logger.warning("%s", message)
 
     def _has_ends(self, eos_token_id: int) -> bool:
         documents = (self.document(number) for number in range(min(self.num_documents, DOCUMENTS_WITH_END)))

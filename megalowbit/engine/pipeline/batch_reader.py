@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from megalowbit.distributed.agreement import failing_together
 from megalowbit.distributed.process_group import group_of_hosts
 from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_labels, check_values
-from megalowbit.engine.pipeline.parts import batch_limits
+from megalowbit.engine.pipeline.parts import batch_limits, causal_loss
 from megalowbit.errors import UserError
-from megalowbit.hf.model import one_sequence_a_row
+from megalowbit.families.vocabulary import num_tokens
+from megalowbit.hf.model import rows_of
 from megalowbit.hf.token_losses import sum_of_token_losses, sums_of_rows
 
 Batch = tuple[Inputs, Tensor]
@@ -171,13 +173,14 @@ def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tens
     found: list[Tensor] = []
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        found.append(sum_of_token_losses(logits, targets))
+        found.append(sum_of_token_losses(logits[..., :size], targets))
         return found[-1]
 
     module = engine.module
+    size = num_tokens(module.config)
     trained, module.loss_fn = module.loss_fn, loss_of
     try:
-        with one_sequence_a_row():
+        with rows_of(batches[0]):
             engine.eval_batch(
                 iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
             )
@@ -207,6 +210,17 @@ def losses_of_rows(engine: Any) -> Iterator[list[Tensor]]:
     module.loss_fn = loss_of
     try:
         yield found
+    finally:
+        module.loss_fn = trained
+
+
+@contextmanager
+def losses_over(engine: Any, num_labels: Tensor) -> Iterator[None]:
+    """Context of `train_batch` in which the loss of a micro-batch is its sum over `num_labels`, 0-dim."""
+    module = engine.module
+    trained, module.loss_fn = module.loss_fn, partial(causal_loss, num_labels=num_labels)
+    try:
+        yield
     finally:
         module.loss_fn = trained
 

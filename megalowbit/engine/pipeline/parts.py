@@ -19,6 +19,7 @@ from megalowbit.engine.pipeline.micro_batches import IGNORED_LABEL, BatchLimits,
 from megalowbit.errors import UserError
 from megalowbit.families.base import FULL, SLIDING, Family
 from megalowbit.families.registry import family
+from megalowbit.families.vocabulary import num_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -188,20 +189,24 @@ def run_parts(
     return (values, *extras) if extras else values
 
 
-def causal_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def causal_loss(logits: Tensor, labels: Tensor, num_labels: Tensor | None = None) -> Tensor:
     """Mean cross entropy of the next token, in fp32.
 
-    `logits` are (batch, tokens, vocabulary), `labels` token ids (batch, tokens); −100 is ignored.
+    `logits` are (batch, tokens, vocabulary), `labels` token ids (batch, tokens); −100 is ignored. With
+    `num_labels`, the sum is divided by that instead of the number of labels.
     """
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    logits = logits.float().flatten(0, 1)
+    if num_labels is None:
+        return nn.functional.cross_entropy(logits, targets.flatten())
+    return nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / num_labels
 
 
 def batch_limits(config: PretrainedConfig) -> BatchLimits:
     """The limits for token ids and positions of a model."""
     is_learned = family(config.model_type).positions is not None
     positions = config.max_position_embeddings if is_learned else None
-    return BatchLimits(vocabulary=config.vocab_size, positions=positions)
+    return BatchLimits(vocabulary=num_tokens(config), positions=positions)
 
 
 def place(root: nn.Module, name: str, module: nn.Module) -> None:

@@ -76,6 +76,7 @@ class Validation(Component):
         settings: when and how.
         engine: DeepSpeed's engine around the converted model.
         text: the text, limited to `settings.tokens`.
+        num_tokens: of its tokens whose predictions count.
         num_bytes: of its predicted tokens.
         size: sequences in a batch.
         total_steps: optimizer steps of the run.
@@ -95,11 +96,13 @@ class Validation(Component):
         engine: Any,
         text: ValidationText,
         *,
+        num_tokens: int,
         num_bytes: int,
         size: int,
         total_steps: int,
     ) -> None:
         self._settings, self._engine, self._text = settings, engine, text
+        self._num_tokens = num_tokens
         self._num_bytes, self._size, self._total_steps = num_bytes, size, total_steps
         self.last: dict[str, Fact] | None = None
         self._last_step = 0
@@ -116,6 +119,7 @@ class Validation(Component):
             settings,
             parts.engine,
             text,
+            num_tokens=agree(text.count_tokens),
             num_bytes=agree(text.count_bytes, parts.loader.tokenizer),
             size=settings.micro_batch_size or parts.loader.micro_batch_size,
             total_steps=parts.run.steps,
@@ -128,7 +132,7 @@ class Validation(Component):
 
     def describe_text(self) -> str:
         """`12,345 tokens of held.txt`."""
-        return f"{self._text.num_predicted:,} tokens of {self._text.name}"
+        return f"{self._num_tokens:,} tokens of {self._text.name}"
 
     def is_due(self, step: int) -> bool:
         """Whether the model is evaluated after `step`."""
@@ -170,7 +174,7 @@ class Validation(Component):
         sums = sums_of_batches(
             self._engine, self._text, size=self._size, progress=progress, is_quantized=is_quantized
         )
-        return TextLoss(nats=math.fsum(sums), num_tokens=self._text.num_predicted, num_bytes=self._num_bytes)
+        return TextLoss(nats=math.fsum(sums), num_tokens=self._num_tokens, num_bytes=self._num_bytes)
 
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
         if self.last is None or step != self._last_step:
@@ -191,7 +195,7 @@ class Validation(Component):
             return Summary()
         newest = {name.removeprefix("validation/"): value for name, value in self.last.items()}
         entries = {
-            "step": self._last_step, "tokens": self._text.num_predicted, **newest, "best": self._best
+            "step": self._last_step, "tokens": self._num_tokens, **newest, "best": self._best
         }  # fmt: skip
         best = columns.UNKNOWN
         if self._best is not None:

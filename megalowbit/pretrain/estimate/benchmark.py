@@ -32,6 +32,7 @@ from megalowbit.engine.process_start import (
 )
 from megalowbit.engine.run_checks.ranks_agree import check_ranks_agree
 from megalowbit.errors import UserError, file_system_error
+from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
@@ -143,7 +144,7 @@ def benchmark(
         agree(lambda: check_config(config))
         agree(lambda: check_kernels(recipe_of(config.recipe)))
         agree(lambda: _check_folder(config, folder, WARM_UP + steps))
-        vocab_size = read_config(config.settings.model).vocab_size
+        vocab_size = num_tokens(read_config(config.settings.model))
         job = assemble(
             config,
             identity,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -18,6 +19,7 @@ from megalowbit.data.sources import is_on_hub, open_source, sources_of
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.data.validation import describe_validation
 from megalowbit.families.config_checks import check_fits
+from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.checkpoint import build_model, read_config
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
@@ -32,6 +34,9 @@ from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelLayout, Zer
 from megalowbit.pretrain.estimate.saved_tensors import largest_recipes
 from megalowbit.pretrain.job import check_all_projections_seen
 from megalowbit.speculation.settings import SpeculationSettings
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SIZED_TO_FIT = (
     ", the smallest process grid of this configuration, whatever the memory; --processes sets another number"
@@ -50,13 +55,14 @@ def describe(config: PretrainConfig) -> str:
     """
     check_config(config)
     recipe = recipe_of(config.recipe)
-    text = describe_validation(config.settings.data)
+    text, packing = describe_validation(config.settings.data), config.settings.data.describe_packing()
     sections = {
         "processes": f"{config.grid.world_size} ({config.grid})"
         + (SIZED_TO_FIT if config.is_sized_to_fit else ""),
         "configuration": json.dumps(config.to_dict(), indent=2),
         **_model_sections(config, recipe),
         "data": f"{_corpora(config.settings.data)}; {_tokens(config)}"
+        + ("" if not packing else f"\n{packing}")
         + ("" if text is None else f"\nvalidation: {text}"),
         **_memory_sections(config, recipe),
     }
@@ -83,8 +89,16 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     return {
         "layers": "\n".join([str(report), *split_ranks(layers)]),
         "products": why_not(recipe, device) or f"{recipe.gemm} on this machine ({device})",
-        "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers",
+        "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers"
+        + padding_text(model.config),
     }
+
+
+def padding_text(config: PretrainedConfig) -> str:
+    """How the vocabulary is padded, on a line after others; empty if it is not."""
+    size = num_tokens(config)
+    is_padded = config.vocab_size != size
+    return f"\nvocabulary: {size:,} tokens, padded to {config.vocab_size:,} rows" * is_padded
 
 
 def _corpora(settings: DataSettings) -> str:
@@ -146,6 +160,7 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
         layout=ModelLayout.from_config(deepspeed, config.grid),
         checkpointing=engine.activation_checkpointing,
         chunks_loss=config.chunks_loss(read_config(settings.model).vocab_size),
+        has_documents=settings.data.separates_documents,
     )
 
 

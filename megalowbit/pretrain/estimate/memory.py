@@ -180,6 +180,7 @@ def estimate_memory(
     layout: ModelLayout | None = None,
     checkpointing: ActivationCheckpointingSettings | None = None,
     chunks_loss: bool = False,
+    has_documents: bool = False,
 ) -> MemoryEstimate:
     """Estimate the memory of one process; in a pipeline, of a process in the stage that needs the most.
 
@@ -198,6 +199,7 @@ def estimate_memory(
         layout: how the model is divided; None: not at all.
         checkpointing: which blocks are recomputed in backward; None: none.
         chunks_loss: whether the loss is computed in chunks of the vocabulary.
+        has_documents: whether sequences consist of separate documents.
 
     Raises:
         UserError: the model cannot be divided in this way.
@@ -211,7 +213,9 @@ def estimate_memory(
             recompute_blocks(model, checkpointing)
         if chunks_loss:
             chunk_cross_entropy(model)
-        stages = _stages(model, layout, micro_batch_size, sequence_length, largest)
+        stages = _stages(
+            model, layout, micro_batch_size, sequence_length, largest, has_documents=has_documents
+        )
         of_operations = temporaries(model, micro_batch_size * sequence_length, chunks_loss=chunks_loss)
     axes = (layout.tensor_size, layout.num_stages, zero.data_size)
     beside = {"temporaries": of_operations, "context_and_communication": outside_tensors(axes)}
@@ -247,11 +251,20 @@ def _stages(
     micro_batch_size: int,
     sequence_length: int,
     largest: LargestRecipes | None,
+    *,
+    has_documents: bool,
 ) -> list[tuple[list[nn.Parameter], int]]:
     """For each stage: its parameters (a tied one in every stage that has it) and its bytes for backward."""
     if layout.num_stages == 1:
         blocks = list(model.get_submodule(family(model.config.model_type).blocks).children())
-        saved = saved_for_backward(model, micro_batch_size, sequence_length, largest, blocks=blocks)
+        saved = saved_for_backward(
+            model,
+            micro_batch_size,
+            sequence_length,
+            largest,
+            blocks=blocks,
+            has_documents=has_documents,
+        )
         return [(list(model.parameters()), saved)]
     parts = parts_of(model)
     bounds = stage_bounds(parts, layout.num_stages, layout.partition)
@@ -267,6 +280,7 @@ def _stages(
             # 1F1B schedule: earlier stages have more micro-batches in flight
             num_in_flight=min(layout.num_stages - stage, layout.micro_batches),
             largest=largest,
+            has_documents=has_documents,
         )
         found.append((list(dict.fromkeys(p for part in own for p in part.parameters())), saved))
     return found

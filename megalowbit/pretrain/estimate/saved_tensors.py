@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megalowbit.engine.pipeline.micro_batches import Inputs
 from megalowbit.engine.pipeline.parts import (
     Block,
     BlockInputs,
@@ -28,6 +29,7 @@ from megalowbit.engine.pipeline.parts import (
     causal_loss,
     run_parts,
 )
+from megalowbit.hf.model import rows_of
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, share_inputs
 from megalowbit.layers.recipe import Recipe
@@ -193,6 +195,7 @@ def saved_for_backward(
     largest: LargestRecipes | None = None,
     *,
     blocks: Sequence[nn.Module] = (),
+    has_documents: bool = False,
 ) -> int:
     """Bytes that autograd keeps between one forward and its backward, without parameters.
 
@@ -205,14 +208,18 @@ def saved_for_backward(
         largest: the recipes that save the most; None: each layer's current recipe.
         blocks: modules that the model runs in sequence on its hidden states; of equal ones only two are
             run. Empty: all modules are run.
+        has_documents: whether sequences consist of separate documents, which takes a mask.
     """
     kept = _Kept(model.parameters())
     recomputation = _Recomputation(kept, model.parameters())
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
     with_largest = _with_largest_recipes(model, largest, recomputation.holds)
-    with hooks, with_largest, _skip_repeated_blocks(blocks, kept, recomputation):
-        loss = model(input_ids=tokens, labels=tokens).loss
+    batch = {"input_ids": tokens, "labels": tokens}
+    if has_documents:
+        batch["position_ids"] = torch.zeros_like(tokens)
+    with hooks, with_largest, _skip_repeated_blocks(blocks, kept, recomputation), rows_of(batch):
+        loss = model(**batch).loss
     del loss
     return kept.nbytes + recomputation.nbytes
 
@@ -226,6 +233,7 @@ def saved_by_stage(
     interval: int,
     num_in_flight: int,
     largest: LargestRecipes | None = None,
+    has_documents: bool = False,
 ) -> int:
     """Peak bytes that a pipeline stage with these `parts` of the model keeps for backward.
 
@@ -250,14 +258,19 @@ def saved_by_stage(
         return hidden
 
     tokens = torch.zeros(micro_batch_size, sequence_length, dtype=torch.long)
-    inputs = tokens if isinstance(parts[0], Embedding) else _hidden_states(model, tokens)
+    first = tokens if isinstance(parts[0], Embedding) else _hidden_states(model, tokens)
+    inputs: Inputs = first
+    batch = {"input_ids": tokens}
+    if has_documents:
+        batch["position_ids"] = torch.zeros_like(tokens)
+        inputs = (first, torch.ones_like(tokens[:, :1]), batch["position_ids"])
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.add, lambda tensor: tensor)
     with_largest = _with_largest_recipes(
         model, largest, lambda tensor: any(each.holds(tensor) for each in alive)
     )
-    with hooks, with_largest, _skip_repeated_blocks(of_model, kept):
-        output = run_parts(parts, inputs, BlockInputs(model), run_blocks)
-        assert isinstance(output, torch.Tensor)
+    with hooks, with_largest, _skip_repeated_blocks(of_model, kept), rows_of(batch):
+        found = run_parts(parts, inputs, BlockInputs(model), run_blocks)
+        output = found if isinstance(found, torch.Tensor) else found[0]
         if isinstance(parts[-1], Head):
             causal_loss(output, tokens)
         else:

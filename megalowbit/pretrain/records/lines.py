@@ -72,6 +72,8 @@ def zero_rate_warning(job: Job) -> str | None:
 def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, changes: list[str]) -> str:
     """The lines printed before the first step; `changes` are the settings that a resumed run changed."""
     data = job.config.settings.data
+    packing, padding = data.describe_packing(), job.loader.dataset.padding_share
+    packing += f" ({padding:.2%} padding)" if padding else ""
     return "\n".join(
         [
             f"run       {job.folder.path}" + (f", resumed after step {job.step}" if is_resumed else ""),
@@ -79,7 +81,7 @@ def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, chan
                 job,
                 identity,
                 f"{data.corpus}, {job.loader.num_samples:,} sequences of {data.sequence_length} tokens "
-                f"({job.loader.tokenizer.name})",
+                f"({job.loader.tokenizer.name})" + (f", {packing}" if packing else ""),
             ),
             *([f"schedule  {warning}"] if (warning := zero_rate_warning(job)) is not None else []),
             *(f"changed   {change}" for change in changes),

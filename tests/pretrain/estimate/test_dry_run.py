@@ -87,6 +87,25 @@ def test_a_range_of_split_ranks_is_described_by_both_ends():
     assert split_ranks(layers) == ["split_weight: rank 2 (4→64) … 24 (64→48)"]
 
 
+def test_packing_and_padding_are_named_and_sized(resolve):
+    plain, changed = (
+        resolve(*overrides)
+        for overrides in (
+            (),
+            ("megalowbit.data.packing=best_fit", "megalowbit.model.pad_vocab_to_multiple_of=96"),
+        )
+    )
+    parts = sections(describe(changed))
+    assert "\npacking best_fit" in parts["data"]
+    assert "\nvocabulary: 256 tokens, padded to 288 rows" in parts["parameters"]
+    assert parts["parameters"].startswith(f"{35712 + 32 * 32:,}, ")
+    assert "\npacking" not in sections(describe(plain))["data"]
+    before, after = (estimate_run(each, recipe(each.recipe)) for each in (plain, changed))
+    assert after.parameters - before.parameters == 32 * 32 * 2  # bf16
+    logits = 2 * 32 * 32 * 4  # of the padding, in fp32
+    assert after.saved_for_backward - before.saved_for_backward >= logits + 2 * 32 * 32  # and a mask
+
+
 def test_sources_are_listed_and_not_downloaded(resolve, tmp_path):
     sources = {
         "web": {"corpus": "someone/some-text", "weight": 3},

@@ -70,6 +70,22 @@ def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path,
     assert plain["validation/loss"] == plain["validation/bf16_loss"] == recorded[4]["validation/bf16_loss"]
 
 
+def test_packing_and_padding_are_those_of_the_run(tmp_path):
+    """The export has no padding: it is padded again, and validation leaves it out."""
+    lines = [json.dumps({"text": each}) + "\n" for each in training_text().splitlines()]
+    (tmp_path / "lines.jsonl").write_text("".join(lines))
+    data = {"corpus": "lines.jsonl", "sequence_length": 32, "packing": "documents", "eod_mask_loss": True}
+    recorded = trained(
+        tmp_path, data=data, model={"config": "model.json", "pad_vocab_to_multiple_of": 96}, recipe="bf16"
+    )
+    run = tmp_path / "run"
+    for path in (run, run / "hf"):
+        assert figures(evaluated(path, tmp_path)) == recorded[4]
+    across = evaluated(run, tmp_path, "megalowbit.data.packing=wrapped")
+    assert json.loads((run / "hf" / "config.json").read_text())["vocab_size"] == 320
+    assert across["validation/loss"] == recorded[4]["validation/loss"]  # one document is longer than all rows
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [SWITCH, SPECULATION, {"data": {"corpus": "text.txt", "sequence_length": 32, **BPE}}]
