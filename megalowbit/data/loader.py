@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from megalowbit.data.cache import run_on_each_node_first
 from megalowbit.data.corpus import Corpus
@@ -344,22 +345,31 @@ class BlendedLoader(ShardedLoader):
 class _OrderedSamples:
     """Samples by position in the order of a data set, epoch after epoch.
 
-    The indices of `AHEAD` positions are computed at once: a few cost as much as many.
+    When samples are taken, the system is asked to read those that come next from disk: as far behind them as
+    they came behind the last ones. The indices of `AHEAD` positions are computed at once: a few cost as much
+    as many.
     """
 
     def __init__(self, dataset: Samples, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
         self._first, self._indices = 0, np.empty(0, np.int64)
+        self._last = 0  # first position of the samples that were taken last
 
     def take(self, first: int, count: int) -> torch.Tensor:
         """The samples at the positions first … first+count-1."""
+        indices = self._indices_of(first, count)
+        distance, self._last = max(first - self._last, count), first
+        self._dataset.read_ahead(self._indices_of(first + distance, count))
+        return self._dataset.batch(indices)
+
+    def _indices_of(self, first: int, count: int) -> NDArray[np.int64]:
         if not self._first <= first <= first + count <= self._first + len(self._indices):
             num_samples = self._dataset.num_samples
             epochs, positions = np.divmod(np.arange(first, first + max(count, AHEAD)), num_samples)
             self._first = first
             self._indices = sample_index(self._seed, epochs, positions, num_samples)
         start = first - self._first
-        return self._dataset.batch(self._indices[start : start + count])
+        return self._indices[start : start + count]
 
 
 def _in_order(dataset: Samples | BlendedDataset, seed: int) -> list[_OrderedSamples]:

@@ -16,7 +16,10 @@ end-of-document ids. These are no labels, and see nothing but themselves.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,6 +128,21 @@ class Samples(ABC):
     def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
         """Samples `indices` (n,) as int64 (n, sequence_length)."""
 
+    @abstractmethod
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        """First token and length of each piece of the tokens in sample `index`, in its order."""
+
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Let the system read samples of a memory map from disk in the background, where it can."""
+        if not hasattr(mmap, "MADV_WILLNEED"):
+            return
+        address, size = self.tokens.ctypes.data, self.tokens.itemsize
+        for index in indices.tolist():
+            for start, length in self.pieces(index):
+                first = address + start * size
+                page = first // mmap.PAGESIZE * mmap.PAGESIZE
+                _madvise()(page, first + length * size - page, mmap.MADV_WILLNEED)
+
 
 class PackedDataset(Samples):
     """Samples that are cut from the sequence of all documents.
@@ -166,6 +184,9 @@ class PackedDataset(Samples):
         self._samples = used.reshape(self.num_samples, sequence_length)
         self.check = check
 
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        return [(index * self.sequence_length, self.sequence_length)]
+
     def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
         samples = self._samples[indices]
         if self.check is not None:
@@ -202,18 +223,26 @@ class BestFitDataset(Samples):
     def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
         samples = np.full((len(indices), self.sequence_length), self._end, np.int64)
         for sample, index in zip(samples, indices.tolist(), strict=True):
-            first, stop = self._plan.bounds[index : index + 2].tolist()
-            pieces = zip(
-                self._plan.starts[first:stop].tolist(), self._plan.lengths[first:stop].tolist(), strict=True
-            )
             place = 0
-            for start, length in pieces:
+            for start, length in self.pieces(index):
                 ids = self.tokens[start : start + length]
                 if self.check is not None:
                     self.check(ids, start)
                 sample[place : place + length] = ids
                 place += length
         return torch.from_numpy(samples)
+
+    def pieces(self, index: int) -> list[tuple[int, int]]:
+        first, stop = self._plan.bounds[index : index + 2].tolist()
+        starts, lengths = self._plan.starts[first:stop], self._plan.lengths[first:stop]
+        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
+
+
+@functools.cache
+def _madvise() -> Any:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return function
 
 
 def best_fit_key(packed: PackedDataset) -> str:

@@ -1,4 +1,8 @@
+import ctypes
+import mmap
+import os
 import textwrap
+import time
 
 import numpy as np
 import pytest
@@ -200,3 +204,36 @@ def test_an_error_in_the_corpus_reaches_both_processes(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\nnot json\n')
     for output in run_two(tmp_path, tmp_path / "a.jsonl"):
         assert output.startswith(f"error: corpus file {tmp_path / 'a.jsonl'} is not JSON: line 2, column 1")
+
+
+def resident(tokens, start, length):
+    """Whether each page of these tokens is in memory, as the system says."""
+    page = mmap.PAGESIZE
+    first = tokens[start:].ctypes.data // page * page
+    num_pages = -(-(tokens[start:].ctypes.data + length * tokens.itemsize - first) // page)
+    found = (ctypes.c_ubyte * num_pages)()
+    arguments = ctypes.c_void_p(first), ctypes.c_size_t(num_pages * page), found
+    assert ctypes.CDLL(None).mincore(*arguments) == 0
+    return [bool(each & 1) for each in found]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="files cannot be dropped from memory here")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_next_micro_batch_is_read_from_disk_in_the_background(tmp_path, rank):
+    length, path = 2**17, tmp_path / "tokens.npy"  # far more than the system reads around a page
+    np.save(path, np.arange(64 * length, dtype=np.uint32))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    tokens = np.load(path, mmap_mode="r")
+    if sum(resident(tokens, 0, len(tokens))) > 64:
+        pytest.skip("this file system keeps files in memory")
+    dataset = PackedDataset(tokens, length, fingerprint="f")
+    loader, twin = loaders(dataset, 2, 2)[rank], loaders(numbered(64), 2, 2)[rank]
+    for _ in range(2):  # a first distance is not known
+        next(loader), next(twin)
+    end = time.monotonic() + 30
+    for index in next(twin)["input_ids"][:, 0].tolist():
+        while not all(resident(tokens, index * length, length)):
+            assert time.monotonic() < end
+            time.sleep(0.01)
