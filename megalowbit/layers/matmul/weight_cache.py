@@ -6,8 +6,9 @@ codes and scales, row-major as `quantizations` describes), and a second one of t
 its own copy. The decoded operand of the GEMM is not kept.
 
 After every update of the weights, the caller must run `WeightCache.clear`. Entries also record the weight's
-storage, address and version, and the number of steps of torch's optimizers, because fused ones leave the
-version as it is. Writes through `.data` change none of them. Two kinds of weights depend on clearing alone:
+storage, address and version, but torch's fused optimizers and writes through `.data` change none of them. (A
+hook on torch's optimizers would notice steps, but an optimizer with hooks cannot step in one pass.) Two kinds
+of weights depend on clearing alone:
 
 - Weights that ZeRO 3 gathers for each use: their address differs each time.
 - Shards of a tensor-parallel layer. Ranks exchange the amax of what they are about to quantise, so all must
@@ -23,14 +24,12 @@ inference mode only, because autograd cannot save it.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megalowbit.layers.matmul.operand import MatmulOperand
 
@@ -119,26 +118,7 @@ def _key(weight: Tensor, *, until_cleared: bool) -> Key:
     version = None if weight.is_inference() else weight._version
     # references to one storage are equal while it lives; an address alone may be that of a freed weight
     storage = weakref.ref(weight.untyped_storage())
-    steps = _OptimizerSteps.count
-    return storage, weight.data_ptr(), version, steps, weight.shape, weight.stride(), weight.dtype
-
-
-class _OptimizerSteps:
-    """Steps that torch's optimizers have taken in this process since the first cache was made.
-
-    A count for each process, because torch's hook is one for all optimizers and no cache knows its own.
-    """
-
-    count = 0
-
-    @classmethod
-    def add(cls, *_: object) -> None:
-        cls.count += 1
-
-    @classmethod
-    @functools.cache  # one hook in a process
-    def observe(cls) -> None:
-        register_optimizer_step_post_hook(cls.add)
+    return storage, weight.data_ptr(), version, weight.shape, weight.stride(), weight.dtype
 
 
 class WeightCache:
@@ -146,7 +126,6 @@ class WeightCache:
 
     def __init__(self, slots: Iterable[WeightSlot]) -> None:
         self._slots = tuple(slots)
-        _OptimizerSteps.observe()
 
     def clear(self) -> None:
         """Remove all quantised weights; call it after every update of the weights."""

@@ -266,17 +266,3 @@ def test_a_partitioned_weights_codes_are_kept_though_it_moves():
         for layer in (model[0], model[2]):
             layer.weight.data = layer.weight.data.clone()
     assert recorded.roles.count("weight") == 3
-
-
-@pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}, {}], ids=["fused", "foreach", "plain"])
-def test_a_step_of_an_optimizer_is_noticed_without_clearing(kind):
-    """A fused optimizer does not change the versions of the parameters."""
-    model, data = model_and_data()
-    other, _ = model_and_data()
-    for each in (model, other):
-        cache = cache_weights(each) if each is model else None
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1, **kind)
-        each(data[0]).square().mean().backward()
-        optimizer.step()
-        assert cache is None or len(cache) > 0
-    assert torch.equal(model(data[1]), other(data[1]))
