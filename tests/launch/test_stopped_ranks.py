@@ -50,6 +50,7 @@ def test_a_stopped_run_resumes_after_that_step_and_is_marked_as_finished_at_its_
     assert json.loads((folder / "resumed" / "DONE").read_text()) == {"step": step + 1}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_while_it_is_profiled_ends_well_and_keeps_the_trace(tmp_path):
     """Not forked: torch crashes when an interpreter frees its modules while it profiles."""
     write_config(tmp_path, block={"run": {"steps": 5000}, "profile": {"first_step": 2, "steps": 4000}})
