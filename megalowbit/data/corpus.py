@@ -159,6 +159,21 @@ class AllSources(Corpus):
         parts = ("all", *(each.fingerprint for each in self._corpora.values()))
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
+    @property
+    def share_read(self) -> float | None:
+        """The mean over the corpora."""
+        shares = [each.share_read for each in self._corpora.values()]
+        known = [share for share in shares if share is not None]
+        return sum(known) / len(known) if len(known) == len(shares) else None
+
+    @property
+    def bad_records(self) -> BadRecords:
+        """The sums over the corpora, as they are now."""
+        of = [each.bad_records for each in self._corpora.values()]
+        found = BadRecords(sum(each.limit for each in of))
+        found.count, found.empty = sum(each.count for each in of), sum(each.empty for each in of)
+        return found
+
     def documents(self) -> Iterator[str]:
         """Documents in turn; a corpus that has no more is left out."""
         left = [each.documents() for each in self._corpora.values()]
@@ -193,7 +208,6 @@ class DocumentShare(Corpus):
                 "ids: name other data in data.validation.corpus"
             )
         self._corpus, self._share, self._is_held_out = corpus, share, is_held_out
-        self.bad_records = corpus.bad_records  # of both sides: each side reads the whole corpus
 
     @property
     def name(self) -> str:
@@ -206,6 +220,11 @@ class DocumentShare(Corpus):
         """Depends on the corpus, the share and the side."""
         parts = ("share", self._corpus.fingerprint, self._share, self._is_held_out)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def bad_records(self) -> BadRecords:
+        """Of both sides: each side reads the whole corpus."""
+        return self._corpus.bad_records
 
     @property
     def share_read(self) -> float | None:

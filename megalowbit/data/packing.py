@@ -1,10 +1,9 @@
 """Packs documents into one flat array of token ids on disk, read as fixed-length samples via a memory map.
 
 Each document is followed by the end-of-document id and the next document. Sample i consists of the tokens
-i·L … (i+1)·L-1, so samples cross document boundaries and nothing is padded. The array is cached as an
-ordinary `.npy` file under a key of corpus and tokenizer; it does not depend on L. `token_files.build` writes
-it.
-A corpus of token ids is read in place, and not cached.
+i·L … (i+1)·L-1: they cross document boundaries, and nothing is padded. Samples of `best_fit` are whole
+documents of the same array, with padding. It is cached as an ordinary `.npy` file under a key of corpus and
+tokenizer, and does not depend on L. `token_files.build` writes it. A corpus of token ids is read in place.
 
 `DocumentRules` turns samples into batches. Where documents are separate, position ids restart at 0 with each
 of them. transformers finds the documents of a row by that, and lets tokens attend to their own document only.

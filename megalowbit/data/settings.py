@@ -215,9 +215,9 @@ class DataSettings(SettingsModel):
     packing: Literal["wrapped", "documents", "best_fit"] = Field(
         default="wrapped",
         description="`wrapped`: samples are cut from the sequence of all documents, and attention does not "
-        "stop at their ends. `documents`: the same samples, but positions restart and attention begins anew "
-        "with each document. `best_fit`: so, and documents that fit into a sample are not cut; the rest of a "
-        "sample is padded",
+        "stop at their ends. `documents`: the same samples, but positions restart and attention begins "
+        "again with each document. `best_fit`: as `documents`, but documents that fit into a sample are not "
+        "cut; the rest of a sample is padded",
     )
     eod_mask_loss: bool = Field(
         default=False,

@@ -103,6 +103,7 @@ def labels_per_batch(batches: Sequence[dict[str, torch.Tensor]], device: torch.d
     if process_group.world_size() > 1:
         total = total.to(process_group.exchange_device(None, device))
         collectives.all_reduce(total)
+    total = total.clamp(min=1)  # a step without any label has a loss of 0
     return (total / len(batches) / process_group.world_size()).to(device, torch.float32)
 
 

@@ -145,7 +145,20 @@ def test_documents_that_nothing_ends_cannot_be_kept_apart(tmp_path):
         writer.add_document(np.arange(1, 40, dtype=np.uint8))
     corpus = MegatronCorpus(tmp_path / "ids")
     pack(corpus, ByteTokenizer(), 4, tmp_path)  # warns
-    with pytest.raises(UserError, match="nothing separates documents: make the files with --append-eod"):
+    with pytest.raises(UserError, match=r"document 0 does not end with .*: make the files with --append-eod"):
+        pack(corpus, ByteTokenizer(), 4, tmp_path, needs_ends=True)
+
+
+def test_one_document_with_an_end_does_not_separate_the_others(tmp_path, caplog):
+    end = ByteTokenizer().eos_token_id
+    with MegatronWriter(tmp_path / "ids", 257) as writer:
+        for last in (end, 5, end):
+            writer.add_document(np.array([1, 2, last], dtype=np.uint16))
+            writer.add_document(np.array([], dtype=np.uint16))
+    corpus = MegatronCorpus(tmp_path / "ids")
+    pack(corpus, ByteTokenizer(), 4, tmp_path)
+    assert not caplog.records  # some documents are separate
+    with pytest.raises(UserError, match="document 2 does not end with"):
         pack(corpus, ByteTokenizer(), 4, tmp_path, needs_ends=True)
 
 

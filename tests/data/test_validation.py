@@ -171,6 +171,28 @@ def test_a_share_changes_the_training_data_and_other_text_does_not(documents, tm
     assert loaders[2].dataset.num_tokens + loaders[2].validation.num_predicted + 1 == total
 
 
+def test_a_share_of_a_blend_counts_the_bad_records_of_all_sources(documents, tmp_path):
+    with documents.open("a") as file:
+        file.write('{"text": null}\n')
+    other = tmp_path / "other.jsonl"
+    other.write_text(documents.read_text())
+
+    def opened(limit):
+        sources = {name: {"corpus": str(path)} for name, path in (("a", documents), ("b", other))}
+        given = {"sources": {name: {**each, "weight": 1} for name, each in sources.items()}}
+        given |= {"cache_dir": tmp_path / "cache", "validation": {"share": 0.2}, "max_bad_records": limit}
+        return open_validation_corpus(DataSettings(sequence_length=32, **given))
+
+    corpus = opened(1)
+    shares_read = [corpus.share_read for _ in corpus.documents()]
+    assert shares_read == sorted(shares_read)
+    assert shares_read[0] < corpus.share_read == 1
+    assert corpus.bad_records.count == 2
+    packing.pack(corpus, BYTES, 32, tmp_path)
+    with pytest.raises(UserError, match=r"has 2 bad records, and data\.max_bad_records is 0"):
+        packing.pack(opened(0), BYTES, 32, tmp_path)  # from the cache
+
+
 @pytest.mark.parametrize("is_held_out", [False, True])
 def test_both_shares_count_all_bad_records_and_know_how_much_is_read(documents, tmp_path, is_held_out):
     with documents.open("a") as file:

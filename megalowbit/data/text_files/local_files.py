@@ -85,7 +85,7 @@ class LocalCorpus(Corpus):
         digest = hashlib.sha256(f"files {self.text_field!r}".encode())
         root = _root(self.path)
         for file in self.files:
-            relative = file.suffix if root is None else file.relative_to(root).as_posix()
+            relative = _suffixes(file) if root is None else file.relative_to(root).as_posix()
             digest.update(f"{relative}\0{content_digest(file)}\0".encode())
         return digest.hexdigest()
 
@@ -106,6 +106,12 @@ class LocalCorpus(Corpus):
                 raise UserError(f"corpus file {path} contains no text: remove or replace it")
             self._reading = None
             self._bytes_done += file.size
+
+
+def _suffixes(file: Path) -> str:
+    """The suffixes that say how to read a file: `.txt`, `.jsonl.gz`."""
+    compression = file.suffix if file.suffix in COMPRESSIONS else ""
+    return f"{kind_of(file)}{compression}"
 
 
 def _root(path: Path) -> Path | None:

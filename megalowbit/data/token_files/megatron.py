@@ -56,7 +56,7 @@ LARGEST_SEQUENCE = 2**31 - 1
 NUM_BLOCKS = 256
 TABLE_BLOCK = 2**14  # entries; tables of up to 4 Mi entries are checked completely
 ID_BLOCK = 2**16  # ids; up to 16 Mi of them are checked completely
-DOCUMENTS_WITH_END = 1000  # of the first documents, at least one should end with the end-of-document id
+DOCUMENTS_WITH_END = 1000  # as many documents are looked at, evenly spaced, for whether they end with that id
 ENTRIES_PER_WRITE = 2**20
 
 
@@ -256,19 +256,21 @@ class MegatronCorpus(TokenCorpus):
     def check_tokens(self, vocab_size: int, eos_token_id: int | None, *, needs_ends: bool = False) -> None:
         for start, stop in evenly_spaced(len(self.tokens), ID_BLOCK):
             self.refuse_outside(self.tokens[start:stop], start, vocab_size)
-        if eos_token_id is None or self._has_ends(eos_token_id):
+        if eos_token_id is None:
             return
-        message = (
-            f"{self.name}: none of its first documents ends with the end-of-document id {eos_token_id} of "
-            "data.tokenizer, so nothing separates documents: make the files with --append-eod"
-        )
-        if needs_ends:
-            raise UserError(message)
-        logger.warning("%s", message)
+        without, checked = self._without_end(eos_token_id)
+        remedy = f"the end-of-document id {eos_token_id} of data.tokenizer: make the files with --append-eod"
+        if needs_ends and without:
+            raise UserError(f"{self.name}: document {without[0]} does not end with {remedy}")
+        if checked and len(without) == checked:
+            logger.warning("%s: nothing separates documents, because none ends with %s", self.name, remedy)
 
-    def _has_ends(self, eos_token_id: int) -> bool:
-        documents = (self.document(number) for number in range(min(self.num_documents, DOCUMENTS_WITH_END)))
-        return any(len(ids) and ids[-1] == eos_token_id for ids in documents)
+    def _without_end(self, eos_token_id: int) -> tuple[list[int], int]:
+        """Documents that do not end with the id, and the number of those that were looked at."""
+        count = min(self.num_documents, DOCUMENTS_WITH_END)
+        numbers = [number * self.num_documents // count for number in range(count)]
+        lasts = {number: ids[-1] for number in numbers if len(ids := self.document(number))}
+        return [number for number, last in lasts.items() if last != eos_token_id], len(lasts)
 
     def _token_of(self, sequence: int) -> int:
         """Index of the first token of a sequence; `sequence` may be one after the last."""

@@ -1,3 +1,4 @@
+import gzip
 import itertools
 import json
 import os
@@ -125,6 +126,15 @@ def test_another_field_may_hold_the_text(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", [{"body": "one"}])
     write_parquet(tmp_path / "b.parquet", body=["two"])
     assert documents(tmp_path, text_field="body") == ["one", "two"]
+
+
+def test_the_fingerprint_of_a_file_depends_on_how_it_is_read(tmp_path):
+    content = gzip.compress(b'{"text": "hello"}\n')
+    paths = [tmp_path / name for name in ("a.txt.gz", "a.jsonl.gz", "b.jsonl.gz")]
+    for path in paths:
+        path.write_bytes(content)
+    as_text, as_lines, elsewhere = (LocalCorpus(path).fingerprint for path in paths)
+    assert as_text != as_lines == elsewhere
 
 
 def test_the_fingerprint_follows_the_content_not_the_place_or_the_time(tmp_path):

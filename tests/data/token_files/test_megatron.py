@@ -322,7 +322,7 @@ def test_megatron_core_reads_what_is_written_here(exchanged, vocab_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", WIDTHS)
-def test_what_megatron_core_writes_is_read_and_trained_on_here(exchanged, dtype):
+def test_what_megatron_core_writes_is_read_here(exchanged, dtype):
     corpus = MegatronCorpus(exchanged[0] / f"theirs_{dtype}")
     assert corpus.index.dtype.name == dtype
     expected = [[each for sequence in document for each in sequence] for document in SEQUENCES]

@@ -26,11 +26,11 @@ SPECULATION = {
 BPE = {"tokenizer": "bpe", "vocab_size": 300}
 
 
-def trained(folder, **block):
-    """A finished run in `folder / "run"`; rows of its validations by step."""
+def trained(folder, held=("held.txt", TEXT), **block):
+    """A finished run in `folder / "run"`; rows of its validations by step. `held`: a file and its text."""
     config = write_config(folder, model={"vocab_size": 320}, block={**BLOCK, **block})
-    (folder / "held.txt").write_text(TEXT)
-    text = f'megalowbit.data.validation={{"corpus": "{folder / "held.txt"}"}}'
+    (folder / held[0]).write_text(held[1])
+    text = f'megalowbit.data.validation={{"corpus": "{folder / held[0]}"}}'
     pretrain(
         load_config(config, [text], world_size=1), ProcessIdentity(), run_dir=folder / "run", is_resume=False
     )
@@ -72,18 +72,19 @@ def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path,
 
 def test_packing_and_padding_are_those_of_the_run(tmp_path):
     """The export has no padding: it is padded again, and validation leaves it out."""
-    lines = [json.dumps({"text": each}) + "\n" for each in training_text().splitlines()]
+    lines = [json.dumps({"text": each}) + "\n" for each in training_text().splitlines() if each]
     (tmp_path / "lines.jsonl").write_text("".join(lines))
+    held = "held.jsonl", "".join(json.dumps({"text": TEXT[at : at + 9]}) + "\n" for at in range(0, 900, 9))
     data = {"corpus": "lines.jsonl", "sequence_length": 32, "packing": "documents", "eod_mask_loss": True}
-    recorded = trained(
-        tmp_path, data=data, model={"config": "model.json", "pad_vocab_to_multiple_of": 96}, recipe="bf16"
-    )
+    model = {"config": "model.json", "pad_vocab_to_multiple_of": 96}
+    recorded = trained(tmp_path, held, data=data, model=model, recipe="bf16")
     run = tmp_path / "run"
     for path in (run, run / "hf"):
         assert figures(evaluated(path, tmp_path)) == recorded[4]
-    across = evaluated(run, tmp_path, "megalowbit.data.packing=wrapped")
     assert json.loads((run / "hf" / "config.json").read_text())["vocab_size"] == 320
-    assert across["validation/loss"] == recorded[4]["validation/loss"]  # one document is longer than all rows
+    for other in ("packing=wrapped", "eod_mask_loss=false"):
+        found = evaluated(run, tmp_path, f"megalowbit.data.{other}")
+        assert abs(found["validation/loss"] - recorded[4]["validation/loss"]) > 1e-4
 
 
 @pytest.mark.slow
