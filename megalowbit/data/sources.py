@@ -103,7 +103,24 @@ def open_validation_corpus(settings: DataSettings) -> Corpus:
     assert settings.validation is not None, "the caller has checked it"
     corpus = open_corpus(validation_settings(settings))
     share = settings.validation.share
-    return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
+    if share is not None:
+        return DocumentShare(corpus, share, is_held_out=True)
+    if isinstance(corpus, LocalCorpus):
+        _check_held_out(corpus, settings)
+    return corpus
+
+
+def _check_held_out(held_out: LocalCorpus, settings: DataSettings) -> None:
+    """Reject a file for validation that is also among those for training."""
+    for name, each in sources_of(settings).items():
+        corpus = open_source(name, each)
+        trained = {file.resolve() for file in corpus.files} if isinstance(corpus, LocalCorpus) else ()
+        for file in held_out.files:
+            if file.resolve() in trained:
+                raise UserError(
+                    f"data.validation: {file} is the text for training, as a file of corpus {corpus.name}: "
+                    "name other text, move it elsewhere, or set share"
+                )
 
 
 def validation_settings(settings: DataSettings) -> DataSettings:

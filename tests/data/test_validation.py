@@ -193,6 +193,22 @@ def test_a_share_of_a_blend_counts_the_bad_records_of_all_sources(documents, tmp
         packing.pack(opened(0), BYTES, 32, tmp_path)  # from the cache
 
 
+@pytest.mark.parametrize("is_blend", [False, True])
+def test_a_file_for_validation_inside_the_folder_for_training_is_refused(tmp_path, is_blend):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name in ("a.txt", "held.txt"):
+        (folder / name).write_text(name * 99)
+    corpus = {"sources": {"a": {"corpus": str(folder), "weight": 1}}} if is_blend else {"corpus": str(folder)}
+    for held in (folder / "held.txt", folder / "h*.txt"):
+        settings = DataSettings(sequence_length=8, validation={"corpus": str(held)}, **corpus)
+        with pytest.raises(UserError, match=r"held\.txt is the text for training, as a file of"):
+            open_validation_corpus(settings)
+    (folder / "held.txt").rename(tmp_path / "held.txt")
+    settings = DataSettings(sequence_length=8, validation={"corpus": str(tmp_path / "held.txt")}, **corpus)
+    assert len(list(open_validation_corpus(settings).documents())) == 1
+
+
 @pytest.mark.parametrize("is_held_out", [False, True])
 def test_both_shares_count_all_bad_records_and_know_how_much_is_read(documents, tmp_path, is_held_out):
     with documents.open("a") as file:
