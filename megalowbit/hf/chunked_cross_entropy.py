@@ -238,8 +238,9 @@ def _head_forward(
     if targets is None:
         return type(head).forward(head, hidden)
     note = getattr(vars(head).get("forward"), "note", None)
+    weight = head.weight if size is None else head.weight[:size]  # a slice's gradient would be copied
     return sum_of_losses(
-        hidden.flatten(0, -2), head.weight[:size], targets.flatten(), ignore_index=ignore_index, note=note
+        hidden.flatten(0, -2), weight, targets.flatten(), ignore_index=ignore_index, note=note
     )
 
 

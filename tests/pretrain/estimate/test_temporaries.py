@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from megalowbit.families.registry import family
 from megalowbit.hf import chunked_cross_entropy
 from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.model import rows_of
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import recipe as recipe_of
@@ -63,8 +64,10 @@ def measured(config, recipe, *, every, is_chunked):
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
     tokens = torch.randint(config.vocab_size, (BATCH, TOKENS // BATCH))
+    batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     with Held() as held:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        with rows_of(batch):  # as in a run: without a mask
+            loss = model(**batch).loss
         after_forward = held.now()
         loss.backward()
     return after_forward, held.peak
