@@ -8,6 +8,7 @@ several corpora, each of its own kind. Not covered: streaming data sets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from megalowbit.data.corpus import AllSources, Corpus, DocumentShare
@@ -103,17 +104,23 @@ def open_validation_corpus(settings: DataSettings) -> Corpus:
     assert settings.validation is not None, "the caller has checked it"
     corpus = open_corpus(validation_settings(settings))
     share = settings.validation.share
-    if share is not None:
-        return DocumentShare(corpus, share, is_held_out=True)
-    if isinstance(corpus, LocalCorpus):
-        _check_held_out(corpus, settings)
-    return corpus
+    return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
 
 
-def _check_held_out(held_out: LocalCorpus, settings: DataSettings) -> None:
-    """Reject a file for validation that is also among those for training."""
-    for name, each in sources_of(settings).items():
-        corpus = open_source(name, each)
+def check_held_out(settings: DataSettings, corpora: Iterable[Corpus]) -> None:
+    """Check that no file for validation is also one for training.
+
+    Args:
+        settings: with a validation.
+        corpora: what is trained on.
+
+    Raises:
+        UserError: one is; the message names it.
+    """
+    held_out = open_validation_corpus(settings)
+    if not isinstance(held_out, LocalCorpus):
+        return
+    for corpus in corpora:
         trained = {file.resolve() for file in corpus.files} if isinstance(corpus, LocalCorpus) else ()
         for file in held_out.files:
             if file.resolve() in trained:

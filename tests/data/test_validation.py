@@ -200,13 +200,15 @@ def test_a_file_for_validation_inside_the_folder_for_training_is_refused(tmp_pat
     for name in ("a.txt", "held.txt"):
         (folder / name).write_text(name * 99)
     corpus = {"sources": {"a": {"corpus": str(folder), "weight": 1}}} if is_blend else {"corpus": str(folder)}
+    corpus["cache_dir"] = tmp_path / "cache"
     for held in (folder / "held.txt", folder / "h*.txt"):
         settings = DataSettings(sequence_length=8, validation={"corpus": str(held)}, **corpus)
         with pytest.raises(UserError, match=r"held\.txt is the text for training, as a file of"):
-            open_validation_corpus(settings)
+            build_loader(settings, micro_batch_size=1, rank=0, world_size=1)
     (folder / "held.txt").rename(tmp_path / "held.txt")
-    settings = DataSettings(sequence_length=8, validation={"corpus": str(tmp_path / "held.txt")}, **corpus)
-    assert len(list(open_validation_corpus(settings).documents())) == 1
+    held = {"corpus": str(tmp_path / "held.txt")}
+    settings = DataSettings(sequence_length=8, validation=held, **corpus)
+    assert build_loader(settings, micro_batch_size=1, rank=0, world_size=1).validation is not None
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])
