@@ -99,6 +99,11 @@ class StudySettings(SettingsModel):
     recipes: tuple[RecipeEntry, ...] = Field(description="recipes, the baseline included")
     baseline: str = Field(description="name of the recipe that the others are compared with")
     replicas: tuple[Replica, ...] = Field(default=(), description="runs that show the noise floor")
+    baseline_forks: tuple[str, ...] = Field(
+        default=(),
+        description="recipes or replicas that leave the baseline's path early and are the baseline from then "
+        "on; gaps are to the mean of the baseline and these",
+    )
     window: int = Field(
         default=100,
         ge=1,
@@ -260,6 +265,12 @@ def _check_recipes(study: StudySettings) -> None:
             problems.add(unknown_name(f"recipe of replica {replica.name!r}:", replica.of, names))
         elif 1.0 not in study.recipe(replica.of).lr_factors:
             problems.add(UserError(f"replica {replica.name!r} needs lr factor 1 of {replica.of!r}: add it"))
+    others = [each.name for each in (*study.recipes, *study.replicas) if each.name != study.baseline]
+    for fork in study.baseline_forks:
+        if fork not in others:
+            problems.add(unknown_name("baseline_forks:", fork, others))
+    for fork in _repeated(study.baseline_forks):
+        problems.add(UserError(f"baseline_forks has {fork!r} twice: remove one"))
     problems.raise_any()
 
 

@@ -50,6 +50,9 @@ MISTAKES = [
         {"replicas": [{"name": "x", "of": "nvfp"}]},
         "unknown recipe of replica 'x': 'nvfp': did you mean 'nvfp4'?",
     ),
+    ({"baseline_forks": ["nvfp"]}, "unknown baseline_forks: 'nvfp': did you mean 'nvfp4'?"),
+    ({"baseline_forks": ["bf16"]}, "unknown baseline_forks: 'bf16'"),
+    ({"baseline_forks": ["again", "again"]}, "baseline_forks has 'again' twice: remove one"),
     ({"sizes": [{"name": "a/b"}]}, "sizes.0.name = 'a/b' is not valid"),
     (
         {"sizes": [{"name": "small"}, {"name": "hot", "stress_of": "smal"}]},

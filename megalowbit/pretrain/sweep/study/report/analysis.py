@@ -1,9 +1,12 @@
 """What the results of a study show: gaps to the baseline, their uncertainty, and which recipes differ.
 
 A pair is a cell and the baseline's cell of the same size, text, length and seed: equal initial weights and
-batches. Gaps are taken within pairs. A group has one size and one length, and one text or all of them; its
-pairs are the seeds for which both cells are finished. With all texts, the value of a seed is the mean over
-them, because results of one seed on several texts are no independent draws of a text.
+batches. Gaps are taken within pairs. Where the baseline has forks, which began as other runs and went on as
+the baseline, gaps are to the mean of all of them: a single path may be lucky, and a gap would be its luck.
+
+A group has one size and one length, and one text or all of them; its pairs are the seeds for which both cells
+are finished. With all texts, the value of a seed is the mean over them, because results of one seed on
+several texts are no independent draws of a text.
 """
 
 from __future__ import annotations
@@ -144,21 +147,39 @@ class Group:
     @cached_property
     def rows(self) -> list[Row]:
         """The recipes against the baseline."""
-        replicas = {replica.name for replica in self.study.replicas}
-        labels = [label for label in self.members if label != self.study.baseline and label not in replicas]
+        others = {self.study.baseline, *self._repeats}
+        labels = [label for label in self.members if label not in others]
         return [row for label in labels if (row := self._row(label, self.study.baseline)) is not None]
 
     @cached_property
     def noise(self) -> list[Row]:
-        """Replicas against what they repeat."""
-        rows = [self._row(each.name, each.of) for each in self.study.replicas if each.name in self.members]
+        """Replicas and forks against what they repeat."""
+        rows = [self._row(label, of) for label, of in self._repeats.items() if label in self.members]
         return [row for row in rows if row is not None]
+
+    @property
+    def _repeats(self) -> dict[str, str]:
+        """Replicas and forks, and what they repeat."""
+        forks = dict.fromkeys(self.study.baseline_forks, self.study.baseline)
+        return forks | {each.name: each.of for each in self.study.replicas}
 
     def differences(self, label: str, reference: str, value: Callable[[Finished], float]) -> list[float]:
         """Finite differences of a value, one for each seed."""
-        own, peer = self.members.get(label, {}), self.members.get(reference, {})
-        found = {key: value(own[key]) - value(peer[key]) for key in own if key in peer}
+        own, peer = self.members.get(label, {}), self._peers(label, reference, value)
+        found = {key: value(own[key]) - peer[key] for key in own if key in peer}
         return list(self._by_seed(found).values())
+
+    def _peers(self, label: str, reference: str, value: Callable[[Finished], float]) -> dict[Key, float]:
+        """The values that those of `label` are compared with: of recipes, means over the baseline's forks."""
+        forks: Sequence[str] = ()
+        if reference == self.study.baseline and label not in self._repeats:
+            forks = self.study.baseline_forks
+        members = [self.members[fork] for fork in forks if fork in self.members]
+        return {
+            key: statistics.fmean(value(cells[key]) for cells in (own, *members) if key in cells)
+            for own in [self.members.get(reference, {})]
+            for key in own
+        }
 
     @property
     def texts(self) -> set[str]:
@@ -181,10 +202,10 @@ class Group:
 
     @cached_property
     def drifts(self) -> list[float]:
-        """What replicas differ by at the end, one number for each single pair."""
+        """What replicas and forks differ by at the end, one number for each single pair."""
         found = []
-        for replica in self.study.replicas:
-            own, peer = self.members.get(replica.name, {}), self.members.get(replica.of, {})
+        for label, of in self._repeats.items():
+            own, peer = self.members.get(label, {}), self.members.get(of, {})
             found += [own[k].loss_to(self.steps) - peer[k].loss_to(self.steps) for k in own if k in peer]
         return [each for each in found if not math.isnan(each)]
 
@@ -213,13 +234,19 @@ class Group:
 
     def final_losses(self, label: str) -> dict[int, float]:
         """Losses at the end by seed, without seeds of which a cell has diverged."""
+        if label == self.study.baseline:
+            return self._by_seed(self._peers("", label, _loss_to(self.steps)))
         return self._by_seed(
             {key: each.loss_to(self.steps) for key, each in self.members.get(label, {}).items()}
         )
 
     def comparisons(self) -> list[Comparison]:
         """All pairs of recipes at the end of training, with Holm's correction over the group."""
-        names = [recipe.name for recipe in self.study.recipes if recipe.name in self.members]
+        names = [
+            recipe.name
+            for recipe in self.study.recipes
+            if recipe.name in self.members and recipe.name not in self.study.baseline_forks
+        ]
         return compare_all({name: self.final_losses(name) for name in names})
 
     def learning_rates(self) -> list[dict[str, Any]]:
@@ -262,7 +289,6 @@ class Group:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        base = list(self.baseline.values())
         return {
             "size": self.size,
             "steps": self.steps,
@@ -270,9 +296,10 @@ class Group:
             "marks": self.marks,
             "baseline": {
                 "name": self.study.baseline,
-                "cells": len(base),
-                "losses": {str(mark): _mean(each.loss_to(mark) for each in base) for mark in self.marks},
-                "heldout_bf16": _mean(each.heldout("bf16") for each in base),
+                "cells": len(self.baseline),
+                "forks": [fork for fork in self.study.baseline_forks if fork in self.members],
+                "losses": {str(mark): self._baseline_mean(_loss_to(mark)) for mark in self.marks},
+                "heldout_bf16": self._baseline_mean(lambda each: each.heldout("bf16")),
             },
             "rows": [row.to_dict() for row in self.rows],
             "noise": [row.to_dict() for row in self.noise],
@@ -294,6 +321,13 @@ class Group:
             "learning_rates": self.learning_rates(),
         }
 
+    def _baseline_mean(self, value: Callable[[Finished], float]) -> float | None:
+        return _mean(self._peers("", self.study.baseline, value).values())
+
+    def baseline_loss(self) -> float | None:
+        """Mean loss of the baseline and its forks at the end."""
+        return self._baseline_mean(_loss_to(self.steps))
+
     @staticmethod
     def _sign(comparison: Comparison, name: str) -> float:
         return comparison.difference.mean if name == comparison.first else 0.0
@@ -305,7 +339,8 @@ class Group:
             return None
         gaps = {mark: _estimate(self.differences(label, reference, _loss_to(mark))) for mark in self.marks}
         end = gaps[self.steps]
-        loss = _mean(peer[key].loss_to(self.steps) for key in keys)
+        losses = self._peers(label, reference, _loss_to(self.steps))
+        loss = _mean(losses[key] for key in keys)
         noise = self._by_seed({key: own[key].heldout("own") - own[key].heldout("bf16") for key in keys})
         ratios = [own[key].cpu_seconds() / peer[key].cpu_seconds() for key in keys]
         return Row(

@@ -45,16 +45,19 @@ def cells(group: Group, row: Row) -> list[str]:
 def notes(group: Group) -> list[str]:
     """What the table of a group says, in sentences."""
     found = []
-    losses = [each.loss_to(group.steps) for each in group.baseline.values()]
-    if losses:
+    loss = group.baseline_loss()
+    if loss is not None:
+        forks = [fork for fork in group.study.baseline_forks if fork in group.members]
+        baseline = " and ".join([group.study.baseline, *forks])
         found.append(
-            f"Gaps to {group.study.baseline} in nats, means of {group.study.window} steps; its loss at the "
-            f"end is {sum(losses) / len(losses):.4f}. Rows marked ≈ have an interval that contains 0."
+            f"Gaps to {'the mean of ' if forks else ''}{baseline} in nats, means of {group.study.window} "
+            f"steps; {'their' if forks else 'its'} loss at the end is {loss:.4f}. Rows marked ≈ have an "
+            "interval that contains 0."
         )
     floor, deviation = group.noise_floor(), group.seed_deviation()
     if floor is not None:
         pairs = f"root mean square of {len(group.drifts)} pairs"
-        found.append(f"Noise floor: replicas differ by {floor:.4f} ({pairs}).")
+        found.append(f"Noise floor: runs that should be equal differ by {floor:.4f} ({pairs}).")
     if deviation is not None:
         found.append(f"Standard deviation of {group.study.baseline} over seeds: {deviation:.4f}.")
     if group.num_mixed_pairs:

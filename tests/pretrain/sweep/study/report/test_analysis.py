@@ -101,6 +101,48 @@ def test_recipes_are_ranked_only_if_separated_and_replicas_give_the_noise_floor(
     )
 
 
+def test_gaps_are_to_the_mean_of_the_baseline_and_its_forks(cells):
+    recipes = [*STUDY["recipes"], {"name": "fork"}]
+    study = study_of({**STUDY, "recipes": recipes, "baseline_forks": ["fork"]}, "study", cells[0].folder)
+    luck = {1: 0.008, 2: -0.002}  # the fork of seed 3 is not finished
+    forked = cells_of(study, cells[0].folder, cells[0].program)
+    for cell in forked:
+        if cell.label == "fork" and cell.seed in luck:
+            result = result_of(cell)
+            heldout = {**result["heldout"], "bf16": result["heldout"]["bf16"] + luck[cell.seed]}
+            losses = [loss + luck[cell.seed] for loss in result["losses"]]
+            cell.write("result.json", {**result, "losses": losses, "heldout": heldout})
+    group = group_of(forked)
+    good = next(row for row in group.rows if row.label == "good")
+    alone = [0.01 * 1.2 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
+    expected = [gap - luck.get(seed, 0) / 2 for seed, gap in enumerate(alone, start=1)]
+    assert good.gaps[20].mean == pytest.approx(statistics.mean(expected))
+    spread = 4.3026527 * statistics.stdev(expected) / math.sqrt(3)
+    assert good.gaps[20].high == pytest.approx(good.gaps[20].mean + spread)
+    lucky = [0.5 * gap - luck.get(seed, 0) / 2 for seed, gap in enumerate(alone, start=1)]
+    assert good.heldout_bf16.mean == pytest.approx(statistics.mean(lucky))
+    # the fork itself, and replicas, are compared with a single run
+    assert {row.label: row.gaps[20].mean for row in group.noise} == {
+        "fork": pytest.approx(0.003),
+        "again": pytest.approx(0.001 * 1.2 * 1.02),
+    }
+    pairs = [0.008, -0.002] * 2 + [
+        0.001 * (1 + 0.01 * seed) * text for seed in (1, 2, 3) for text in (1, 1.4)
+    ]
+    assert group.noise_floor() == pytest.approx(math.sqrt(statistics.mean(each**2 for each in pairs)))
+    plain = group.to_dict()
+    assert plain["num_comparisons"] == 3  # of bf16, good and bad
+    own = [3 + shift + math.fsum(math.sin(7 * step + 3 * shift) for step in range(15, 20)) / 5
+           for shift in (1, 2, 3, 1.5, 2.5, 3.5)]  # fmt: skip
+    loss = statistics.mean(own) + (0.008 - 0.002) / 2 / 3
+    assert plain["baseline"]["losses"]["20"] == pytest.approx(loss)
+    assert good.percent.mean == pytest.approx(100 * good.gaps[20].mean / loss)
+    assert (
+        f"Gaps to the mean of bf16 and fork in nats, means of 5 steps; their loss at the end is {loss:.4f}."
+        in ("\n".join(notes(group)))
+    )
+
+
 def test_all_texts_need_a_seed_on_each_of_them(cells):
     (cell,) = [each for each in cells if each.name == "s,two,20,good,2"]
     (cell.path / "result.json").unlink()
