@@ -16,10 +16,12 @@ class FlashKernel:
 
     Attributes:
         calls: the bounds of documents in each call with them; None for one without.
+        dtypes: of all operands.
+        is_deterministic: of the last call.
     """
 
     def __init__(self):
-        self.calls = []
+        self.calls, self.dtypes, self.is_deterministic = [], set(), None
 
     def varlen(
         self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
@@ -28,6 +30,8 @@ class FlashKernel:
         """`flash_attn_varlen_func`: (tokens, heads, features), and int32 bounds."""
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         assert not dropout_p
+        self.dtypes |= {q.dtype, k.dtype, v.dtype}
+        self.is_deterministic = deterministic
         if q.is_meta:
             return q * k.sum() * v.sum()
         self.calls.append(cu_seqlens_q.tolist())

@@ -11,6 +11,7 @@ from tiny_models import KINDS, tiny_model
 
 from megalowbit.data.packing import DocumentRules
 from megalowbit.engine.pipeline.parts import BlockInputs, parts_of, run_parts
+from megalowbit.engine.process_start import FLASH_VARIABLE
 from megalowbit.errors import UserError
 from megalowbit.hf.activation_checkpointing import ActivationCheckpointingSettings, recompute_blocks
 from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
@@ -119,6 +120,14 @@ def test_the_device_is_not_read(kernel, kind):
     row = {name: each[:1].to("meta") for name, each in batch().items()}
     with rows_of(row), pytest.raises(RuntimeError, match="meta"):
         model(**row)
+
+
+def test_the_switch_of_deterministic_runs_reaches_the_kernel(kernel, monkeypatch):
+    model = make("llama", flash_kernel.NAME)
+    for value, expected in (("0", False), ("1", True)):
+        monkeypatch.setenv(FLASH_VARIABLE, value)
+        model(**upload(batch(), CPU, model.config))
+        assert kernel.is_deterministic is expected
 
 
 @every_value(kind=KINDS, cuts=[(), (1, 2, 3)], num_rows=[1, 3])

@@ -4,6 +4,8 @@ import json
 
 import flash_kernel
 import pytest
+import torch
+from quick_cases import slow_except
 from tiny_models import tiny_config
 
 from launchers import metrics, training_text
@@ -17,6 +19,7 @@ from megalowbit.pretrain.run import pretrain
 
 DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 BEST_FIT = ("megalowbit.data.packing=best_fit", "megalowbit.data.eod_mask_loss=true")
+RETRIES = ("megalowbit.run.overflow_retries=1", 'megalowbit.grad_scaler={"initial_scale": 16}')
 
 
 def attention(name):
@@ -70,6 +73,32 @@ def test_a_run_has_the_losses_of_one_with_masks(monkeypatch, resolve, blend, tmp
     assert None not in kernel.calls  # documents have bounds in each forward
     assert all(len(bounds) > 3 for bounds in kernel.calls)  # and there are several in rows
     assert all({0, 32, 64} <= {*bounds} for bounds in kernel.calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "precision", "more"),
+    slow_except(
+        [("gpt2", "bf16", ())],
+        [
+            ("gpt2", "bf16", ()),
+            ("qwen3", "bf16", ("megalowbit.autocast.enabled=true",)),
+            ("qwen3", "fp16", ("zero_optimization.stage=3", *RETRIES)),
+        ],
+    ),
+)
+def test_low_bit_layers_give_the_kernel_half_precision(monkeypatch, resolve, tmp_path, kind, precision, more):
+    """The only one that it takes."""
+    kernel = flash_kernel.install(monkeypatch)
+    tiny_config(kind, vocab_size=256, positions=64).save_pretrained(tmp_path / kind)
+    chosen = (
+        f"megalowbit.model.config={tmp_path / kind / 'config.json'}",
+        f'megalowbit.model.overrides={{"attn_implementation": "{flash_kernel.NAME}"}}',
+        "megalowbit.recipe=nvfp4", f"megalowbit.precision={precision}", "megalowbit.data.packing=documents",
+        "megalowbit.run.steps=2", *more,
+    )  # fmt: skip
+    pretrain(resolve(*chosen), ProcessIdentity(), run_dir=tmp_path / "flash", is_resume=False)
+    assert kernel.dtypes == {{"bf16": torch.bfloat16, "fp16": torch.float16}[precision]}
+    assert None not in kernel.calls
 
 
 def test_flash_attention_is_chosen_in_the_configuration(resolve):
