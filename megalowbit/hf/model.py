@@ -368,12 +368,16 @@ def upload(
         batch: on the CPU.
         device: of the result.
         config: of a model whose forward gets the batch: with flash attention, `document_bounds` are added to
-            separate documents. None: of a pipeline, whose stages find them in the positions.
+            separate documents, and to a single row, in which transformers would look for documents. None: of
+            a pipeline, whose stages find them in the positions.
     """
-    bounds: dict[str, Any] = {}
-    if config is not None and "position_ids" in batch and uses_flash_attention(config):
-        bounds = document_bounds(batch["position_ids"])
-    given = {**batch, **bounds}
+    given: dict[str, Any] = dict(batch)
+    if config is not None and uses_flash_attention(config):
+        positions = batch.get("position_ids")
+        if positions is None and len(batch["input_ids"]) == 1:
+            positions = torch.arange(batch["input_ids"].shape[1])[None]
+        if positions is not None:
+            given |= document_bounds(positions)
     is_pinned = device.type == "cuda"  # torch keeps pinned memory until the copies from it have ended
     return {
         name: (each.pin_memory() if is_pinned else each).to(device, non_blocking=is_pinned)

@@ -49,6 +49,8 @@ class FlashKernel:
     ):  # fmt: skip
         """`flash_attn_func`: (rows, tokens, heads, features)."""
         self.calls.append(None)
+        if q.is_meta:
+            return q * k.sum() * v.sum()
         options = {"scale": softmax_scale, "causal": causal, "window": window_size}
         return torch.stack([attention(*row, **options) for row in zip(q, k, v, strict=True)])
 

@@ -110,16 +110,20 @@ def test_positions_alone_would_leak(kernel, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_device_is_not_read(kernel, kind):
-    """On the meta device that is an error, as in transformers' own search for documents."""
+@pytest.mark.parametrize("are_separate", [True, False])
+def test_the_device_is_not_read(kernel, kind, are_separate):
+    """On the meta device that is an error, as in transformers' own search for documents in a single row."""
     model = make(kind, flash_kernel.NAME).to("meta")
-    given = upload(batch(), torch.device("meta"), model.config)
-    with rows_of(given):
-        model(**given).loss.backward()
+    given = {name: each for name, each in batch().items() if are_separate or name != "position_ids"}
+    row = {name: each[:1] for name, each in given.items()}
+    for each in (given, row):
+        uploaded = upload(each, torch.device("meta"), model.config)
+        with rows_of(uploaded):
+            model(**uploaded).loss.backward()
     assert all(each.is_meta for each in gradients(model).values())
-    row = {name: each[:1].to("meta") for name, each in batch().items()}
-    with rows_of(row), pytest.raises(RuntimeError, match="meta"):
-        model(**row)
+    uploaded = upload(row, torch.device("meta"))
+    with rows_of(uploaded), pytest.raises(RuntimeError, match="meta"):
+        model(**uploaded)
 
 
 def test_the_switch_of_deterministic_runs_reaches_the_kernel(kernel, monkeypatch):
@@ -156,6 +160,8 @@ def test_a_batch_gets_bounds_for_flash_attention_only(kernel):
         one_document = {name: batch()[name] for name in ("input_ids", "labels")}
         assert upload(one_document, CPU, config).keys() == one_document.keys()
     assert upload(batch(), CPU).keys() == batch().keys()  # of a pipeline
+    row = {"input_ids": batch()["input_ids"][:1]}
+    assert upload(row, CPU, make("llama", flash_kernel.NAME).config)["cu_seq_lens_q"].tolist() == [0, 18]
 
 
 def test_padding_consists_of_documents_of_one_token():

@@ -110,9 +110,6 @@ def test_flash_attention_is_chosen_in_the_configuration(resolve):
         check_config(resolve(attention(flash_kernel.NAME), "megalowbit.precision=fp32"))
     with pytest.raises(UserError, match="'somebody/flash', code that would be downloaded"):
         check_config(resolve(attention("somebody/flash")))
-    check_config(resolve(attention("flex_attention")))
-    with pytest.raises(UserError, match="'flex_attention' would not do: set it to 'sdpa', 'eager' or one of"):
-        check_config(resolve(attention("flex_attention"), *BEST_FIT))
 
 
 def test_estimates_need_no_kernel_and_have_no_mask(resolve):
