@@ -6,7 +6,7 @@ documents of the same array, with padding. It is cached as an ordinary `.npy` fi
 tokenizer, and does not depend on L. `token_files.build` writes it. A corpus of token ids is read in place.
 
 `DocumentRules` turns samples into batches. Where documents are separate, position ids restart at 0 with each
-of them. transformers finds the documents of a row by that, and lets tokens attend to their own document only.
+of them. Attention finds the documents of a row by that (`hf.model`), and stays in them.
 A document that began in an earlier sample begins with position 0 here.
 
 `BestFitDataset` cuts no document that fits into a sample (`order.best_fit`), and pads samples with further

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 # the values that torch accepts as deterministic; the first is the faster one
 CUBLAS_VARIABLE, DETERMINISTIC_CUBLAS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+FLASH_VARIABLE = (
+    "FLASH_ATTENTION_DETERMINISTIC"  # transformers reads it; the kernels know no setting of torch
+)
 NOT_DETERMINISTIC = r"(.+?) does not have a deterministic implementation"
 
 
@@ -108,6 +111,7 @@ def compute_deterministically() -> None:
             f"{CUBLAS_VARIABLE}={shown(value)} is not deterministic: use one of "
             f"{', '.join(DETERMINISTIC_CUBLAS)}, or unset it"
         )
+    os.environ[FLASH_VARIABLE] = "1"
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 CONFIG_FILE = "config.json"
 # Written by other versions of transformers, without effect on the weights of the supported families.
 IDLE_FIELDS = ("torch_dtype", "n_ctx", "task_specific_params", "gradient_checkpointing", "auto_map")
+# How a model is computed, not what it is: transformers reads it and never writes it.
+ATTENTION = "attn_implementation"
 # Fields of a stored model that describe more than its architecture, and why such a model is rejected.
 REFUSED_FIELDS = {
     "quantization_config": "its weights are quantised already: save the model unquantised",
@@ -46,7 +48,8 @@ def config_from_dict(
         raise UserError(f'{where} has no "model_type": add {names}')
     model_family = family(raw["model_type"])
     config_class = model_family.load_config_class()
-    known = sorted({*config_class().to_dict(), *config_class.attribute_map, *model_family.further_fields})
+    fields_of_class = {*config_class().to_dict(), *config_class.attribute_map}
+    known = sorted({*fields_of_class, *model_family.further_fields, ATTENTION})
     for name in raw if is_strict else ():
         if name not in known and name not in IDLE_FIELDS:
             raise UserError(f"{where}: {unknown_name('field', name, known)}")

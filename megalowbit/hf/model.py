@@ -54,6 +54,8 @@ def random_model(
     try:
         with _seeded(seed), torch.device(device):
             return model_class._from_config(config, dtype=torch.float32)
+    except ImportError as error:
+        raise _unavailable(config, error) from error
     except (ValueError, KeyError, TypeError, RuntimeError, MemoryError) as error:
         reason = f"{type(error).__name__}: {_first_line(error)}"
         raise UserError(
@@ -90,6 +92,8 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
             )
     except UserError:
         raise
+    except ImportError as error:
+        raise _unavailable(config, error) from error
     except Exception as error:  # a damaged pickle can raise anything
         reason = _first_line(error) or type(error).__name__
         raise UserError(f"the weights in {folder} cannot be loaded ({reason}): replace the folder") from error
@@ -215,6 +219,14 @@ def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype | str
             )
 
 
+def _unavailable(config: PretrainedConfig, error: ImportError) -> UserError:
+    """The error for attention whose package this machine lacks."""
+    return UserError(
+        f"attn_implementation {config._attn_implementation!r} is not available here ({_first_line(error)}): "
+        'install its package, or set megalowbit.model.overrides to {"attn_implementation": "sdpa"}'
+    )
+
+
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
 
@@ -279,12 +291,13 @@ def rows_of(batch: Mapping[str, Any]) -> AbstractContextManager[None]:
     by one, and tokens attend to their own document only.
 
     transformers finds the same in the positions, but reads the device for that in each forward, so the host
-    would wait for all earlier micro-batches.
+    would wait for all earlier micro-batches. Flash attention needs no mask, but `document_bounds`.
 
     Raises:
         UserError: transformers has no function that finds documents by their positions.
     """
-    return _finding(_documents if "position_ids" in batch else None)
+    needs_mask = "position_ids" in batch and "cu_seq_lens_q" not in batch
+    return _finding(_documents if needs_mask else None)
 
 
 @contextmanager
@@ -311,6 +324,64 @@ def _finding(find: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[No
 
 def _documents(position_ids: torch.Tensor) -> torch.Tensor:
     """The number of each token's document in its row, (batch, tokens)."""
-    starts = torch.zeros_like(position_ids)
+    return _starts(position_ids).cumsum(1)
+
+
+def _starts(position_ids: torch.Tensor) -> torch.Tensor:
+    """1 where a document begins, else 0; (batch, tokens)."""
+    starts = torch.ones_like(position_ids)
     starts[:, 1:] = position_ids.diff(dim=1) != 1
-    return starts.cumsum(1)
+    return starts
+
+
+def uses_flash_attention(config: PretrainedConfig) -> bool:
+    """Whether the model's attention is one of flash attention's, which transformers tells by the name."""
+    return "flash" in (config._attn_implementation or "")
+
+
+def document_bounds(position_ids: torch.Tensor) -> dict[str, Any]:
+    """Arguments of a forward with flash attention that keep the documents of all rows apart.
+
+    They are transformers' `FlashAttentionKwargs`. Attention takes the tokens of all rows as one sequence, in
+    which these are the documents, and its output has the rows again. transformers finds documents by their
+    positions only in a batch of one row, and reads the device for that in each block.
+
+    Args:
+        position_ids: (batch, tokens). If they are on a GPU, the host waits for it.
+
+    Returns:
+        For queries and keys: where documents begin and the last one ends, int32 (documents + 1,); and the
+        length of the longest document.
+    """
+    starts = _starts(position_ids).flatten().nonzero().flatten()
+    bounds = torch.nn.functional.pad(starts, (0, 1), value=position_ids.numel()).int()
+    longest = int(bounds.diff().max())
+    return {f"cu_seq_lens_{of}": bounds for of in "qk"} | {f"max_length_{of}": longest for of in "qk"}
+
+
+def upload(
+    batch: Mapping[str, torch.Tensor], device: torch.device, config: PretrainedConfig | None = None
+) -> dict[str, Any]:
+    """The batch on a device; the host does not wait for a copy to a GPU, which starts from pinned memory.
+
+    Args:
+        batch: on the CPU.
+        device: of the result.
+        config: of a model whose forward gets the batch: with flash attention, `document_bounds` are added to
+            separate documents, and to a single row, in which transformers would look for documents. None: of
+            a pipeline, whose stages find them in the positions.
+    """
+    given: dict[str, Any] = dict(batch)
+    if config is not None and uses_flash_attention(config):
+        positions = batch.get("position_ids")
+        if positions is None and len(batch["input_ids"]) == 1:
+            positions = torch.arange(batch["input_ids"].shape[1])[None]
+        if positions is not None:
+            given |= document_bounds(positions)
+    is_pinned = device.type == "cuda"  # torch keeps pinned memory until the copies from it have ended
+    return {
+        name: (each.pin_memory() if is_pinned else each).to(device, non_blocking=is_pinned)
+        if isinstance(each, torch.Tensor)
+        else each
+        for name, each in given.items()
+    }

@@ -28,7 +28,8 @@ class ModelSettings(SettingsModel):
     )
     overrides: dict[str, Any] = Field(
         default_factory=dict,
-        description='fields of the Hugging Face configuration to change, such as `{"resid_pdrop": 0.0}`',
+        description='fields of the Hugging Face configuration to change, such as `{"resid_pdrop": 0.0}` or '
+        '`{"attn_implementation": "flash_attention_2"}`',
     )
     pad_vocab_to_multiple_of: int | None = Field(
         default=None,

@@ -42,7 +42,7 @@ def sum_of_model_losses(run: Callable[..., Any], model: Any, batch: Mapping[str,
         run: the model, or an engine around it.
         model: a causal language model of transformers, in evaluation mode.
         batch: `input_ids` (batch, tokens); `labels` of that shape, the target of each position; perhaps
-            `position_ids`, see `rows_of`.
+            `position_ids`, see `rows_of`, and `document_bounds`.
 
     Returns:
         0-dim, float64.

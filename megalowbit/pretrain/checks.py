@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megalowbit.data.settings import DataSettings
 from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems, UserError
 from megalowbit.hf.checkpoint import read_config
+from megalowbit.hf.model import uses_flash_attention
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.recipe import Recipe
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _DESCRIBED = {"c": "C kernel", "triton": "Triton kernels", "torch": "plain torch (slow)"}
 WITH_MASKS = ("sdpa", "eager")  # attention of transformers that takes a mask for each row
+HALF = ("fp16", "bf16")  # precisions of flash attention
 _UNAVAILABLE = {"fp8": fp8_product.why_unavailable, "fp4": native_fp4.why_unavailable}
 
 
@@ -68,22 +71,28 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
     if has_model:
         with problems.collect():
             model = read_config(settings.model)
-            if settings.data.separates_documents:
-                check_attention(model, settings.data.packing)
+            check_attention(model, settings.data, config.parts.settings.precision)
     problems.raise_any()
 
 
-def check_attention(model: PretrainedConfig, packing: str) -> None:
-    """Reject attention that would not stop at the ends of documents, which positions alone do not do.
+def check_attention(model: PretrainedConfig, data: DataSettings, precision: str) -> None:
+    """Reject attention that cannot compute, or would look across documents that are to be separate.
 
     Raises:
         UserError: names the implementation and the remedy.
     """
     chosen = model._attn_implementation
-    if chosen not in (None, *WITH_MASKS):
+    if uses_flash_attention(model):
+        if precision not in HALF:
+            raise UserError(
+                f"the model's attn_implementation {chosen!r} computes in {' or '.join(HALF)} only, and "
+                f"{BLOCK}.precision is {precision!r}: change one of them"
+            )
+    elif data.separates_documents and chosen not in (None, *WITH_MASKS):
         raise UserError(
-            f"{BLOCK}.data.packing {packing!r} keeps documents apart by a mask, which the model's "
-            f"attn_implementation {chosen!r} does not take: set it to {' or '.join(map(repr, WITH_MASKS))}"
+            f"{BLOCK}.data.packing {data.packing!r} keeps documents apart, which the model's "
+            f"attn_implementation {chosen!r} would not do: set it to {', '.join(map(repr, WITH_MASKS))} or "
+            "one of flash attention's"
         )
 
 

@@ -25,7 +25,7 @@ from megalowbit.distributed import collectives, process_group
 from megalowbit.engine.overflow_retry import retry_engine_step
 from megalowbit.engine.pipeline.batch_reader import loss_of_step, losses_of_rows, losses_over
 from megalowbit.hf import token_losses
-from megalowbit.hf.model import rows_of
+from megalowbit.hf.model import rows_of, upload
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.pretrain.components.source_losses import IGNORED_LABEL, SOURCES
 from megalowbit.pretrain.job import Job
@@ -91,7 +91,8 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     if job.config.settings.data.num_labels_varies:
         batches = list(batches)
         num_labels = labels_per_batch(batches, job.engine.device)
-    made = run(job, (upload(batch, job.engine.device) for batch in batches), num_labels)
+    config = None if job.is_pipeline else job.engine.module.config
+    made = run(job, (upload(batch, job.engine.device, config) for batch in batches), num_labels)
     job.weights_have_changed()
     return made
 
@@ -204,11 +205,3 @@ def _pending_facts(job: Job, loss: torch.Tensor | None) -> PendingFacts:
         is_stop_asked=pending_stop_signal() is not None,
         sums=None if job.source_losses is None else job.source_losses.sums,
     )
-
-
-def upload(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The batch on a device; the host does not wait for a copy to a GPU, which starts from pinned memory."""
-    if device.type != "cuda":
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    # torch keeps pinned memory until the copies from it have ended
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -2,6 +2,8 @@
 
 import sys
 
+import flash_kernel
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
@@ -289,10 +291,18 @@ def packed_batch(micro_batch):
     return {**batch(0, micro_batch), "position_ids": positions}
 
 
-def packed(kind):
+def packed(kind, attention="sdpa"):
     engine = start(kind)
+    engine.module.config._attn_implementation = attention
     loss = engine.train_batch(packed_batch(each) for each in range(MICRO_BATCHES)).item()
     return [loss, engine.get_global_grad_norm()]
+
+
+def packed_by_flash_attention(kind):
+    """The same with documents found in the positions, and the documents of each call of the kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        kernel = flash_kernel.install(patch)
+        return [*packed(kind, flash_kernel.NAME), kernel.calls]
 
 
 def reading():
@@ -406,6 +416,7 @@ def two(folder):
         "resume": resume(folder),
         "refusals": refusals(),
         "packed": {kind: packed(kind) for kind in ("gpt2", "llama")},
+        "packed by flash attention": packed_by_flash_attention("llama"),
         "reading": reading(),
         "plain_after_stages": plain_after_stages(),
     }

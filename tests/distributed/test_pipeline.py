@@ -342,6 +342,14 @@ def test_packed_documents_are_kept_apart_in_all_stages(seen, program, kind):
         assert rank["packed"][kind] == pytest.approx([total, norm], rel=2e-6)
 
 
+def test_stages_give_flash_attention_the_bounds_of_documents(seen):
+    for rank in seen:
+        *found, calls = rank["packed by flash attention"]
+        assert found == pytest.approx(rank["packed"]["llama"], rel=2e-6)
+        assert calls
+        assert all(bounds == [0, 5, 12, 17, 24] for bounds in calls)
+
+
 @pytest.mark.parametrize(
     ("case", "parts"),
     [

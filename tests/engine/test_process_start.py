@@ -96,7 +96,8 @@ def test_deterministic_algorithms_are_set_up_and_operations_without_one_are_name
         "from megalowbit.errors import UserError\n"
         "process_start.compute_deterministically()\n"
         "print(os.environ['CUBLAS_WORKSPACE_CONFIG'], torch.are_deterministic_algorithms_enabled(),\n"
-        "      torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark)\n"
+        "      torch.is_deterministic_algorithms_warn_only_enabled(), torch.backends.cudnn.benchmark,\n"
+        "      os.environ['FLASH_ATTENTION_DETERMINISTIC'])\n"
         "try:\n"
         "    with process_start.naming_nondeterministic_operations():\n"
         "        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))\n"
@@ -108,7 +109,7 @@ def test_deterministic_algorithms_are_set_up_and_operations_without_one_are_name
     environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     done = run(tmp_path, code, environ)
     flags, operation, workspace = done.stdout.splitlines()
-    assert flags == ":4096:8 True False False"
+    assert flags == ":4096:8 True False False 1"
     assert operation.startswith("run.deterministic: put_ has no deterministic algorithm on this device")
     assert workspace.startswith(
         "CUBLAS_WORKSPACE_CONFIG=':0:0' is not deterministic: use one of :4096:8, :16:8"

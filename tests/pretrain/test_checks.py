@@ -129,8 +129,8 @@ def test_attention_without_a_mask_does_not_keep_documents_apart(config, tmp_path
     read = json.loads((tmp_path / "model.json").read_text())
     folder = tmp_path / "weights"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**read, "attn_implementation": "flash_attention_2"}))
+    (folder / "config.json").write_text(json.dumps({**read, "attn_implementation": "flex_attention"}))
     weights = [f"megalowbit.model={json.dumps({'checkpoint': str(folder)})}"]
     load_checked_config(config, weights, world_size=1)
-    with pytest.raises(UserError, match="'flash_attention_2' does not take: set it to 'sdpa' or"):
+    with pytest.raises(UserError, match="'flex_attention' would not do: set it to 'sdpa', 'eager' or one of"):
         load_checked_config(config, [*weights, "megalowbit.data.packing=documents"], world_size=1)

@@ -43,6 +43,11 @@ def test_nothing_changed_is_no_change():
         (("train_batch_size",), 16, "train_batch_size: 8 → 16"),
         (("megalowbit", "telemetry", "log_every"), 1, "megalowbit.telemetry.log_every: 10 → 1"),
         (("megalowbit", "run", "deterministic"), True, "megalowbit.run.deterministic: False → True"),
+        (
+            ("megalowbit", "model"),
+            {"overrides": {"attn_implementation": "eager"}},
+            "megalowbit.model.overrides.attn_implementation: None → eager",
+        ),
     ],
 )
 def test_length_frequency_and_number_of_processes_may_change_and_are_named(path, value, line):

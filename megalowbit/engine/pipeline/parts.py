@@ -20,6 +20,7 @@ from megalowbit.errors import UserError
 from megalowbit.families.base import FULL, SLIDING, Family
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import num_tokens
+from megalowbit.hf.model import document_bounds, uses_flash_attention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -122,6 +123,15 @@ class BlockInputs:
             options["position_embeddings"] = self.rotary(hidden, position_ids=position_ids)
         return options
 
+    def document_options(self, hidden: Tensor, position_ids: Tensor) -> BlockOptions:
+        """More arguments of the blocks, if flash attention, which takes no mask, keeps documents apart.
+
+        The host waits for the device: middle stages get positions from there only.
+        """
+        if not uses_flash_attention(self._config):
+            return {}
+        return document_bounds(position_ids.expand(hidden.shape[:2]))
+
 
 def parts_of(model: PreTrainedModel) -> list[Embedding | Block | Head]:
     """The parts of a model in the order of its forward; they share its modules.
@@ -182,6 +192,8 @@ def run_parts(
     if blocks:
         kinds = [block.attention for block in blocks]
         options = block_inputs.options(values, mask, position_ids, kinds)
+        if mask is None and len(extras) > 1:
+            options |= block_inputs.document_options(values, position_ids)
         values = (run or run_blocks)(blocks, values, options)
     if isinstance(parts[-1], Head):
         logits: Tensor = parts[-1](values)

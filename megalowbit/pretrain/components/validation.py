@@ -287,10 +287,13 @@ def _sums(engine: Any, batches: Sequence[Batch]) -> torch.Tensor:
     import torch
 
     from megalowbit.engine.pipeline.batch_reader import sums_of_losses
+    from megalowbit.hf.model import upload
     from megalowbit.hf.token_losses import sum_of_model_losses
 
-    placed = [{name: each.to(engine.device) for name, each in batch.items()} for batch in batches]
-    if engine.process_grid.pipeline_size > 1:
+    is_pipeline = engine.process_grid.pipeline_size > 1
+    config = None if is_pipeline else engine.module.config
+    placed = [upload(batch, engine.device, config) for batch in batches]
+    if is_pipeline:
         return sums_of_losses(engine, placed)
     return torch.stack([sum_of_model_losses(engine, engine.module, batch) for batch in placed])
 

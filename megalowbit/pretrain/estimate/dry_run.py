@@ -21,6 +21,9 @@ from megalowbit.data.validation import describe_validation
 from megalowbit.families.config_checks import check_fits
 from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.checkpoint import build_model, read_config
+from megalowbit.hf.config_file import ATTENTION
+from megalowbit.hf.model import uses_flash_attention
+from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.precision_switch import switched
@@ -72,7 +75,7 @@ def describe(config: PretrainConfig) -> str:
 def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     settings = config.settings
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
-        model = build_model(settings.model, seed=settings.run.seed)
+        model = build_model(without_flash_attention(settings.model), seed=settings.run.seed)
         report = convert(model, recipe)
         check_all_projections_seen(model.config, report)
         layers = bit_layers(model).values()
@@ -144,9 +147,9 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
     """Memory of one process whose layers have this recipe; with speculation, an upper bound."""
     settings, engine, deepspeed = config.settings, config.parts.settings, config.parts.deepspeed
     optimizer = deepspeed["optimizer"]
-    speculation = settings.of(SpeculationSettings)
+    speculation, model = settings.of(SpeculationSettings), read_config(settings.model)
     return estimate_memory(
-        settings.model,
+        without_flash_attention(settings.model),
         recipe,
         largest=None if speculation is None else largest_recipes(speculation, recipe),
         precision=engine.precision,
@@ -159,9 +162,20 @@ def estimate_run(config: PretrainConfig, recipe: Recipe) -> MemoryEstimate:
         sharing=ZeroSharing.from_config(deepspeed, config.grid.data_size),
         layout=ModelLayout.from_config(deepspeed, config.grid),
         checkpointing=engine.activation_checkpointing,
-        chunks_loss=config.chunks_loss(read_config(settings.model).vocab_size),
-        has_documents=settings.data.separates_documents,
+        chunks_loss=config.chunks_loss(model.vocab_size),
+        has_documents=settings.data.separates_documents and not uses_flash_attention(model),
     )
+
+
+def without_flash_attention(settings: ModelSettings) -> ModelSettings:
+    """The same model without flash attention, which needs a GPU.
+
+    Without a mask, `sdpa` keeps the same tensors for backward: its inputs, its output and a number for each
+    row of scores.
+    """
+    if not uses_flash_attention(read_config(settings)):
+        return settings
+    return settings.model_copy(update={"overrides": {**settings.overrides, ATTENTION: "sdpa"}})
 
 
 def split_ranks(layers: Collection[BitLinear]) -> list[str]:
