@@ -34,7 +34,7 @@ from megalowbit.data.tokenize import Tokenizer, build_tokenizer
 from megalowbit.data.validation import ValidationText, open_validation
 from megalowbit.errors import UserError
 
-AHEAD = 1024  # positions
+POSITIONS_AT_ONCE = 1024  # whose samples are computed
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two sources; any odd number would do
 
 
@@ -346,8 +346,8 @@ class _OrderedSamples:
     """Samples by position in the order of a data set, epoch after epoch.
 
     When samples are taken, the system is asked to read those that come next from disk: as far behind them as
-    they came behind the last ones. The indices of `AHEAD` positions are computed at once: a few cost as much
-    as many.
+    they came behind the last ones. The indices of `POSITIONS_AT_ONCE` positions are computed at
+    once: a few cost as much as many.
     """
 
     def __init__(self, dataset: Samples, seed: int) -> None:
@@ -365,7 +365,8 @@ class _OrderedSamples:
     def _indices_of(self, first: int, count: int) -> NDArray[np.int64]:
         if not self._first <= first <= first + count <= self._first + len(self._indices):
             num_samples = self._dataset.num_samples
-            epochs, positions = np.divmod(np.arange(first, first + max(count, AHEAD)), num_samples)
+            computed = np.arange(first, first + max(count, POSITIONS_AT_ONCE))
+            epochs, positions = np.divmod(computed, num_samples)
             self._first = first
             self._indices = sample_index(self._seed, epochs, positions, num_samples)
         start = first - self._first
@@ -433,8 +434,8 @@ def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, 
     validation = open_validation(settings, tokenizer)
     if validation is not None:
         check_held_out(settings, [corpus for corpus, _ in corpora.values()])
-    for each in packed.values():
-        if validation is not None and validation.source == each.source:  # under another name
+    for each in packed.values():  # perhaps under another name
+        if validation is not None and validation.tokens_fingerprint == each.tokens_fingerprint:
             raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
     if settings.sources is None:
         return packed[""], tokenizer, validation

@@ -36,10 +36,10 @@ from megalowbit.data.settings import DataSettings
 from megalowbit.data.token_files.build import write_tokens
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
+from megalowbit.labels import IGNORED_LABEL
 
 PACKING_FORMAT = 1  # increment when the layout changes, so that old files are not read
 BEST_FIT_FORMAT = "best fit 1"
-IGNORED = -100  # label of a position that nothing predicts; torch's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,9 @@ class DocumentRules:
         if self.end is not None and (self.masks_first or self.have_padding):
             follows_end = input_ids[:, :-1].eq(self.end)
             is_padding = follows_end & input_ids[:, 1:].eq(self.end)
-            batch["labels"][:, 1:].masked_fill_(follows_end if self.masks_first else is_padding, IGNORED)
+            batch["labels"][:, 1:].masked_fill_(
+                follows_end if self.masks_first else is_padding, IGNORED_LABEL
+            )
         return batch | self.positions(input_ids)
 
     def positions(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -99,7 +101,7 @@ class Samples(ABC):
         tokens: of the corpus.
         num_tokens: their number.
         num_samples: number of samples.
-        source: identifies tokens and sequence length.
+        tokens_fingerprint: identifies tokens and sequence length, however documents become samples.
         fingerprint: identifies tokens and samples.
         padding_share: how much of the samples is padding.
         check: called with tokens and the index of the first one; raises if they are not valid. None if all
@@ -111,7 +113,7 @@ class Samples(ABC):
     tokens: NDArray[Any]
     num_tokens: int
     num_samples: int
-    source: str
+    tokens_fingerprint: str
     fingerprint: str
     padding_share: float = 0.0
     check: Callable[[NDArray[Any], int], None] | None
@@ -172,8 +174,8 @@ class PackedDataset(Samples):
         self.tokens = tokens
         self.num_tokens = len(tokens)
         self.num_samples = self.num_tokens // sequence_length
-        self.source = hashlib.sha256(f"{fingerprint} by {sequence_length}".encode()).hexdigest()[:32]
-        self.fingerprint = self.source
+        digest = hashlib.sha256(f"{fingerprint} by {sequence_length}".encode())
+        self.tokens_fingerprint = self.fingerprint = digest.hexdigest()[:32]
         if not self.num_samples:
             raise UserError(
                 f"corpus {name} has {self.num_tokens} tokens, fewer than one sequence of {sequence_length}: "
@@ -210,7 +212,7 @@ class BestFitDataset(Samples):
         self.name, self.sequence_length, self.check = packed.name, packed.sequence_length, packed.check
         self.tokens, self.num_tokens = packed.tokens, packed.num_tokens
         self.num_samples = len(plan.bounds) - 1
-        self.source, self.fingerprint = packed.source, best_fit_key(packed)
+        self.tokens_fingerprint, self.fingerprint = packed.tokens_fingerprint, best_fit_key(packed)
         self._plan, self._end = plan, end
         if not self.num_samples:
             raise UserError(

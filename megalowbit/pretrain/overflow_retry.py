@@ -23,11 +23,12 @@ import torch
 
 from megalowbit.distributed import collectives, process_group
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.engine.pipeline.batch_reader import loss_of_step, losses_of_rows, losses_over
-from megalowbit.hf import token_losses
-from megalowbit.hf.model import rows_of
+from megalowbit.engine.pipeline.batch_reader import loss_of_step, loss_per_label, losses_of_rows
+from megalowbit.hf.losses import token_losses
+from megalowbit.hf.separate_documents import rows_of
+from megalowbit.labels import count_labels
 from megalowbit.optim.gradients.report import StepReport
-from megalowbit.pretrain.components.source_losses import IGNORED_LABEL, SOURCES
+from megalowbit.pretrain.components.source_losses import SOURCES
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.pretrain.stopping.signals import pending_stop_signal
@@ -90,16 +91,15 @@ def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
     num_labels = None
     if job.config.settings.data.num_labels_varies:
         batches = list(batches)
-        num_labels = labels_per_batch(batches, job.engine.device)
+        num_labels = mean_num_labels(batches, job.engine.device)
     made = run(job, (upload(batch, job.engine.device) for batch in batches), num_labels)
     job.weights_have_changed()
     return made
 
 
-def labels_per_batch(batches: Sequence[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+def mean_num_labels(batches: Sequence[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
     """The mean number of labels in a micro-batch, over the step and all ranks; 0-dim fp32 on the device."""
-    counts = [(batch["labels"][:, 1:] != IGNORED_LABEL).sum() for batch in batches]
-    total = torch.stack(counts).sum().double()
+    total = torch.stack([count_labels(batch["labels"]).sum() for batch in batches]).sum().double()
     if process_group.world_size() > 1:
         total = total.to(process_group.exchange_device(None, device))
         collectives.all_reduce(total)
@@ -161,7 +161,7 @@ def _pipeline_attempt(
         stack.enter_context(job.phase("pipeline"))
         stack.enter_context(rows_of(micro_batches[0]))
         if num_labels is not None:
-            stack.enter_context(losses_over(job.engine, num_labels))
+            stack.enter_context(loss_per_label(job.engine, num_labels))
         if losses is not None:
             rows = stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))

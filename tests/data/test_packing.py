@@ -171,7 +171,9 @@ def test_best_fit_samples_hold_whole_documents_and_padding(tmp_path):
     assert sorted(found) == sorted(["abcdefgh", "klmno\0p", "stuvw", "xyz\0ij", "qr"])
     assert dataset[0].tolist() == rows[0]
     assert dataset.padding_share == pytest.approx(1 - packed.num_tokens / 40)
-    assert dataset.source == packed.source == packed.fingerprint != dataset.fingerprint
+    assert (
+        dataset.tokens_fingerprint == packed.tokens_fingerprint == packed.fingerprint != dataset.fingerprint
+    )
     again = best_fit(packed, ByteTokenizer(), tmp_path)  # from the cache
     assert again.batch(np.array([3, 1])).tolist() == [rows[3], rows[1]]
 

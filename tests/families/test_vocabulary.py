@@ -13,10 +13,10 @@ from megalowbit.errors import UserError
 from megalowbit.families.config_checks import check_fits
 from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, read_config
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.token_losses import sum_of_model_losses
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.hf.token_losses import sum_of_model_losses
 from megalowbit.hf.training_checkpoint import write_start_checkpoint
 
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 50

@@ -287,7 +287,7 @@ def _sums(engine: Any, batches: Sequence[Batch]) -> torch.Tensor:
     import torch
 
     from megalowbit.engine.pipeline.batch_reader import sums_of_losses
-    from megalowbit.hf.token_losses import sum_of_model_losses
+    from megalowbit.hf.losses.token_losses import sum_of_model_losses
 
     placed = [{name: each.to(engine.device) for name, each in batch.items()} for batch in batches]
     if engine.process_grid.pipeline_size > 1:
