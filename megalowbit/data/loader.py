@@ -163,7 +163,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         """The batch of this rank at `position`."""
         (samples,) = self._ordered
         first = self.position + self.rank * self.micro_batch_size
-        return self.rules.batch(samples.take(first, self.micro_batch_size))
+        return self.rules.batch(*samples.take(first, self.micro_batch_size))
 
     def plan(self, *, step: int, steps: int, samples_per_step: int) -> None:
         """Plan the shares of sources for the rest of a run; a single corpus needs no plan. Not collective.
@@ -297,13 +297,18 @@ class BlendedLoader(ShardedLoader):
         before = np.bincount(chosen[:start], minlength=len(self.names)) + self._counts
         own = chosen[start : start + self.micro_batch_size]
         input_ids = torch.empty((len(own), self.dataset.sequence_length), dtype=torch.int64)
+        num_unpadded: torch.Tensor | None = None
         for place in np.unique(own).tolist():
-            rows = np.flatnonzero(own == place)
-            samples = self._ordered[place].take(int(before[place]), len(rows))
-            input_ids[torch.from_numpy(rows)] = samples
+            rows = torch.from_numpy(np.flatnonzero(own == place))
+            input_ids[rows], found = self._ordered[place].take(int(before[place]), len(rows))
+            if found is not None:  # of one source, then of all: they are packed in the same way
+                num_unpadded = (
+                    torch.empty(len(own), dtype=torch.int64) if num_unpadded is None else num_unpadded
+                )
+                num_unpadded[rows] = found
         total = np.bincount(chosen, minlength=len(self.names)) + self._counts
         self._counts = total.tolist()
-        return {**self.rules.batch(input_ids), "sources": torch.from_numpy(own.copy())}
+        return {**self.rules.batch(input_ids, num_unpadded), "sources": torch.from_numpy(own.copy())}
 
     def state_dict(self) -> dict[str, Any]:
         """As for one corpus, with the plan of the blend and the samples that each source has given."""
@@ -355,12 +360,12 @@ class _OrderedSamples:
         self._first, self._indices = 0, np.empty(0, np.int64)
         self._last = 0  # first position of the samples that were taken last
 
-    def take(self, first: int, count: int) -> torch.Tensor:
-        """The samples at the positions first … first+count-1."""
+    def take(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The samples at the positions first … first+count-1, and how many tokens of each are no padding."""
         indices = self._indices_of(first, count)
         distance, self._last = max(first - self._last, count), first
         self._dataset.read_ahead(self._indices_of(first + distance, count))
-        return self._dataset.batch(indices)
+        return self._dataset.batch(indices), self._dataset.num_unpadded(indices)
 
     def _indices_of(self, first: int, count: int) -> NDArray[np.int64]:
         if not self._first <= first <= first + count <= self._first + len(self._indices):
