@@ -302,9 +302,8 @@ class BlendedLoader(ShardedLoader):
             rows = torch.from_numpy(np.flatnonzero(own == place))
             input_ids[rows], found = self._ordered[place].take(int(before[place]), len(rows))
             if found is not None:  # of one source, then of all: they are packed in the same way
-                num_unpadded = (
-                    torch.empty(len(own), dtype=torch.int64) if num_unpadded is None else num_unpadded
-                )
+                if num_unpadded is None:
+                    num_unpadded = torch.empty(len(own), dtype=torch.int64)
                 num_unpadded[rows] = found
         total = np.bincount(chosen, minlength=len(self.names)) + self._counts
         self._counts = total.tolist()

@@ -171,7 +171,7 @@ def _text_only(
 
 def _tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
     if settings.tokenizer == BPE_TOKENIZER and any(folder.glob("tokenizer*")):
-        return FolderTokenizer(folder)
+        return FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)
     return build_tokenizer(settings)
 
 
