@@ -211,7 +211,7 @@ class FolderTokenizer(Tokenizer):
         arrays = [np.asarray(ids, dtype=self.dtype) for ids in encoded["input_ids"]]
         if not self._parses and any((ids == self.eos_token_id).any() for ids in arrays):
             raise UserError(
-                f"tokenizer {self.name} finds its end-of-document token {self._tokenizer.eos_token!r} in "
+                f"tokenizer {self.name} makes its end-of-document token {self._tokenizer.eos_token!r} of "
                 "text that spells it, as Unigram and WordLevel tokenizers do: remove it from the text, or set "
                 "data.parse_special_tokens, which ends a document there"
             )

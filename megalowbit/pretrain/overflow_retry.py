@@ -34,6 +34,7 @@ from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.pretrain.stopping.signals import pending_stop_signal
 from megalowbit.telemetry.step_facts import PendingFacts
 
+Batch = dict[str, torch.Tensor]
 Attempt = tuple[PendingFacts, Sequence[float]]  # the facts of a step, and their numbers on the host
 
 
@@ -57,15 +58,19 @@ class TakenStep:
 def take_step(job: Job) -> TakenStep:
     """Forward, backward and optimizer step over the next micro-batches; every rank must call it."""
     max_retries = job.config.settings.run.overflow_retries
-    batches = (_next_batch(job) for _ in range(job.accumulation_steps))
+    batches: Iterable[Batch] = (_next_batch(job) for _ in range(job.accumulation_steps))
+    num_labels = None
+    if job.config.settings.data.num_labels_varies:
+        batches = list(batches)
+        num_labels = mean_num_labels(batches, job.engine.device)
     if not max_retries:
-        facts, numbers = _attempt(job, batches)
+        facts, numbers = _attempt(job, batches, num_labels)
         return TakenStep(facts=facts, numbers=numbers)
     kept = list(batches)
     reports: list[StepReport] = []
 
     def attempt() -> Attempt:
-        made = _attempt(job, kept)
+        made = _attempt(job, kept, num_labels)
         reports.append(job.engine.optimizer.report)
         return made
 
@@ -78,26 +83,25 @@ def take_step(job: Job) -> TakenStep:
     return TakenStep(facts=facts, numbers=numbers, retries=retries, overflows=overflows)
 
 
-def _next_batch(job: Job) -> dict[str, torch.Tensor]:
+def _next_batch(job: Job) -> Batch:
     with job.phase("data"):
-        return next(job.loader)
+        batch = next(job.loader)
+        for component in job.components:
+            component.read_batch(batch)
+    return batch
 
 
-def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+def _attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tensor | None) -> Attempt:
     """Make one attempt; returns the step's facts and their numbers."""
     for component in job.components:
         component.begin_attempt()
     run = _pipeline_attempt if job.is_pipeline else _engine_attempt
-    num_labels = None
-    if job.config.settings.data.num_labels_varies:
-        batches = list(batches)
-        num_labels = mean_num_labels(batches, job.engine.device)
     made = run(job, (upload(batch, job.engine.device) for batch in batches), num_labels)
     job.weights_have_changed()
     return made
 
 
-def mean_num_labels(batches: Sequence[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+def mean_num_labels(batches: Sequence[Batch], device: torch.device) -> torch.Tensor:
     """The mean number of labels in a micro-batch, over the step and all ranks; 0-dim fp32 on the device."""
     total = torch.stack([count_labels(batch["labels"]).sum() for batch in batches]).sum().double()
     if process_group.world_size() > 1:
@@ -107,9 +111,7 @@ def mean_num_labels(batches: Sequence[dict[str, torch.Tensor]], device: torch.de
     return (total / len(batches) / process_group.world_size()).to(device, torch.float32)
 
 
-def _engine_attempt(
-    job: Job, batches: Iterable[dict[str, torch.Tensor]], num_labels: torch.Tensor | None
-) -> Attempt:
+def _engine_attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tensor | None) -> Attempt:
     """Forward, backward and step for each micro-batch."""
     engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -126,7 +128,7 @@ def _engine_attempt(
     return facts, engine.optimizer.report.also_read
 
 
-def _forward(job: Job, batch: dict[str, torch.Tensor], num_labels: torch.Tensor | None) -> torch.Tensor:
+def _forward(job: Job, batch: Batch, num_labels: torch.Tensor | None) -> torch.Tensor:
     """The loss of a micro-batch."""
     sources, losses = batch.pop(SOURCES, None), job.source_losses
     options = {} if num_labels is None else {"num_items_in_batch": num_labels}
@@ -141,9 +143,7 @@ def _forward(job: Job, batch: dict[str, torch.Tensor], num_labels: torch.Tensor 
     return loss
 
 
-def _pipeline_attempt(
-    job: Job, batches: Iterable[dict[str, torch.Tensor]], num_labels: torch.Tensor | None
-) -> Attempt:
+def _pipeline_attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tensor | None) -> Attempt:
     """All micro-batches in one call, which ends with the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
@@ -206,7 +206,7 @@ def _pending_facts(job: Job, loss: torch.Tensor | None) -> PendingFacts:
     )
 
 
-def upload(batch: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+def upload(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device; the host does not wait for a copy to a GPU, which starts from pinned memory."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}

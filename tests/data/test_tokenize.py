@@ -160,7 +160,7 @@ def test_a_tokenizer_that_finds_its_end_token_in_text_is_refused(tmp_path):
     words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(tmp_path)
     with pytest.raises(
-        UserError, match=r"finds its end-of-document token '</s>' in text .*parse_special_tok"
+        UserError, match=r"makes its end-of-document token '</s>' of text .*parse_special_tok"
     ):
         FolderTokenizer(tmp_path).encode_batch(["few", "few </s> bits"])
     assert FolderTokenizer(tmp_path).encode_batch(["few bits"])[0].tolist() == [0, 2]
