@@ -212,7 +212,7 @@ class FolderTokenizer(Tokenizer):
         if not self._parses and any((ids == self.eos_token_id).any() for ids in arrays):
             raise UserError(
                 f"tokenizer {self.name} makes its end-of-document token {self._tokenizer.eos_token!r} of "
-                "text that spells it, as Unigram and WordLevel tokenizers do: remove it from the text, or set "
+                "text that spells it, as Unigram and WordLevel tokenizers do: remove it, or set "
                 "data.parse_special_tokens, which ends a document there"
             )
         return arrays

@@ -206,9 +206,14 @@ def _pending_facts(job: Job, loss: torch.Tensor | None) -> PendingFacts:
     )
 
 
+def copies_in_background(device: torch.device) -> bool:
+    """Whether batches are copied to the device from pinned memory, while the host goes on."""
+    return device.type == "cuda"
+
+
 def upload(batch: Batch, device: torch.device) -> Batch:
     """The batch on a device; the host does not wait for a copy to a GPU, which starts from pinned memory."""
-    if device.type != "cuda":
+    if not copies_in_background(device):
         return {name: tensor.to(device) for name, tensor in batch.items()}
     # torch keeps pinned memory until the copies from it have ended
     return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
