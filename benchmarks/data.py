@@ -252,7 +252,7 @@ def share_of_a_step(folder: Path, steps: int) -> None:
     """Print how much of a step of a small GPT-2 is spent in the loader and in losses by source."""
     from megalowbit.distributed.process_group import ProcessIdentity
     from megalowbit.engine.process_start import start_process_group
-    from megalowbit.hf import token_losses
+    from megalowbit.hf.losses import token_losses
     from megalowbit.pretrain import loop
     from megalowbit.pretrain.config import load_config
     from megalowbit.pretrain.job import assemble

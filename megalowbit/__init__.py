@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megalowbit.engine.parameters.split import split_weights
     from megalowbit.engine.pipeline.setup import pipeline_module
     from megalowbit.errors import UserError
-    from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
+    from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
     from megalowbit.hf.trainer_callback import MegalowbitCallback
     from megalowbit.layers.bitlinear import BitLinear
     from megalowbit.layers.conversion.convert import (
@@ -84,7 +84,7 @@ _MODULES = {
     "bit_layers": "layers.conversion.convert",
     "cache_weights": "layers.conversion.convert",
     "check_training": "layers.conversion.other_loops",
-    "chunk_cross_entropy": "hf.chunked_cross_entropy",
+    "chunk_cross_entropy": "hf.losses.chunked_cross_entropy",
     "convert": "layers.conversion.convert",
     "get_megatron_optimizer": "optim.optimizers.megatron",
     "initialize": "engine.initialize",

@@ -16,7 +16,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megalowbit"
 # The ground: importable from anywhere, imports no room.
-GROUND = {"errors", "durable_files", "json_text", "c_library", "values", "cuda_graphs", "derivative_checks"}
+GROUND = {
+    "errors",
+    "durable_files",
+    "json_text",
+    "c_library",
+    "values",
+    "cuda_graphs",
+    "derivative_checks",
+    "labels",
+}
 ALLOWED = {
     "distributed": set(),
     "formats": set(),

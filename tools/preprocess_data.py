@@ -64,6 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
         "--append-eod", action="store_true", help="append the end-of-document id to each document"
     )
     parser.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        help="let text that spells a special token become that token, as Megatron-LM's tool does",
+    )
+    parser.add_argument(
         "--workers",
         type=int,
         metavar="N",
@@ -80,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def tokenizer_of(name: str) -> Tokenizer:
+def tokenizer_of(name: str, *, parse_special_tokens: bool = False) -> Tokenizer:
     """The tokenizer of this name.
 
     Raises:
@@ -91,7 +96,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     folder = Path(name).expanduser()
     if name == "bpe" or not folder.is_dir():
         raise UserError(f'--tokenizer {shown(name)} is neither "byte" nor an existing folder: name one')
-    return FolderTokenizer(folder)
+    return FolderTokenizer(folder, parse_special_tokens=parse_special_tokens)
 
 
 def write_documents(options: argparse.Namespace, key: str, tokenizer: Tokenizer) -> str:
@@ -138,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         ):
             if value is not None and value < least:
                 raise UserError(f"{flag} {value} is not valid: give {least} or more")
-        tokenizer = tokenizer_of(options.tokenizer)
+        tokenizer = tokenizer_of(options.tokenizer, parse_special_tokens=options.parse_special_tokens)
         for key in options.json_keys:
             print(write_documents(options, key, tokenizer))
     except UserError as error:

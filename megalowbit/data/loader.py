@@ -34,7 +34,7 @@ from megalowbit.data.tokenize import Tokenizer, build_tokenizer
 from megalowbit.data.validation import ValidationText, open_validation
 from megalowbit.errors import UserError
 
-AHEAD = 1024  # positions
+POSITIONS_AT_ONCE = 1024  # whose samples are computed
 SEED_STEP = 0x9E3779B97F4A7C15  # between the seeds of two sources; any odd number would do
 
 
@@ -163,7 +163,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         """The batch of this rank at `position`."""
         (samples,) = self._ordered
         first = self.position + self.rank * self.micro_batch_size
-        return self.rules.batch(samples.take(first, self.micro_batch_size))
+        return self.rules.batch(*samples.take(first, self.micro_batch_size))
 
     def plan(self, *, step: int, steps: int, samples_per_step: int) -> None:
         """Plan the shares of sources for the rest of a run; a single corpus needs no plan. Not collective.
@@ -297,13 +297,17 @@ class BlendedLoader(ShardedLoader):
         before = np.bincount(chosen[:start], minlength=len(self.names)) + self._counts
         own = chosen[start : start + self.micro_batch_size]
         input_ids = torch.empty((len(own), self.dataset.sequence_length), dtype=torch.int64)
+        num_unpadded: torch.Tensor | None = None
         for place in np.unique(own).tolist():
-            rows = np.flatnonzero(own == place)
-            samples = self._ordered[place].take(int(before[place]), len(rows))
-            input_ids[torch.from_numpy(rows)] = samples
+            rows = torch.from_numpy(np.flatnonzero(own == place))
+            input_ids[rows], found = self._ordered[place].take(int(before[place]), len(rows))
+            if found is not None:  # of one source, then of all: they are packed in the same way
+                if num_unpadded is None:
+                    num_unpadded = torch.empty(len(own), dtype=torch.int64)
+                num_unpadded[rows] = found
         total = np.bincount(chosen, minlength=len(self.names)) + self._counts
         self._counts = total.tolist()
-        return {**self.rules.batch(input_ids), "sources": torch.from_numpy(own.copy())}
+        return {**self.rules.batch(input_ids, num_unpadded), "sources": torch.from_numpy(own.copy())}
 
     def state_dict(self) -> dict[str, Any]:
         """As for one corpus, with the plan of the blend and the samples that each source has given."""
@@ -346,8 +350,8 @@ class _OrderedSamples:
     """Samples by position in the order of a data set, epoch after epoch.
 
     When samples are taken, the system is asked to read those that come next from disk: as far behind them as
-    they came behind the last ones. The indices of `AHEAD` positions are computed at once: a few cost as much
-    as many.
+    they came behind the last ones. The indices of `POSITIONS_AT_ONCE` positions are computed at
+    once: a few cost as much as many.
     """
 
     def __init__(self, dataset: Samples, seed: int) -> None:
@@ -355,17 +359,18 @@ class _OrderedSamples:
         self._first, self._indices = 0, np.empty(0, np.int64)
         self._last = 0  # first position of the samples that were taken last
 
-    def take(self, first: int, count: int) -> torch.Tensor:
-        """The samples at the positions first … first+count-1."""
+    def take(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The samples at the positions first … first+count-1, and how many tokens of each are no padding."""
         indices = self._indices_of(first, count)
         distance, self._last = max(first - self._last, count), first
         self._dataset.read_ahead(self._indices_of(first + distance, count))
-        return self._dataset.batch(indices)
+        return self._dataset.batch(indices), self._dataset.num_unpadded(indices)
 
     def _indices_of(self, first: int, count: int) -> NDArray[np.int64]:
         if not self._first <= first <= first + count <= self._first + len(self._indices):
             num_samples = self._dataset.num_samples
-            epochs, positions = np.divmod(np.arange(first, first + max(count, AHEAD)), num_samples)
+            computed = np.arange(first, first + max(count, POSITIONS_AT_ONCE))
+            epochs, positions = np.divmod(computed, num_samples)
             self._first = first
             self._indices = sample_index(self._seed, epochs, positions, num_samples)
         start = first - self._first
@@ -433,8 +438,8 @@ def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, 
     validation = open_validation(settings, tokenizer)
     if validation is not None:
         check_held_out(settings, [corpus for corpus, _ in corpora.values()])
-    for each in packed.values():
-        if validation is not None and validation.source == each.source:  # under another name
+    for each in packed.values():  # perhaps under another name
+        if validation is not None and validation.tokens_fingerprint == each.tokens_fingerprint:
             raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
     if settings.sources is None:
         return packed[""], tokenizer, validation

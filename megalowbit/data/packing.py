@@ -10,7 +10,8 @@ of them. Attention finds the documents of a row by that (`hf.model`), and stays 
 A document that began in an earlier sample begins with position 0 here.
 
 `BestFitDataset` cuts no document that fits into a sample (`order.best_fit`), and pads samples with further
-end-of-document ids. These are no labels, and see nothing but themselves.
+end-of-document ids. These are no labels, and see nothing but themselves. Where padding begins is known from
+the lengths of the documents: an empty document is an end-of-document id behind another one, too.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from megalowbit.data.settings import DataSettings
 from megalowbit.data.token_files.build import write_tokens
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
+from megalowbit.labels import IGNORED_LABEL
 
 PACKING_FORMAT = 1  # increment when the layout changes, so that old files are not read
 BEST_FIT_FORMAT = "best fit 1"
-IGNORED = -100  # label of a position that nothing predicts; torch's default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +51,11 @@ class DocumentRules:
         end: the end-of-document id, which belongs to the document that it ends; None if it is not known.
         are_separate: whether positions restart with each document, and attention stays in it.
         masks_first: whether the first token of a document is not predicted. Megatron's `eod_mask_loss`.
-        have_padding: whether an end-of-document id that follows another is padding, and not predicted.
     """
 
     end: int | None = None
     are_separate: bool = False
     masks_first: bool = False
-    have_padding: bool = False
 
     @classmethod
     def of(cls, settings: DataSettings, tokenizer: Tokenizer) -> DocumentRules:
@@ -65,20 +64,25 @@ class DocumentRules:
             end=tokenizer.eos_token_id,
             are_separate=settings.separates_documents,
             masks_first=settings.eod_mask_loss,
-            have_padding=settings.packing == "best_fit",
         )
 
-    def batch(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    def batch(
+        self, input_ids: torch.Tensor, num_unpadded: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """`input_ids`, `labels` and, of separate documents, `position_ids`; all (batch, tokens), int64.
 
         Labels equal the inputs, because Hugging Face models shift them.
+
+        Args:
+            input_ids: the samples.
+            num_unpadded: (batch,), how many tokens of each sample are no padding; None: all.
         """
-        batch = {"input_ids": input_ids, "labels": input_ids.clone()}
-        if self.end is not None and (self.masks_first or self.have_padding):
-            follows_end = input_ids[:, :-1].eq(self.end)
-            is_padding = follows_end & input_ids[:, 1:].eq(self.end)
-            batch["labels"][:, 1:].masked_fill_(follows_end if self.masks_first else is_padding, IGNORED)
-        return batch | self.positions(input_ids)
+        labels = input_ids.clone()
+        if self.end is not None and self.masks_first:
+            labels[:, 1:].masked_fill_(input_ids[:, :-1].eq(self.end), IGNORED_LABEL)
+        if num_unpadded is not None:
+            labels.masked_fill_(torch.arange(labels.shape[1]) >= num_unpadded[:, None], IGNORED_LABEL)
+        return {"input_ids": input_ids, "labels": labels} | self.positions(input_ids)
 
     def positions(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """`position_ids` (batch, tokens), int64, of separate documents; else nothing."""
@@ -99,7 +103,7 @@ class Samples(ABC):
         tokens: of the corpus.
         num_tokens: their number.
         num_samples: number of samples.
-        source: identifies tokens and sequence length.
+        tokens_fingerprint: identifies tokens and sequence length, however documents become samples.
         fingerprint: identifies tokens and samples.
         padding_share: how much of the samples is padding.
         check: called with tokens and the index of the first one; raises if they are not valid. None if all
@@ -111,7 +115,7 @@ class Samples(ABC):
     tokens: NDArray[Any]
     num_tokens: int
     num_samples: int
-    source: str
+    tokens_fingerprint: str
     fingerprint: str
     padding_share: float = 0.0
     check: Callable[[NDArray[Any], int], None] | None
@@ -126,6 +130,10 @@ class Samples(ABC):
     @abstractmethod
     def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
         """Samples `indices` (n,) as int64 (n, sequence_length)."""
+
+    def num_unpadded(self, indices: NDArray[np.int64]) -> torch.Tensor | None:  # noqa: ARG002
+        """How many tokens of samples `indices` are no padding, which is last, (n,) int64; None: all."""
+        return None
 
     @abstractmethod
     def pieces(self, index: int) -> list[tuple[int, int]]:
@@ -172,8 +180,8 @@ class PackedDataset(Samples):
         self.tokens = tokens
         self.num_tokens = len(tokens)
         self.num_samples = self.num_tokens // sequence_length
-        self.source = hashlib.sha256(f"{fingerprint} by {sequence_length}".encode()).hexdigest()[:32]
-        self.fingerprint = self.source
+        digest = hashlib.sha256(f"{fingerprint} by {sequence_length}".encode())
+        self.tokens_fingerprint = self.fingerprint = digest.hexdigest()[:32]
         if not self.num_samples:
             raise UserError(
                 f"corpus {name} has {self.num_tokens} tokens, fewer than one sequence of {sequence_length}: "
@@ -210,7 +218,7 @@ class BestFitDataset(Samples):
         self.name, self.sequence_length, self.check = packed.name, packed.sequence_length, packed.check
         self.tokens, self.num_tokens = packed.tokens, packed.num_tokens
         self.num_samples = len(plan.bounds) - 1
-        self.source, self.fingerprint = packed.source, best_fit_key(packed)
+        self.tokens_fingerprint, self.fingerprint = packed.tokens_fingerprint, best_fit_key(packed)
         self._plan, self._end = plan, end
         if not self.num_samples:
             raise UserError(
@@ -230,6 +238,9 @@ class BestFitDataset(Samples):
                 sample[place : place + length] = ids
                 place += length
         return torch.from_numpy(samples)
+
+    def num_unpadded(self, indices: NDArray[np.int64]) -> torch.Tensor:
+        return torch.tensor([sum(length for _, length in self.pieces(index)) for index in indices.tolist()])
 
     def pieces(self, index: int) -> list[tuple[int, int]]:
         first, stop = self._plan.bounds[index : index + 2].tolist()

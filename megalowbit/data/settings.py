@@ -209,6 +209,12 @@ class DataSettings(SettingsModel):
         "Required for these two, and for them only",
         json_schema_extra=unit("tokens"),
     )
+    parse_special_tokens: bool = Field(
+        default=False,
+        description="whether text that spells a special token of the tokenizer, such as `<|endoftext|>`, "
+        "becomes that token; the end-of-document token then ends a document. `byte` and `none` have no such "
+        "text",
+    )
     sequence_length: int = Field(
         ge=2, description="tokens per sample, e.g. 1024", json_schema_extra=unit("tokens")
     )

@@ -2,8 +2,9 @@
 
 Every tokenizer has an end-of-document id, which packing appends to each document. Every tokenizer can be
 saved as a Hugging Face tokenizer that gives the same ids, so `AutoTokenizer` can be used with the trained
-model. No tokens are added at the beginning of a text. Text that spells a special token (`<|endoftext|>`)
-becomes that token, as in the saved tokenizer.
+model. No tokens are added at the beginning of a text. Text that spells a special token (`<|endoftext|>`) is
+ordinary text, so an end-of-document id in the tokens always is the end of a document; or, if the settings ask
+for it, becomes that token, as in the saved tokenizer.
 """
 
 from __future__ import annotations
@@ -127,18 +128,25 @@ class ByteTokenizer(Tokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level BPE from a file that `train_bpe` wrote; `<|endoftext|>` (id 0) ends a document."""
+    """A byte-level BPE from a file that `train_bpe` wrote; `<|endoftext|>` (id 0) ends a document.
+
+    Args:
+        path: the file.
+        parse_special_tokens: whether text that spells `<|endoftext|>` becomes that token.
+    """
 
     name = BPE_TOKENIZER
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, parse_special_tokens: bool = False) -> None:
         text = path.read_text(encoding="utf-8")
-        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()
+        self._parses = parse_special_tokens
+        self.fingerprint = _fingerprint(hashlib.sha256(text.encode()).hexdigest(), parse_special_tokens)
         self._bpe = tokenizers.Tokenizer.from_str(text)
         self.vocab_size = self._bpe.get_vocab_size()
         self.eos_token_id = SPECIAL_TOKENS.index(END_OF_TEXT)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
+        self._bpe.encode_special_tokens = not self._parses  # here, because a pickle does not have it
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
@@ -155,15 +163,19 @@ class BPETokenizer(Tokenizer):
 class FolderTokenizer(Tokenizer):
     """A Hugging Face tokenizer in a local folder; code in the folder is never run.
 
+    Args:
+        folder: of the tokenizer.
+        parse_special_tokens: whether text that spells a special token becomes that token.
+
     Raises:
         UserError: `folder` has no tokenizer, or the tokenizer needs its own code or has no end-of-sequence
             token.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, parse_special_tokens: bool = False) -> None:
         from transformers import AutoTokenizer  # slow to import, and only this kind needs it
 
-        self.name = str(folder)
+        self.name, self._parses = str(folder), parse_special_tokens
         refuse_irregular_files("tokenizer", folder, TEMPLATES)  # transformers would block on a FIFO
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(
@@ -185,12 +197,25 @@ class FolderTokenizer(Tokenizer):
         # not its length: ids may have gaps, and the largest one needs a row of the embedding
         self.vocab_size = max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values(), default=0))
         self.eos_token_id = int(eos_token_id)
-        self.fingerprint = _folder_fingerprint(folder)
+        self.fingerprint = _fingerprint(_folder_fingerprint(folder), parse_special_tokens)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
         # verbose=False: no warning that documents exceed the model's length; they are packed into samples.
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        return [np.asarray(ids, dtype=self.dtype) for ids in encoded["input_ids"]]
+        encoded = self._tokenizer(
+            texts,
+            add_special_tokens=False,
+            split_special_tokens=not self._parses,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        arrays = [np.asarray(ids, dtype=self.dtype) for ids in encoded["input_ids"]]
+        if not self._parses and any((ids == self.eos_token_id).any() for ids in arrays):
+            raise UserError(
+                f"tokenizer {self.name} makes its end-of-document token {self._tokenizer.eos_token!r} of "
+                "text that spells it, as Unigram and WordLevel tokenizers do: remove it, or set "
+                "data.parse_special_tokens, which ends a document there"
+            )
+        return arrays
 
     def count_bytes(self, ids: NDArray[Any]) -> int:
         ends = np.flatnonzero(ids == self.eos_token_id)
@@ -245,23 +270,29 @@ def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tok
                 f'"{BYTE_TOKENIZER}" nor "{BPE_TOKENIZER}" nor "{NO_TOKENIZER}" nor an existing folder: '
                 "set data.tokenizer to one"
             )
-        return FolderTokenizer(folder)
+        return FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)
     assert settings.vocab_size is not None, "DataSettings has checked it"
     return train_bpe(
         corpus or open_corpus(settings),
         settings.vocab_size,
         settings.cache_dir,
         timeout=settings.build_timeout,
+        parse_special_tokens=settings.parse_special_tokens,
     )
 
 
 def train_bpe(
-    corpus: Corpus, vocab_size: int, cache_dir: Path, *, timeout: float = WAIT_SECONDS
+    corpus: Corpus,
+    vocab_size: int,
+    cache_dir: Path,
+    *,
+    timeout: float = WAIT_SECONDS,
+    parse_special_tokens: bool = False,
 ) -> BPETokenizer:
     """Train a byte-level BPE on the first 256 Mi characters of `corpus`, or load it from the cache.
 
     `timeout` is how many seconds to wait while another process trains it. If the corpus is too small for
-    `vocab_size`, the vocabulary is smaller.
+    `vocab_size`, the vocabulary is smaller. `parse_special_tokens` is that of `BPETokenizer`.
     """
     parts = (BPE_FORMAT, tokenizers.__version__, vocab_size, corpus.fingerprint)
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
@@ -271,9 +302,8 @@ def train_bpe(
         bpe = _train(_limited(corpus.documents()), vocab_size)
         path.write_text(bpe.to_str(), encoding="utf-8")
 
-    tokenizer = BPETokenizer(
-        cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build, timeout=timeout)
-    )
+    path = cached_file(cache_dir / "tokenizers" / f"bpe-{key}.json", build, timeout=timeout)
+    tokenizer = BPETokenizer(path, parse_special_tokens=parse_special_tokens)
     if tokenizer.vocab_size < vocab_size:
         logger.warning(
             "corpus %s yields a vocabulary of only %d tokens, not vocab_size %d",
@@ -320,6 +350,13 @@ def _save(tokenizer: Any, eos_token: str, folder: str | os.PathLike[str]) -> Non
     from transformers import PreTrainedTokenizerFast  # slow to import, and needed at the end of a run only
 
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token).save_pretrained(folder)
+
+
+def _fingerprint(files: str, parse_special_tokens: bool) -> str:
+    """The fingerprint of a tokenizer from that of its files."""
+    if parse_special_tokens:
+        return files
+    return hashlib.sha256(f"{files}, special tokens are text".encode()).hexdigest()
 
 
 def _folder_fingerprint(folder: Path) -> str:

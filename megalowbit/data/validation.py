@@ -29,11 +29,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalowbit.data.packing import IGNORED, DocumentRules, pack
+from megalowbit.data.packing import DocumentRules, pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import is_on_hub, open_validation_corpus, sources_of, validation_settings
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
+from megalowbit.labels import IGNORED_LABEL
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -51,7 +52,7 @@ class ValidationText:
         rules: what batches make of documents; None: nothing.
 
     Attributes:
-        source: identifies the tokens.
+        tokens_fingerprint: identifies the tokens.
         num_predicted: number of tokens that are predicted, first tokens of documents included.
         fingerprint: identifies the sequences.
 
@@ -76,7 +77,7 @@ class ValidationText:
                 "text"
             )
         self.name, self.sequence_length = name, sequence_length
-        self.source, self._tokens, self._check = fingerprint, tokens, check
+        self.tokens_fingerprint, self._tokens, self._check = fingerprint, tokens, check
         self.num_predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         self._rules = rules or DocumentRules()
         parts: tuple[Any, ...] = (fingerprint, sequence_length, self.num_predicted)
@@ -89,7 +90,7 @@ class ValidationText:
         return ValidationText(
             self._tokens,
             self.sequence_length,
-            fingerprint=self.source,
+            fingerprint=self.tokens_fingerprint,
             name=self.name,
             limit=limit,
             check=self._check,
@@ -109,16 +110,16 @@ class ValidationText:
         """Batch `number`: `input_ids` and `labels`, both int64 (size, sequence_length), on the CPU.
 
         If documents are separate, also `position_ids` of that shape. The label of a position is the next
-        token, so it must not be shifted again; or `IGNORED`.
+        token, so it must not be shifted again; or `IGNORED_LABEL`.
         """
         first = number * size
         count = min(size, self.num_sequences - first)
         rows = [self._sequence(first + place) for place in range(count)]
-        unused = np.full(self.sequence_length, IGNORED)
+        unused = np.full(self.sequence_length, IGNORED_LABEL)
         rows += [(rows[place % count][0], unused) for place in range(count, size)]
         ids, targets = (torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True))
         if self._rules.masks_first:
-            targets[ids == self._rules.end] = IGNORED
+            targets[ids == self._rules.end] = IGNORED_LABEL
         return {"input_ids": ids, "labels": targets, **self._rules.positions(ids)}
 
     def _sequence(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -127,7 +128,7 @@ class ValidationText:
         first = number * length  # the token first + 1 is predicted first
         last = min(first + length, self.num_predicted)
         start = max(0, last - length)
-        targets = np.full(length, IGNORED)
+        targets = np.full(length, IGNORED_LABEL)
         targets[first - start : last - start] = self._tokens[first + 1 : last + 1]
         return self._tokens[start : start + length].astype(np.int64), targets
 

@@ -24,7 +24,7 @@ from megalowbit.engine.run_checks.model import check_layers_kept, check_scaler
 from megalowbit.engine.tensor_parallel.shard_model import shard_model
 from megalowbit.errors import UserError
 from megalowbit.hf.activation_checkpointing import recompute_blocks
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.kept_layers import missed_weights
 from megalowbit.layers.conversion.report import refuse_missed

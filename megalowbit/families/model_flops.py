@@ -14,13 +14,21 @@ They are FLOPs of the *model*. What is computed beyond it does not count: activa
 scores that fused attention recomputes, quantisation, splits. Utilisation from these figures is therefore MFU,
 not HFU. Causal masks halve nothing in either formula, as in both papers. Fewer key and value heads change the
 projections, not the attention: each query head has its products.
+
+Where tokens attend to their own document only, `of_documents` counts d² pairs for d tokens, with a window
+d · min(d, window). The model needs no others, also where a mask hides pairs that have been computed. PaLM's
+formula stays that of the sequence length, as in other reports.
 Not covered: mixtures of experts, encoders.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megalowbit.families.base import SLIDING
 from megalowbit.families.registry import family
@@ -38,12 +46,34 @@ class ModelFlops:
     """FLOPs of one token of training.
 
     Attributes:
-        counted: of the model's matrix products.
+        matrices: of the products with weights.
+        pair: of a query and a key in one block.
+        spans: the most positions to which a token attends, in each block.
         palm: by PaLM's formula.
     """
 
-    counted: int
+    matrices: int
+    pair: int
+    spans: tuple[int, ...]
     palm: int
+
+    @property
+    def counted(self) -> int:
+        """Of the model's matrix products, in a sample that is one document."""
+        return self.matrices + self.pair * sum(self.spans)
+
+    def of_documents(self, positions: NDArray[np.int64]) -> float:
+        """The mean of the same in samples of separate documents.
+
+        Args:
+            positions: of the tokens in their documents, of any shape.
+        """
+        # the sum over a document of d tokens is d · min(d, span): 2p + 1 is the difference of two squares
+        pairs = sum(
+            count * int(np.where(positions < span, 2 * positions + 1, span).sum())
+            for span, count in Counter(self.spans).items()
+        )
+        return self.matrices + self.pair * pairs / positions.size
 
     @classmethod
     def of(cls, model: PreTrainedModel, sequence_length: int) -> ModelFlops:
@@ -58,13 +88,14 @@ class ModelFlops:
         num_heads = getattr(config, names.num_heads)
         head_dim = getattr(config, "head_dim", None) or getattr(config, names.hidden_size) // num_heads
         kinds = names.attention(config)
-        attended = sum(
-            min(sequence_length, config.sliding_window) if kind == SLIDING else sequence_length
-            for kind in kinds
-        )
-        width = num_heads * head_dim
+        pair = FLOPS_PER_PAIR * num_heads * head_dim
         num_parameters = sum(parameter.numel() for parameter in model.parameters())  # a tied one counts once
         return cls(
-            counted=FLOPS_PER_WEIGHT * num_weights + FLOPS_PER_PAIR * width * attended,
-            palm=FLOPS_PER_WEIGHT * num_parameters + FLOPS_PER_PAIR * width * sequence_length * len(kinds),
+            matrices=FLOPS_PER_WEIGHT * num_weights,
+            pair=pair,
+            spans=tuple(
+                min(sequence_length, config.sliding_window) if kind == SLIDING else sequence_length
+                for kind in kinds
+            ),
+            palm=FLOPS_PER_WEIGHT * num_parameters + pair * sequence_length * len(kinds),
         )

@@ -44,6 +44,13 @@ def pad_config(config: PretrainedConfig, multiple: int | None) -> None:
         delattr(config, FIELD)
 
 
+def padding_multiple(size: int, rows: int) -> int | None:
+    """The least multiple to which `size` tokens are padded to have `rows`; None: there is no padding."""
+    if rows == size:
+        return None
+    return next(each for each in range(rows - size + 1, rows + 1) if rows % each == 0)
+
+
 def pad_vocabulary(model: PreTrainedModel, multiple: int | None) -> None:
     """Pad embedding and output projection of a plain model like `pad_config`; None: remove the padding."""
     config, names = model.config, family(model.config.model_type)

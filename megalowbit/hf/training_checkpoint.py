@@ -116,6 +116,18 @@ def holds_run(step: Path, recipe: Recipe) -> bool:
         return is_run and Recipe.from_dict(header[OUR_KEY]["recipe"]) == recipe
 
 
+def stored_config(step: Path) -> dict[str, Any]:
+    """Fields of the Hugging Face configuration of the model in a step folder; none if it is not ours.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    with reading(f"checkpoint {step}"):
+        ours = CheckpointContents(step).header.get(OUR_KEY)
+        config: dict[str, Any] = ours["hf_config"] if isinstance(ours, dict) else {}
+    return config
+
+
 def _passed_over(step: Path) -> list[str]:
     """Names of incomplete or damaged checkpoints of later steps than the newest complete one."""
     names = [*map(step_name, steps_in(step.parent)), *damaged_in(step.parent)]

@@ -18,7 +18,7 @@ from megalowbit.data.settings import DataSettings
 from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems, UserError
 from megalowbit.hf.checkpoint import read_config
-from megalowbit.hf.model import uses_flash_attention
+from megalowbit.hf.separate_documents import uses_flash_attention
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.recipe import Recipe

@@ -30,8 +30,8 @@ from megalowbit.families.config_checks import check_fits
 from megalowbit.families.model_flops import ModelFlops
 from megalowbit.families.registry import family
 from megalowbit.hf.checkpoint import build_model
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.generation import stored_generation
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.training_checkpoint import FORMAT
 from megalowbit.layers.carried_state import (
     OWN_ROLES,

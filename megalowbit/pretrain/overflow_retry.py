@@ -23,16 +23,18 @@ import torch
 
 from megalowbit.distributed import collectives, process_group
 from megalowbit.engine.overflow_retry import retry_engine_step
-from megalowbit.engine.pipeline.batch_reader import loss_of_step, losses_of_rows, losses_over
-from megalowbit.hf import token_losses
-from megalowbit.hf.model import rows_of, upload
+from megalowbit.engine.pipeline.batch_reader import loss_of_step, loss_per_label, losses_of_rows
+from megalowbit.hf.losses import token_losses
+from megalowbit.hf.separate_documents import rows_of, upload
+from megalowbit.labels import count_labels
 from megalowbit.optim.gradients.report import StepReport
-from megalowbit.pretrain.components.source_losses import IGNORED_LABEL, SOURCES
+from megalowbit.pretrain.components.source_losses import SOURCES
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import skip_line
 from megalowbit.pretrain.stopping.signals import pending_stop_signal
 from megalowbit.telemetry.step_facts import PendingFacts
 
+Batch = dict[str, torch.Tensor]
 Attempt = tuple[PendingFacts, Sequence[float]]  # the facts of a step, and their numbers on the host
 
 
@@ -56,15 +58,19 @@ class TakenStep:
 def take_step(job: Job) -> TakenStep:
     """Forward, backward and optimizer step over the next micro-batches; every rank must call it."""
     max_retries = job.config.settings.run.overflow_retries
-    batches = (_next_batch(job) for _ in range(job.accumulation_steps))
+    batches: Iterable[Batch] = (_next_batch(job) for _ in range(job.accumulation_steps))
+    num_labels = None
+    if job.config.settings.data.num_labels_varies:
+        batches = list(batches)
+        num_labels = mean_num_labels(batches, job.engine.device)
     if not max_retries:
-        facts, numbers = _attempt(job, batches)
+        facts, numbers = _attempt(job, batches, num_labels)
         return TakenStep(facts=facts, numbers=numbers)
     kept = list(batches)
     reports: list[StepReport] = []
 
     def attempt() -> Attempt:
-        made = _attempt(job, kept)
+        made = _attempt(job, kept, num_labels)
         reports.append(job.engine.optimizer.report)
         return made
 
@@ -77,30 +83,28 @@ def take_step(job: Job) -> TakenStep:
     return TakenStep(facts=facts, numbers=numbers, retries=retries, overflows=overflows)
 
 
-def _next_batch(job: Job) -> dict[str, torch.Tensor]:
+def _next_batch(job: Job) -> Batch:
     with job.phase("data"):
-        return next(job.loader)
+        batch = next(job.loader)
+        for component in job.components:
+            component.read_batch(batch)
+    return batch
 
 
-def _attempt(job: Job, batches: Iterable[dict[str, torch.Tensor]]) -> Attempt:
+def _attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tensor | None) -> Attempt:
     """Make one attempt; returns the step's facts and their numbers."""
     for component in job.components:
         component.begin_attempt()
     run = _pipeline_attempt if job.is_pipeline else _engine_attempt
-    num_labels = None
-    if job.config.settings.data.num_labels_varies:
-        batches = list(batches)
-        num_labels = labels_per_batch(batches, job.engine.device)
     config = None if job.is_pipeline else job.engine.module.config
     made = run(job, (upload(batch, job.engine.device, config) for batch in batches), num_labels)
     job.weights_have_changed()
     return made
 
 
-def labels_per_batch(batches: Sequence[dict[str, torch.Tensor]], device: torch.device) -> torch.Tensor:
+def mean_num_labels(batches: Sequence[Batch], device: torch.device) -> torch.Tensor:
     """The mean number of labels in a micro-batch, over the step and all ranks; 0-dim fp32 on the device."""
-    counts = [(batch["labels"][:, 1:] != IGNORED_LABEL).sum() for batch in batches]
-    total = torch.stack(counts).sum().double()
+    total = torch.stack([count_labels(batch["labels"]).sum() for batch in batches]).sum().double()
     if process_group.world_size() > 1:
         total = total.to(process_group.exchange_device(None, device))
         collectives.all_reduce(total)
@@ -108,9 +112,7 @@ def labels_per_batch(batches: Sequence[dict[str, torch.Tensor]], device: torch.d
     return (total / len(batches) / process_group.world_size()).to(device, torch.float32)
 
 
-def _engine_attempt(
-    job: Job, batches: Iterable[dict[str, torch.Tensor]], num_labels: torch.Tensor | None
-) -> Attempt:
+def _engine_attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tensor | None) -> Attempt:
     """Forward, backward and step for each micro-batch."""
     engine = job.engine
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
@@ -127,7 +129,7 @@ def _engine_attempt(
     return facts, engine.optimizer.report.also_read
 
 
-def _forward(job: Job, batch: dict[str, torch.Tensor], num_labels: torch.Tensor | None) -> torch.Tensor:
+def _forward(job: Job, batch: Batch, num_labels: torch.Tensor | None) -> torch.Tensor:
     """The loss of a micro-batch."""
     sources, losses = batch.pop(SOURCES, None), job.source_losses
     options = {} if num_labels is None else {"num_items_in_batch": num_labels}
@@ -142,9 +144,7 @@ def _forward(job: Job, batch: dict[str, torch.Tensor], num_labels: torch.Tensor 
     return loss
 
 
-def _pipeline_attempt(
-    job: Job, batches: Iterable[dict[str, torch.Tensor]], num_labels: torch.Tensor | None
-) -> Attempt:
+def _pipeline_attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tensor | None) -> Attempt:
     """All micro-batches in one call, which ends with the optimizer's step."""
     # list() reads all batches: middle stages use none, but their data position must advance as well
     micro_batches = list(batches)
@@ -162,7 +162,7 @@ def _pipeline_attempt(
         stack.enter_context(job.phase("pipeline"))
         stack.enter_context(rows_of(micro_batches[0]))
         if num_labels is not None:
-            stack.enter_context(losses_over(job.engine, num_labels))
+            stack.enter_context(loss_per_label(job.engine, num_labels))
         if losses is not None:
             rows = stack.enter_context(losses_of_rows(job.engine))
         job.engine.train_batch(iter(micro_batches))

@@ -16,6 +16,7 @@ from typing import Any
 
 from megalowbit.config.deepspeed_json import LOOP_SECTIONS
 from megalowbit.config.engine_settings import EngineSettings
+from megalowbit.data.settings import BYTE_TOKENIZER, NO_TOKENIZER
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.loss_scale.dynamic import DynamicSettings
 from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
@@ -101,7 +102,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             "watchdog": {"silence": EngineSettings().watchdog.silence},
             "telemetry": {"count_every": 1},  # not today's default
             "oscillation_reset": {"reset": True},
-            "data": {"phases": [], "packing": "wrapped", "eod_mask_loss": False},
+            "data": {"phases": [], "packing": "wrapped", "eod_mask_loss": False, **_unwritten_tokens(saved)},
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }
@@ -121,6 +122,14 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
         if not key.startswith(sections) and key + "." not in sections:  # a section's defaults are no changes
             changes.append(f"{key}: {old} → {new}")
     return changes
+
+
+def _unwritten_tokens(saved: Mapping[str, Any]) -> dict[str, bool]:
+    """Runs of earlier versions parsed special tokens; those of bytes have none."""
+    data = saved.get("megalowbit", {}).get("data", {})
+    return {
+        "parse_special_tokens": data.get("tokenizer", BYTE_TOKENIZER) not in (BYTE_TOKENIZER, NO_TOKENIZER)
+    }
 
 
 def with_current_names(config: Mapping[str, Any]) -> dict[str, Any]:

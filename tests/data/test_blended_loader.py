@@ -22,6 +22,7 @@ from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
+from megalowbit.labels import IGNORED_LABEL
 
 LENGTH = 4
 STEPS = 1000
@@ -310,6 +311,8 @@ def test_best_fit_samples_of_each_source_are_whole_documents(tmp_path, world_siz
             assert batch["position_ids"].shape == (2, 20)
             for row, source in zip(batch["input_ids"].tolist(), batch["sources"].tolist(), strict=True):
                 seen["ab"[source]] += filter(None, bytes(row).decode().split("\0"))
+            num_labels = [len(bytes(row).rstrip(b"\0")) + 1 for row in batch["input_ids"].tolist()]
+            assert (batch["labels"] != IGNORED_LABEL).sum(1).tolist() == num_labels
     if sum(num_samples) % (2 * world_size) == 0:
         assert {name: sorted(each) for name, each in seen.items()} == {
             name: sorted(each) for name, each in documents.items()

@@ -7,11 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalowbit.data.corpus import Corpus
-from megalowbit.data.packing import DocumentRules, PackedDataset, best_fit, pack
+from megalowbit.data.loader import ShardedLoader
+from megalowbit.data.order.best_fit import best_fit_plan
+from megalowbit.data.packing import BestFitDataset, DocumentRules, PackedDataset, best_fit, pack
 from megalowbit.data.token_files import build
 from megalowbit.data.token_files.megatron import MegatronCorpus, MegatronWriter
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
+from megalowbit.labels import IGNORED_LABEL
 
 
 class Documents(Corpus):
@@ -171,16 +174,42 @@ def test_best_fit_samples_hold_whole_documents_and_padding(tmp_path):
     assert sorted(found) == sorted(["abcdefgh", "klmno\0p", "stuvw", "xyz\0ij", "qr"])
     assert dataset[0].tolist() == rows[0]
     assert dataset.padding_share == pytest.approx(1 - packed.num_tokens / 40)
-    assert dataset.source == packed.source == packed.fingerprint != dataset.fingerprint
+    assert (
+        dataset.tokens_fingerprint == packed.tokens_fingerprint == packed.fingerprint != dataset.fingerprint
+    )
     again = best_fit(packed, ByteTokenizer(), tmp_path)  # from the cache
     assert again.batch(np.array([3, 1])).tolist() == [rows[3], rows[1]]
 
 
 def test_padding_is_no_label_and_sees_itself_only():
-    ids = torch.tensor([[5, 6, 2, 7, 2, 2, 2], [5, 2, 2, 2, 2, 2, 2]])
+    ids = torch.tensor([[5, 6, 2, 7, 2, 2, 2], [5, 2, 2, 2, 2, 2, 2], [2, 2, 2, 8, 2, 2, 9]])
+    num_unpadded = torch.tensor([5, 3, 7])  # the second row has an empty document, the third three
     for masks_first in (False, True):
-        rules = DocumentRules(end=2, are_separate=True, masks_first=masks_first, have_padding=True)
-        batch = rules.batch(ids)
-        first = -100 if masks_first else 7
-        assert batch["labels"].tolist() == [[5, 6, 2, first, 2, -100, -100], [5, 2, *[-100] * 5]]
-        assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 0], [0, 1, 0, 0, 0, 0, 0]]
+        rules = DocumentRules(end=2, are_separate=True, masks_first=masks_first)
+        batch = rules.batch(ids, num_unpadded)
+        expected = [[5, 6, 2, 7, 2, -100, -100], [5, 2, 2, *[-100] * 4], [2, 2, 2, 8, 2, 2, 9]]
+        if masks_first:
+            expected = [[5, 6, 2, -100, 2, -100, -100], [5, 2, *[-100] * 5], [2, *[-100] * 3, 2, -100, -100]]
+        assert batch["labels"].tolist() == expected
+        assert batch["position_ids"].tolist() == [separate(row, 2) for row in ids.tolist()]
+        assert batch["input_ids"].equal(ids)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.text("ab", max_size=9), min_size=8, max_size=30))
+def test_each_token_of_best_fit_is_a_label_once_also_in_empty_documents(texts):
+    tokens = np.frombuffer("".join(f"{text}\0" for text in texts).encode(), np.uint8)
+    packed = PackedDataset(tokens, 5, fingerprint="f")
+    dataset = BestFitDataset(packed, best_fit_plan(tokens, 0, 5), 0)
+    loader = ShardedLoader(
+        dataset, micro_batch_size=1, rank=0, world_size=1, seed=0, tokenizer=ByteTokenizer(),
+        rules=DocumentRules(end=0, are_separate=True),
+    )  # fmt: skip
+    batches = [next(loader) for _ in range(len(dataset))]  # an epoch
+    labels = torch.cat([batch["labels"] for batch in batches])
+    ids = torch.cat([batch["input_ids"] for batch in batches])
+    is_label = labels != IGNORED_LABEL
+    assert labels[is_label].equal(ids[is_label])
+    assert sorted(labels[is_label].tolist()) == sorted(tokens.tolist())
+    assert (ids[~is_label] == 0).all()
+    assert (is_label.int().diff(dim=1) <= 0).all()  # padding is last

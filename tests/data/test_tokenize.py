@@ -1,12 +1,14 @@
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer, GPT2Config, LlamaConfig
+from transformers import AutoTokenizer, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from megalowbit.data import tokenize
 from megalowbit.data.corpus import Corpus
@@ -129,6 +131,41 @@ def test_a_folder_tokenizer_adds_no_tokens_and_lists_its_files(tmp_path, bpe):
     assert first.fingerprint == second.fingerprint
     ByteTokenizer().save_pretrained(tmp_path / "b")
     assert FolderTokenizer(tmp_path / "b").fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["bpe", "folder", "in another process"])
+def test_text_that_spells_a_special_token_is_text_unless_it_is_to_be_parsed(tmp_path, bpe, kind):
+    texts = ["few bits<|endoftext|>and care", "<|endoftext|>"]
+    path = tmp_path / "bpe.json"
+    bpe._bpe.save(str(path))
+    if kind == "folder":
+        bpe.save_pretrained(tmp_path)
+    make, place = (FolderTokenizer, tmp_path) if kind == "folder" else (BPETokenizer, path)
+    plain, parsing = make(place), make(place, parse_special_tokens=True)
+    if kind == "in another process":
+        plain, parsing = (pickle.loads(pickle.dumps(each)) for each in (plain, parsing))
+    for text, ids in zip(texts, plain.encode_batch(texts), strict=True):
+        assert plain.eos_token_id not in ids
+        assert bpe._bpe.decode(ids.tolist(), skip_special_tokens=False) == text
+        assert plain.count_bytes(ids) == len(text)
+    middle = [*bpe.encode_batch(["few bits"])[0], 0, *bpe.encode_batch(["and care"])[0]]
+    assert [ids.tolist() for ids in parsing.encode_batch(texts)] == [middle, [0]]
+    saved = AutoTokenizer.from_pretrained(tmp_path) if kind == "folder" else None
+    assert saved is None or saved(texts)["input_ids"] == [middle, [0]]
+    assert plain.fingerprint != parsing.fingerprint
+
+
+def test_a_tokenizer_that_finds_its_end_token_in_text_is_refused(tmp_path):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"few": 0, "</s>": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"makes its end-of-document token '</s>' of text .*parse_special_tok"
+    ):
+        FolderTokenizer(tmp_path).encode_batch(["few", "few </s> bits"])
+    assert FolderTokenizer(tmp_path).encode_batch(["few bits"])[0].tolist() == [0, 2]
+    parsing = FolderTokenizer(tmp_path, parse_special_tokens=True)
+    assert parsing.encode_batch(["few </s> bits"])[0].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from megalowbit.data.tokenize import (
     NoTokenizer,
     build_tokenizer,
 )
-from megalowbit.data.validation import IGNORED, TextLoss, ValidationText, describe_validation, open_validation
+from megalowbit.data.validation import TextLoss, ValidationText, describe_validation, open_validation
 from megalowbit.errors import UserError
+from megalowbit.labels import IGNORED_LABEL
 
 BYTES = ByteTokenizer()
 DOCUMENTS = [f"{line} äß漢" for line in training_text().splitlines()[:200]]
@@ -58,7 +59,7 @@ def test_each_token_after_the_first_is_predicted_once_by_the_one_before_it(lengt
     for number in range(text.num_batches(size)):
         batch = text.batch(number, size)
         assert batch["input_ids"].shape == batch["labels"].shape == (size, length)
-        counted = batch["labels"] != IGNORED
+        counted = batch["labels"] != IGNORED_LABEL
         assert (batch["labels"] - batch["input_ids"])[counted].unique().tolist() == [1]
         seen += batch["labels"][counted].tolist()
         # a filled row repeats one of its batch
@@ -83,12 +84,12 @@ def test_documents_are_apart_and_their_first_tokens_counted_or_not():
         )
         assert rows[:3] == [[5, 2, 6, 7], [2, 2, 8, 9], [9, 3, 4, 2]]
         assert places[:3] == [[0, 1, 0, 1], [0, 0, 0, 1], [0, 1, 2, 3]]
-        first = [IGNORED] * 4 if masks_first else [6, 2, 8, 1]
-        expected = [[2, first[0], 7, 2], [first[1], first[2], 9, 3], [IGNORED, 4, 2, first[3]]]
+        first = [IGNORED_LABEL] * 4 if masks_first else [6, 2, 8, 1]
+        expected = [[2, first[0], 7, 2], [first[1], first[2], 9, 3], [IGNORED_LABEL, 4, 2, first[3]]]
         assert labels[:3] == expected
-        counted = sum(label != IGNORED for row in labels for label in row)
+        counted = sum(label != IGNORED_LABEL for row in labels for label in row)
         assert text.count_tokens() == counted == (7 if masks_first else 11)
-        counted = [row[place] for row in labels for place in range(4) if row[place] != IGNORED]
+        counted = [row[place] for row in labels for place in range(4) if row[place] != IGNORED_LABEL]
         assert text.count_bytes(BYTES) == BYTES.count_bytes(np.array(counted, dtype=np.uint8))
 
 

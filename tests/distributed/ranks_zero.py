@@ -18,7 +18,7 @@ from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.engine.overflow_retry import retry_engine_step
 from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.errors import UserError
-from megalowbit.hf import chunked_cross_entropy
+from megalowbit.hf.losses import chunked_cross_entropy
 from megalowbit.layers.conversion.convert import cache_weights
 
 IS_QUICK = sys.argv[1] == "quick"

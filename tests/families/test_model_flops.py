@@ -1,5 +1,6 @@
 """Compared with PyTorch's FLOP counter on real models, and with formulas written out by hand."""
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -65,6 +66,35 @@ def test_llama3_8b_by_hand():
     attention = 12 * 32 * 4096 * 8192
     assert flops.counted == 6 * (32 * block + 4096 * 128256) + attention
     assert flops.palm == 6 * 8_030_261_248 + attention
+
+
+def documents_of(*lengths):
+    return np.concatenate([np.arange(length) for length in lengths])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama, grouped queries", "qwen3, wide heads"])
+def test_flops_of_separate_documents_are_those_of_each_alone(name):
+    """Torch counts each document in a forward and backward pass without the others."""
+    model, lengths = build(*MODELS[name]), (5, 1, 9, 3, 2, 4)  # two rows of 12
+    total = 0
+    for length in lengths:
+        tokens = torch.zeros(1, length, dtype=torch.long)
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=tokens, use_cache=False).logits.sum().backward()
+        total += counter.get_total_flops()
+    flops = ModelFlops.of(model, 12)
+    assert flops.of_documents(documents_of(*lengths).reshape(2, 12)) * 24 == pytest.approx(total, rel=1e-12)
+    assert flops.of_documents(documents_of(12)) == flops.counted
+
+
+def test_a_window_limits_long_documents_only():
+    fields = {**LLAMA, "head_dim": 8, "use_sliding_window": True, "sliding_window": 4}
+    fields["layer_types"] = ["full_attention", "sliding_attention"]
+    flops = ModelFlops.of(build("Qwen3", fields, device="meta"), 16)
+    lengths = (3, 4, 9)
+    pairs = sum(d * d + d * min(d, 4) for d in lengths)
+    matrices = flops.counted - 12 * 32 * (16 + 4)
+    assert flops.of_documents(documents_of(*lengths)) == pytest.approx(matrices + 12 * 32 * pairs / 16)
 
 
 def test_a_sliding_window_limits_the_attended_positions():

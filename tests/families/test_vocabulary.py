@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from quick_cases import every_value
 from tiny_models import KINDS, tiny_model
 from transformers import AutoModelForCausalLM
@@ -11,12 +13,12 @@ from transformers import AutoModelForCausalLM
 from megalowbit.engine.pipeline.parts import batch_limits
 from megalowbit.errors import UserError
 from megalowbit.families.config_checks import check_fits
-from megalowbit.families.vocabulary import num_tokens
+from megalowbit.families.vocabulary import num_tokens, padding_multiple
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, read_config
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.token_losses import sum_of_model_losses
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.hf.token_losses import sum_of_model_losses
 from megalowbit.hf.training_checkpoint import write_start_checkpoint
 
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 50
@@ -44,6 +46,17 @@ def build(source, multiple=PADDED, **more):
 
 def weights_of(path):
     return AutoModelForCausalLM.from_pretrained(path).state_dict()
+
+
+@given(st.integers(1, 3000), st.integers(2, 600))
+def test_the_multiple_of_a_padded_vocabulary_gives_its_rows(size, multiple):
+    rows = math.ceil(size / multiple) * multiple
+    found = padding_multiple(size, rows)
+    if rows == size:
+        assert found is None
+    else:
+        assert found <= multiple
+        assert math.ceil(size / found) * found == rows
 
 
 @every_value(kind=KINDS, tied=[False, True])

@@ -16,7 +16,8 @@ from megalowbit.errors import UserError
 from megalowbit.hf.activation_checkpointing import ActivationCheckpointingSettings, recompute_blocks
 from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.generation import prepare_for_training
-from megalowbit.hf.model import document_bounds, random_model, rows_of, upload
+from megalowbit.hf.model import random_model
+from megalowbit.hf.separate_documents import document_bounds, rows_of, upload
 from megalowbit.hf.token_losses import losses_of_rows, sum_of_model_losses
 
 END, CPU = 0, torch.device("cpu")

@@ -5,7 +5,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
-from megalowbit.hf.model import fill_weights, load_weights, random_model, rows_of, save_hf
+from megalowbit.hf.model import fill_weights, load_weights, random_model, save_hf
+from megalowbit.hf.separate_documents import rows_of
 from megalowbit.layers.conversion.convert import bit_layers, convert
 
 GPT2 = GPT2Config(

@@ -8,10 +8,10 @@ from tiny_models import KINDS, tiny_model
 
 from megalowbit.data.packing import DocumentRules
 from megalowbit.hf.activation_checkpointing import ActivationCheckpointingSettings, recompute_blocks
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.generation import prepare_for_training
-from megalowbit.hf.model import rows_of
-from megalowbit.hf.token_losses import sum_of_model_losses
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.token_losses import sum_of_model_losses
+from megalowbit.hf.separate_documents import rows_of
 
 END = 0
 LENGTHS = [[5, 1, 9, 3], [18], [1, 1, 7, 9]]  # of the documents in each row, end included

@@ -1,11 +1,15 @@
 """The command line with two tensor-parallel ranks: the same run as one process, recorded and exported."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
-from forked_ranks import run_ranks
+from forked_ranks import run_ranks, variables
 from transformers import AutoModelForCausalLM
 
-from launchers import metrics, write_config
+from launchers import ROOT, free_port, metrics, training_text, write_config
 
 pytestmark = pytest.mark.slow  # in make test: the same of two pipeline stages, and of engines
 KEYS = ("step", "loss", "lr", "loss_scale", "tokens", "skipped_steps")
@@ -54,6 +58,46 @@ def test_two_tensor_ranks_reset_the_weights_that_one_process_does(folder):
     for key, minimum in (("oscillation/ratio", 0.5), ("oscillation/reset_share", 0.001)):
         assert one[0][key] > minimum
         assert two[0][key] == pytest.approx(one[0][key], rel=0.02)
+
+
+def test_a_padded_vocabulary_of_two_tensor_ranks_is_evaluated_and_exported(tmp_path):
+    """Under a configuration with the padding and without it, on two ranks; the export on one."""
+    (tmp_path / "held.txt").write_text(training_text()[50:2000])
+    data = {"corpus": "text.txt", "sequence_length": 32, "validation": {"corpus": "held.txt"}}
+    block = {**BLOCK, "recipe": "bf16", "data": data, "validation": {"every": 6}}
+    block.pop("oscillation_reset")
+    padded = {"config": "model.json", "pad_vocab_to_multiple_of": 96}
+    files = []
+    for model in (padded, {"config": "model.json"}):
+        file = write_config(tmp_path, block={**block, "model": model}, tensor_parallel={"autotp_size": 2})
+        files.append(file.rename(tmp_path / f"{len(files)}.json"))
+    done = run_ranks("--ds-config", files[0], "--run-dir", tmp_path / "run", cwd=tmp_path, processes=2)
+    assert done.code == 0, done.output
+    recorded = metrics(tmp_path / "run")[-1]["validation/loss"]
+    for file in files:
+        assert evaluated(tmp_path, "run", file, processes=2) == recorded
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf")
+    assert exported.config.vocab_size == len(exported.get_input_embeddings().weight) == 256
+    one = "tensor_parallel.autotp_size=1"
+    for file in files:
+        found = evaluated(tmp_path, "run/hf", file, "--set", one)
+        assert found == pytest.approx(recorded, rel=1e-6)
+
+
+def evaluated(folder, path, config, *options, processes=1):
+    """The loss that `python -m megalowbit evaluate` finds on so many ranks."""
+    port, output = free_port(), folder / "out.json"
+    words = ["-m", "megalowbit", "evaluate", folder / path, "--ds-config", config, "--output", output]
+    variable = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *map(str, words), *options],
+            env={**variable, **variables(rank, processes, port)},
+        )
+        for rank in range(processes)
+    ]
+    assert [rank.wait(240) for rank in ranks] == [0] * processes
+    return json.loads(output.read_text())["validation/loss"]
 
 
 def test_the_exported_model_equals_that_of_one_process(folder):

@@ -6,8 +6,8 @@ import pytest
 from quick_cases import slow_except
 
 from megalowbit.errors import UserError
-from megalowbit.hf import chunked_cross_entropy
-from megalowbit.hf.chunked_cross_entropy import is_chunked
+from megalowbit.hf.losses import chunked_cross_entropy
+from megalowbit.hf.losses.chunked_cross_entropy import is_chunked
 from megalowbit.pretrain import config as config_module
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.resume import changed_settings

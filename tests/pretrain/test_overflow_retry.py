@@ -2,11 +2,14 @@ import json
 import math
 
 import pytest
+import torch
 
 from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
+from megalowbit.hf.separate_documents import copies_in_background, upload
 from megalowbit.layers.carried_state import split_counts
+from megalowbit.pretrain import overflow_retry
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run import pretrain
@@ -45,6 +48,19 @@ def test_with_retries_the_run_equals_one_that_started_at_the_right_scale(build_j
     assert split_counts(job.engine.module) == split_counts(other.engine.module)
     weights, same = ([p.tolist() for p in each.engine.module.parameters()] for each in (job, other))
     assert weights == same
+
+
+def test_labels_are_counted_once_a_step_and_not_in_each_attempt(build_job, monkeypatch):
+    counted, count = [], overflow_retry.mean_num_labels
+    monkeypatch.setattr(
+        overflow_retry, "mean_num_labels", lambda *given: counted.append(given) or count(*given)
+    )
+    overrides = ("megalowbit.data.packing=documents", "megalowbit.data.eod_mask_loss=true")
+    found, _ = run_of(build_job, 2.0**26, 20, *overrides)
+    assert found[0][0]["overflow_retries"] > 1
+    assert len(counted) == STEPS
+    right, _ = run_of(build_job, found[0][0]["loss_scale"], 20, *overrides)
+    assert [step[0]["loss"] for step in found] == [step[0]["loss"] for step in right]
 
 
 def test_without_retries_the_same_run_loses_steps(build_job):
@@ -98,3 +114,48 @@ def test_a_run_of_an_earlier_version_is_resumed_without_warnings(resolve):
     del before["megalowbit"]["run"]["deterministic"]
     del before["megalowbit"]["watchdog"]["silence"]
     assert changed_settings(before, now) == []
+
+
+def test_only_gpus_get_batches_from_pinned_memory(build_job):
+    assert not copies_in_background(torch.device("cpu"))
+    assert not copies_in_background(torch.device("meta"))
+    assert copies_in_background(torch.device("cuda", 1))
+    batch = next(build_job().loader)
+    found = upload(batch, torch.device("cpu"))
+    assert found.keys() == batch.keys()
+    assert all(found[name] is each for name, each in batch.items())  # no copy on CPUs
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_copy_of_a_batch():
+    device = torch.device("cuda", torch.cuda.current_device())
+    batch = {"input_ids": torch.arange(2**20).view(8, -1), "labels": torch.arange(2**20).view(8, -1) + 1}
+    expected = {name: each.clone() for name, each in batch.items()}
+    upload(batch, device)  # allocates
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2**31)  # work before the copies: about a second
+    busy = torch.cuda.Event()
+    busy.record()
+    found = upload(batch, device)
+    assert not busy.query()  # the host came here before the device had done the earlier work
+    for each in batch.values():
+        each.zero_()  # the loader may use its memory again: pinned memory is a copy
+    torch.cuda.synchronize()
+    for name, each in found.items():
+        assert each.device == device
+        assert each.cpu().equal(expected[name])
+
+
+@pytest.mark.gpu
+def test_a_copy_to_a_gpu_makes_no_synchronisation():
+    device = torch.device("cuda", torch.cuda.current_device())
+    batch = {"input_ids": torch.arange(64).view(2, -1)}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = upload(batch, device)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            batch["input_ids"].to(device)  # from memory that is not pinned
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert found["input_ids"].cpu().equal(batch["input_ids"])

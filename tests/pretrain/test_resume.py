@@ -89,6 +89,19 @@ def test_settings_fixed_by_the_checkpoint_cannot_change(path, value, message):
         changed_settings(SAVED, changed(*path, value=value))
 
 
+def test_runs_of_earlier_versions_parsed_special_tokens():
+    before = changed("megalowbit", "data", value={"tokenizer": "bpe"})
+    now = changed("megalowbit", "data", value={"tokenizer": "bpe", "parse_special_tokens": False})
+    with pytest.raises(UserError, match=r"data.parse_special_tokens was True in .* and is False now"):
+        changed_settings(before, now)
+    now["megalowbit"]["data"]["parse_special_tokens"] = True
+    assert changed_settings(before, now) == []
+    for each in (before, now):  # bytes have no special tokens
+        each["megalowbit"]["data"]["tokenizer"] = "byte"
+    now["megalowbit"]["data"]["parse_special_tokens"] = False
+    assert changed_settings(before, now) == []
+
+
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize("key", ["recipe", "model"])
 def test_a_name_replaced_by_a_block_is_reported_with_both_values(key, is_reversed):

@@ -23,8 +23,8 @@ from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_label
 from megalowbit.engine.pipeline.parts import batch_limits, causal_loss
 from megalowbit.errors import UserError
 from megalowbit.families.vocabulary import num_tokens
-from megalowbit.hf.model import rows_of
-from megalowbit.hf.token_losses import sum_of_token_losses, sums_of_rows
+from megalowbit.hf.losses.token_losses import sum_of_token_losses, sums_of_rows
+from megalowbit.hf.separate_documents import rows_of
 
 Batch = tuple[Inputs, Tensor]
 
@@ -161,7 +161,7 @@ def loss_of_step(engine: Any) -> Tensor | None:
 
 
 def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tensor:
-    """The sum of each batch's losses, see `hf.token_losses`; every rank must call it.
+    """The sum of each batch's losses, see `hf.losses.token_losses`; every rank must call it.
 
     Args:
         engine: of a `PipelinedModel`, in evaluation mode.
@@ -215,9 +215,15 @@ def losses_of_rows(engine: Any) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def losses_over(engine: Any, num_labels: Tensor) -> Iterator[None]:
-    """Context of `train_batch` in which the loss of a micro-batch is its sum over `num_labels`, 0-dim."""
+def loss_per_label(engine: Any, num_labels: Tensor) -> Iterator[None]:
+    """Context of `train_batch` in which the loss of a micro-batch is its sum over `num_labels`, 0-dim.
+
+    Raises:
+        ValueError: the loss of the model is another one, whose sum is not known.
+    """
     module = engine.module
+    if module.loss_fn is not causal_loss:
+        raise ValueError(f"the loss of the model must be `causal_loss`, not {module.loss_fn!r}")
     trained, module.loss_fn = module.loss_fn, partial(causal_loss, num_labels=num_labels)
     try:
         yield

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megalowbit.errors import UserError, shown
+from megalowbit.labels import IGNORED_LABEL
 
-IGNORED_LABEL = -100  # of torch and Hugging Face, for tokens that are not predicted
 EXTRAS = ("attention_mask", "position_ids")  # may follow `input_ids`, in this order
 WHERE = "a batch for a pipeline"
 

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megalowbit.engine.pipeline.micro_batches import IGNORED_LABEL, BatchLimits, Inputs, mask_of
+from megalowbit.engine.pipeline.micro_batches import BatchLimits, Inputs, mask_of
 from megalowbit.errors import UserError
 from megalowbit.families.base import FULL, SLIDING, Family
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import num_tokens
-from megalowbit.hf.model import document_bounds, uses_flash_attention
+from megalowbit.hf.separate_documents import document_bounds, uses_flash_attention
+from megalowbit.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

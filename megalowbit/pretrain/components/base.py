@@ -25,6 +25,8 @@ from megalowbit.telemetry.settings import TelemetrySettings
 from megalowbit.values import SettingsModel, unit
 
 if TYPE_CHECKING:
+    import torch
+
     from megalowbit.data.loader import ShardedLoader
     from megalowbit.families.model_flops import ModelFlops
     from megalowbit.layers.recipe import Recipe
@@ -162,6 +164,9 @@ class Component:
     def before_step(self, step: int) -> str | None:
         """Called before each optimizer step, after `step` steps. Returns a line to print."""
         return None
+
+    def read_batch(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """Called with each micro-batch of this rank when it is read, on the CPU; not again for a retry."""
 
     def begin_attempt(self) -> None:
         """Called before the first micro-batch of each attempt at a step."""

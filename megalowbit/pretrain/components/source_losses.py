@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megalowbit.labels import count_labels
 from megalowbit.pretrain.components.base import Component, RunParts, Summary
 from megalowbit.telemetry import columns
 from megalowbit.telemetry.facts import Fact, Facts
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from megalowbit.data.loader import BlendedLoader
 
 SOURCES = "sources"  # in a batch: the place of each row's source
-IGNORED_LABEL = -100
 
 
 class SourceLosses(Component):
@@ -74,7 +74,7 @@ class SourceLosses(Component):
         """
         import torch
 
-        counts = (labels[:, 1:] != IGNORED_LABEL).sum(1).double()
+        counts = count_labels(labels).double()
         places = torch.arange(len(self._loader.names), device=sources.device)
         is_of = places[:, None] == sources  # (sources, batch)
         # not a product with zeros: a loss that is not finite must stay in its source

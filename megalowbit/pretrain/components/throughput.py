@@ -6,11 +6,15 @@ peak is the vendor's (`telemetry/peak_tflops.py`), or the setting `telemetry.pea
 For any layout: tokens per second of all ranks × FLOPs of the full model for a token ÷ number of devices.
 Tensor and pipeline ranks share their tokens, and `tokens_per_second` counts these once. The peak is that of
 the run's `precision`, also if products run in FP8 or FP4: bf16 and FP4 runs can then be compared by MFU.
+
+Separate documents need less attention than whole samples. This rank counts it in its own micro-batches, which
+are a random part of the step's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from megalowbit.pretrain.components.base import Component, RunParts, Summary
@@ -32,6 +36,7 @@ class Throughput(Component):
 
     Args:
         flops: of one token.
+        are_separate: whether documents are separate.
         tokens_per_step: of one optimizer step, over all ranks.
         num_devices: processes of the run, each with one device.
         device: what they are called.
@@ -43,6 +48,7 @@ class Throughput(Component):
         self,
         flops: ModelFlops,
         *,
+        are_separate: bool = False,
         tokens_per_step: int,
         num_devices: int,
         device: str,
@@ -50,6 +56,10 @@ class Throughput(Component):
         peak: float | None,
     ) -> None:
         self.flops, self.peak = flops, peak
+        self._are_separate = are_separate
+        self._of_batches = list[float]()  # FLOPs of a token in the micro-batches of this step
+        self._of_step = float(flops.counted)  # in the last step
+        self._sum, self._num_steps = 0.0, 0  # over the steps
         self._num_devices, self._device, self._dtype = num_devices, device, dtype
         self._tokens_per_step, self._speed = tokens_per_step, MovingRate()
 
@@ -60,6 +70,7 @@ class Throughput(Component):
         peak = parts.telemetry.peak_tflops
         return cls(
             parts.flops,
+            are_separate=parts.loader.rules.are_separate,
             tokens_per_step=parts.tokens_per_step,
             num_devices=parts.engine.process_grid.world_size,
             device=device,
@@ -69,21 +80,42 @@ class Throughput(Component):
 
     def startup_line(self) -> str:
         """The FLOPs of a token and the peak, or how to set it."""
-        flops = f"flops     {columns.amount_text(self.flops.counted)} FLOP per token"
+        most = "at most " if self._are_separate else ""
+        flops = f"flops     {most}{columns.amount_text(self.flops.counted)} FLOP per token"
         if self.peak is None:
             return (
                 f"{flops}; no MFU, because the peak of {self._device} in {self._dtype} is unknown: set {KEY}"
             )
         return f"{flops}, peak of {self._device} {self.peak:g} TFLOP/s in {self._dtype}"
 
-    def of_speed(self, tokens_per_second: float | None) -> dict[str, Fact]:
-        """Columns for a speed over all ranks; None if it is unknown, and no MFU if the peak is."""
+    def read_batch(self, batch: Mapping[str, torch.Tensor]) -> None:
+        if self._are_separate:
+            self._of_batches.append(self.flops.of_documents(batch["position_ids"].numpy()))
+
+    def end_step(self) -> None:
+        if self._of_batches:
+            self._of_step = fmean(self._of_batches)
+            self._of_batches.clear()
+        self._sum, self._num_steps = self._sum + self._of_step, self._num_steps + 1
+
+    @property
+    def flops_per_token(self) -> float:
+        """The mean over the steps of this process."""
+        return self._sum / self._num_steps if self._num_steps else float(self.flops.counted)
+
+    def of_speed(
+        self, tokens_per_second: float | None, flops_per_token: float | None = None
+    ) -> dict[str, Fact]:
+        """Columns for a speed over all ranks; None if it is unknown, and no MFU if the peak is.
+
+        `flops_per_token` are counted FLOPs; None: their mean.
+        """
+        counted = self.flops_per_token if flops_per_token is None else flops_per_token
         names = ("tflops_per_device", *(("mfu", "mfu_palm") if self.peak is not None else ()))
         if tokens_per_second is None:
             return dict.fromkeys(names)
         counted, palm = (
-            flops * tokens_per_second / self._num_devices / 1e12
-            for flops in (self.flops.counted, self.flops.palm)
+            flops * tokens_per_second / self._num_devices / 1e12 for flops in (counted, self.flops.palm)
         )
         facts: dict[str, Fact] = {"tflops_per_device": counted}
         if self.peak is not None:
@@ -92,7 +124,7 @@ class Throughput(Component):
 
     def facts(self, known: Facts) -> Facts:
         """TFLOP/s of one device in this step, and with a known peak MFU."""
-        return self.of_speed(columns.number(known["tokens_per_second"]))
+        return self.of_speed(columns.number(known["tokens_per_second"]), self._of_step)
 
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
         self._speed.add(self._tokens_per_step)
@@ -107,7 +139,7 @@ class Throughput(Component):
             entries={
                 **averages,
                 "peak_tflops": self.peak,
-                "flops_per_token": self.flops.counted,
+                "flops_per_token": self.flops_per_token,
                 "flops_per_token_palm": self.flops.palm,
             },
             row=("TFLOP/s", figure, "MFU", columns.percent_text(mfu)),

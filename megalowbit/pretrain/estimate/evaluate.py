@@ -6,7 +6,8 @@ recorded, bit for bit on the same process grid. The corpus of the training need 
 
 The configuration is that of the run that the path is in, or any other. If its recipe is that of the
 checkpoint, the full state is restored, with a late switch, chosen precisions and split weights; otherwise
-only the weights are read. Like training, this needs memory for the optimizer's state.
+only the weights are read. Like training, this needs memory for the optimizer's state. The vocabulary of a
+checkpoint keeps its padding, which has no influence on the losses, whatever the configuration says.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ from megalowbit.durable_files import atomic_file
 from megalowbit.engine.process_start import compute_deterministically, start_process_group
 from megalowbit.engine.run_checks.ranks_agree import check_ranks_agree
 from megalowbit.errors import UserError, file_system_error
-from megalowbit.hf.training_checkpoint import find_checkpoint, holds_run, is_training_checkpoint
+from megalowbit.families.vocabulary import FIELD, padding_multiple
+from megalowbit.hf.training_checkpoint import (
+    find_checkpoint,
+    holds_run,
+    is_training_checkpoint,
+    stored_config,
+)
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
@@ -76,7 +83,8 @@ def evaluate(
     run = _run_folder_of(path)
     is_ours = is_training_checkpoint(path)
     source = find_checkpoint(path) if is_ours else path
-    config = _configuration(source, run, config_file, overrides, identity.world_size)
+    padding = _padding(stored_config(source)) if is_ours else {}
+    config = _configuration(source, run, config_file, overrides, identity.world_size, padding)
     with report_lost_ranks(identity):
         if config.settings.run.deterministic:
             compute_deterministically()
@@ -92,6 +100,7 @@ def evaluate(
             open_data=partial(_text_only, tokenizer_folder=tokenizer),
         )
         if is_ours and agree(holds_run, source, recipe_of(config.recipe)):
+            agree(_check_rows, source, job.engine.module.config.vocab_size)
             job.load(source)
         validation = job.find(Validation)
         assert validation is not None  # `_configuration` has checked that there is a text
@@ -114,10 +123,33 @@ def _run_folder_of(path: Path) -> Path | None:
     return None
 
 
+def _padding(stored: Mapping[str, Any]) -> dict[str, int | None]:
+    """The setting that gives the model's vocabulary the padding that it has in a checkpoint."""
+    if (rows := stored.get("vocab_size")) is None:
+        return {}
+    return {"pad_vocab_to_multiple_of": padding_multiple(stored.get(FIELD, rows), rows)}
+
+
+def _check_rows(source: Path, found: int) -> None:
+    """Reject padding from the command line that is not that of the checkpoint."""
+    if (rows := stored_config(source)["vocab_size"]) != found:
+        raise UserError(
+            f"the vocabulary in {source} has {rows} rows with its padding, and "
+            f"{BLOCK}.model.pad_vocab_to_multiple_of makes it {found}: leave that out"
+        )
+
+
 def _configuration(
-    source: Path, run: Path | None, config_file: Path | None, overrides: list[str], world_size: int
+    source: Path,
+    run: Path | None,
+    config_file: Path | None,
+    overrides: list[str],
+    world_size: int,
+    padding: Mapping[str, int | None],
 ) -> PretrainConfig:
     """The configuration with `source` as the model's weights, for this number of processes.
+
+    `padding` comes from the checkpoint; settings on the command line replace it.
 
     Raises:
         UserError: there is none, it is invalid, or it names no text.
@@ -125,7 +157,7 @@ def _configuration(
     if config_file is None and run is None:
         raise UserError(f"{source} is not in a run's folder: name a configuration with --ds-config")
     file = config_file or RunFolder(run or Path()).config
-    weights = {"checkpoint": str(source.resolve()), "config": None, "outliers": None}
+    weights = {"checkpoint": str(source.resolve()), "config": None, "outliers": None, **padding}
     sizes = ["train_batch_size=auto", "gradient_accumulation_steps=1"]
     model = [f"{BLOCK}.model.{key}={json.dumps(value)}" for key, value in weights.items()]
     config = load_config(file, [*sizes, *model, *overrides], world_size=world_size)
@@ -171,7 +203,7 @@ def _text_only(
 
 def _tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
     if settings.tokenizer == BPE_TOKENIZER and any(folder.glob("tokenizer*")):
-        return FolderTokenizer(folder)
+        return FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)
     return build_tokenizer(settings)
 
 

@@ -31,7 +31,7 @@ from megalowbit.engine.tensor_parallel.single_shard import keep_first_shard
 from megalowbit.families.registry import family
 from megalowbit.hf.activation_checkpointing import recompute_blocks
 from megalowbit.hf.checkpoint import build_model
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import Recipe

@@ -29,7 +29,7 @@ from megalowbit.engine.pipeline.parts import (
     causal_loss,
     run_parts,
 )
-from megalowbit.hf.model import rows_of
+from megalowbit.hf.separate_documents import rows_of
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, share_inputs
 from megalowbit.layers.recipe import Recipe

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from megalowbit.hf.chunked_cross_entropy import chunk_size
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_size
 from megalowbit.layers.conversion.kept_layers import linear_layers
 
 if TYPE_CHECKING:

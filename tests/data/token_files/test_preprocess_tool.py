@@ -98,6 +98,20 @@ def test_a_tokenizer_of_a_folder_gives_its_ids(tmp_path, source, capsys):
     assert [corpus.document(number).tolist() for number in range(corpus.num_documents)] == ids
 
 
+@pytest.mark.parametrize("parses", [False, True])
+def test_spelled_special_tokens_are_text_unless_the_flag_is_given(tmp_path, source, parses, capsys):
+    tokenizer = train_bpe(LocalCorpus(source), 300, tmp_path)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "spelled.txt").write_text("one<|endoftext|>two")
+    arguments = ("--input", tmp_path / "spelled.txt", "--output-prefix", tmp_path / "out", "--append-eod")
+    flags = ["--parse-special-tokens"] * parses
+    done = call_main(TOOL, *arguments, "--tokenizer", tmp_path / "tokenizer", *flags, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    ids = MegatronCorpus(tmp_path / "out_text_document").document(0).tolist()
+    assert ids[-1] == 0
+    assert ids.count(0) == 1 + parses
+
+
 def test_bad_records_are_left_out_up_to_the_bound(tmp_path, source, capsys):
     source.write_text(source.read_text() + "{\n[]\n")
     arguments = ("--input", source, "--output-prefix", tmp_path / "out", "--tokenizer", "byte")

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from megalowbit.engine.initialize import initialize
 from megalowbit.engine.pipeline import batch_reader
 from megalowbit.engine.pipeline.setup import pipeline_module
-from megalowbit.hf.token_losses import sum_of_token_losses
+from megalowbit.hf.losses.token_losses import sum_of_token_losses
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,

@@ -5,6 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalowbit.engine.initialize import initialize
+from megalowbit.engine.pipeline.batch_reader import loss_per_label
 from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.errors import UserError
 
@@ -44,6 +45,16 @@ def test_the_users_batch_function_is_applied_first(engine):
     engine.set_batch_fn(lambda text: {"input_ids": TOKENS, "labels": TOKENS})
     for _ in range(2):
         assert engine.train_batch(iter(["some", "text"])).equal(expected)
+
+
+def test_the_loss_is_divided_by_the_given_number_of_labels(engine):
+    mean = engine.train_batch(iter([BATCH] * 2))
+    with loss_per_label(engine, torch.tensor(4.0)):  # each micro-batch has 10
+        assert engine.train_batch(iter([BATCH] * 2)).item() == pytest.approx(mean.item() * 10 / 4, rel=1e-6)
+    assert engine.train_batch(iter([BATCH] * 2)).equal(mean)
+    engine.module.loss_fn = lambda logits, _: logits.mean()
+    with pytest.raises(ValueError, match="must be `causal_loss`"), loss_per_label(engine, mean):
+        pass
 
 
 def test_logits_can_be_requested(engine):

@@ -1,6 +1,7 @@
 """TFLOP/s and MFU of a run; the model is the tiny GPT-2 of `write_config`."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,6 +40,35 @@ def test_mfu_is_that_of_the_products_that_torch_counts_in_the_model_of_the_run(b
         GPT2LMHeadModel(config)(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
     flops = counter.get_total_flops() / tokens.numel()
     assert facts["mfu"] == pytest.approx(flops * facts["tokens_per_second"] / 0.5e12, rel=1e-12)
+
+
+def test_separate_documents_need_less_attention(build_job, tmp_path):
+    """Counted token by token: a document of d tokens has d² pairs in each of the two blocks."""
+    texts = ["ab" * (number % 11) for number in range(400)]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    data = {"corpus": str(tmp_path / "lines.jsonl"), "sequence_length": 32, "packing": "documents"}
+    job = build_job(PEAK, f"megalowbit.data={json.dumps(data)}", "gradient_accumulation_steps=2")
+    batches, read = [], type(job.loader).__next__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(job.loader), "__next__", lambda loader: batches.append(read(loader)) or batches[-1]
+        )
+        steps = [train_step(job).facts for _ in range(2)]
+    assert len(batches) == 4
+    expected = []
+    for row in torch.cat([batch["input_ids"] for batch in batches]).tolist():
+        ends = [-1, *(place for place, token in enumerate(row) if token == 0), 31]
+        pairs = sum((end - start) ** 2 for start, end in pairwise(ends))
+        expected.append(COUNTED - ATTENTION + 12 * 2 * 32 * pairs / 32)
+    rows = len(expected) // 2
+    for facts, flops in zip(steps, (expected[:rows], expected[rows:]), strict=True):
+        found = facts["mfu"] * 0.5e12 / facts["tokens_per_second"]
+        assert found == pytest.approx(sum(flops) / rows, rel=1e-12)
+        assert found < 0.95 * COUNTED
+        assert facts["mfu_palm"] == pytest.approx(PALM * facts["tokens_per_second"] / 0.5e12, rel=1e-12)
+    throughput = job.find(Throughput)
+    assert throughput.summary().entries["flops_per_token"] == pytest.approx(sum(expected) / len(expected))
+    assert throughput.startup_line().startswith("flops     at most 221k FLOP per token")
 
 
 def test_an_unknown_device_has_no_mfu_and_a_line_says_how_to_set_its_peak(build_job):

@@ -11,6 +11,7 @@ from forked_ranks import variables
 from launchers import ROOT, check_refusal, free_port, training_text, write_config
 from megalowbit.__main__ import main
 from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import import_checkpoint
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.evaluate import evaluate
@@ -85,6 +86,27 @@ def test_packing_and_padding_are_those_of_the_run(tmp_path):
     for other in ("packing=wrapped", "eod_mask_loss=false"):
         found = evaluated(run, tmp_path, f"megalowbit.data.{other}")
         assert abs(found["validation/loss"] - recorded[4]["validation/loss"]) > 1e-4
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_a_checkpoint_keeps_its_padding_under_another_configuration(tmp_path, is_padded):
+    for name, multiple in (("padded", 96), ("plain", None)):
+        (tmp_path / name).mkdir()
+        model = {"config": "model.json", "pad_vocab_to_multiple_of": multiple}
+        if is_padded == (name == "padded"):
+            recorded, folder = trained(tmp_path / name, model=model), tmp_path / name
+        else:
+            config = write_config(tmp_path / name, model={"vocab_size": 320}, block={**BLOCK, "model": model})
+    text = f"megalowbit.data.validation.corpus={folder / 'held.txt'}"
+    for path in ("run", "run/checkpoints/step-00000004", "run/hf"):
+        assert figures(evaluated(folder / path, tmp_path, text, config_file=config)) == recorded[4]
+    pad = "megalowbit.model.pad_vocab_to_multiple_of"
+    other, rows = ("null", (384, 320)) if is_padded else ("96", (320, 384))
+    with pytest.raises(UserError, match=f"has {rows[0]} rows with its padding, and {pad} makes it {rows[1]}"):
+        evaluated(folder / "run", tmp_path, f"{pad}={other}")
+    assert figures(evaluated(folder / "run" / "hf", tmp_path, f"{pad}={other}")) == recorded[4]
+    weights_only = evaluated(folder / "run", tmp_path, f"{pad}={other}", "megalowbit.recipe=bf16")
+    assert weights_only["validation/loss"] == recorded[4]["validation/bf16_loss"]
 
 
 @pytest.mark.slow

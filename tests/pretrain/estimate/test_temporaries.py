@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalowbit.families.registry import family
-from megalowbit.hf import chunked_cross_entropy
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
-from megalowbit.hf.model import rows_of
+from megalowbit.hf.losses import chunked_cross_entropy
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.separate_documents import rows_of
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import recipe as recipe_of

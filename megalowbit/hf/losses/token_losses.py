@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megalowbit.families.vocabulary import unpadded_size
-from megalowbit.hf.chunked_cross_entropy import IGNORED_LABEL, is_chunked, noted_losses
-from megalowbit.hf.model import rows_of
+from megalowbit.hf.losses.chunked_cross_entropy import is_chunked, noted_losses
+from megalowbit.hf.separate_documents import rows_of
+from megalowbit.labels import IGNORED_LABEL
 
 
 def sum_of_token_losses(logits: Tensor, targets: Tensor) -> Tensor:

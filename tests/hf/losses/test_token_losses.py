@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny_models import KINDS, tiny_model
 
-from megalowbit.hf import chunked_cross_entropy
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
-from megalowbit.hf.token_losses import (
+from megalowbit.hf.losses import chunked_cross_entropy
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.token_losses import (
     losses_of_rows,
     sum_of_model_losses,
     sum_of_token_losses,

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-from megalowbit.hf import chunked_cross_entropy
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy, sum_of_losses
+from megalowbit.hf.losses import chunked_cross_entropy
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy, sum_of_losses
 
 VOCABULARY = 300  # two chunks of 128 rows, and one of 44
 

@@ -34,9 +34,9 @@ from megalowbit.derivative_checks import check_backward, reject_transforms
 from megalowbit.errors import UserError, shown
 from megalowbit.families.registry import FAMILIES
 from megalowbit.families.vocabulary import unpadded_size
+from megalowbit.labels import IGNORED_LABEL
 from megalowbit.layers.matmul.gemms import autocast_dtype, no_autocast
 
-IGNORED_LABEL = -100
 WHOLE_LOGITS = "set it to false, or leave out mlb.chunk_cross_entropy"
 CHUNK_ELEMENTS = 2**25  # logits of a chunk: 128 MiB in fp32
 LIBRARIES = ("accelerate", "deepspeed", "megalowbit", "torch")  # whose hooks return what they are given
