@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from megalowbit.errors import UserError
 from megalowbit.values import SettingsModel, unit
@@ -67,7 +67,14 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "megalowbit"
 
 
-Stream = Annotated[int, Field(ge=1, strict=True)] | Literal["all"] | None
+def _check_stream(value: Any) -> Any:
+    """Reject in one line what would be an error of each member of the union."""
+    if value is not None and value != "all" and not (type(value) is int and value >= 1):
+        raise UserError('write "all", or a number of documents, 1 or more')
+    return value
+
+
+Stream = Annotated[Annotated[int, Field(ge=1)] | Literal["all"] | None, BeforeValidator(_check_stream)]
 
 
 class ValidationSource(SettingsModel):

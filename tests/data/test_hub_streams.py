@@ -246,8 +246,9 @@ def test_sources_and_text_for_validation_have_streams_of_their_own(tmp_path, lib
 
 @pytest.mark.parametrize("stream", [0, -1, True, 1.5, "some"])
 def test_a_stream_is_all_or_a_number_of_documents(stream):
-    with pytest.raises(ValueError, match="stream"):
+    with pytest.raises(ValueError, match="stream") as caught:
         DataSettings(corpus="a/b", sequence_length=8, stream=stream)
+    assert len(caught.value.errors()) == 1
 
 
 def test_a_stream_of_other_text_is_refused(tmp_path):

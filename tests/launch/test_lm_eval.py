@@ -124,6 +124,6 @@ def test_evaluate_finds_the_same_loss(trained, results, tmp_path):
     values, rows = results["local_continuation"]
     likelihood, _ = rows[0]["resps"][0][0]  # and whether it is the most likely text
     loss = -float(likelihood) / len(REST)
-    assert ours["loss"] == pytest.approx(loss, rel=1e-5)
-    assert ours["bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-5)
-    assert math.log(values["perplexity,none"]) == pytest.approx(ours["loss"] * len(REST), rel=1e-5)
+    assert ours["validation/loss"] == pytest.approx(loss, rel=1e-5)
+    assert ours["validation/bits_per_byte"] == pytest.approx(loss / math.log(2), rel=1e-5)
+    assert math.log(values["perplexity,none"]) == pytest.approx(ours["validation/loss"] * len(REST), rel=1e-5)
