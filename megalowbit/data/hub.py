@@ -1,25 +1,44 @@
-"""Text from a Hugging Face data set: any name that `datasets.load_dataset` accepts, downloaded or cached.
+"""Text from a Hugging Face data set: any name that `datasets.load_dataset` accepts, downloaded or streamed.
 
-The library has its own download cache. This module adds one-line errors and a fingerprint that is equal on
-all machines (the library's fingerprint depends on file times). Not covered: streaming, and data sets that run
-code.
+A data set is downloaded into the library's own cache, or (`stream`) read once from the network. Both are read
+as Arrow tables, in the order of the rows, with the rules of local files for bad records.
+
+The fingerprint of a downloaded data set is a hash of the text of all its rows, equal on all machines. It is
+kept in the cache folder under paths, sizes and times of the library's files. Not noticed: a change of such a
+file that keeps its size and its time. A stream cannot be hashed before it is read; its fingerprint is that of
+its origin: the files of the data set and the commit (on other servers the ETag, on disks the time) that they
+have. Not noticed there: a file on a disk or another server that changes without those.
+
+Not covered: data sets that run code.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
+import logging
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from megalowbit.data.corpus import Corpus
+import numpy as np
+
+from megalowbit.data.cache import cached_file
+from megalowbit.data.corpus import BadRecords, Corpus
 from megalowbit.data.settings import DataSettings, names_files
-from megalowbit.errors import UserError, unknown_name
+from megalowbit.data.text_files.tables import check_column, column_documents
+from megalowbit.durable_files import atomic_file
+from megalowbit.errors import TransientError, UserError
+from megalowbit.json_text import read_json_object
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-ROWS_IN_FINGERPRINT = 256
 ROWS_PER_READ = 1024
+FINGERPRINTS = "data_sets"  # folder in the cache
 
 
 class HubCorpus(Corpus):
@@ -30,6 +49,9 @@ class HubCorpus(Corpus):
         config: configuration of the data set, if it has several.
         split: in the library's notation, `"train"` or `"train[:10%]"`.
         text_field: the column with the text.
+        max_bad_records: how many rows may be left out because they are not text.
+        stream: read it from the network without a copy: `"all"` documents, or only the first so many.
+        cache_dir: folder of the cache, where fingerprints are kept; None: they are not.
 
     Raises:
         UserError: the data set, configuration, split or column does not exist or cannot be reached, or the
@@ -37,14 +59,28 @@ class HubCorpus(Corpus):
     """
 
     def __init__(
-        self, dataset_name: str, *, config: str | None = None, split: str = "train", text_field: str = "text"
+        self,
+        dataset_name: str,
+        *,
+        config: str | None = None,
+        split: str = "train",
+        text_field: str = "text",
+        max_bad_records: int = 0,
+        stream: int | Literal["all"] | None = None,
+        cache_dir: Path | None = None,
     ) -> None:
         self.dataset_name = dataset_name
         self.config = config
         self.split = split
         self.text_field = text_field
-        self._rows = self._load()
+        self.stream = stream
+        self.bad_records = BadRecords(max_bad_records)
+        self._cache_dir = cache_dir
         self._num_read = 0
+        if stream is None:
+            self._rows = self._load()
+        else:
+            self._open_stream()
 
     @classmethod
     def is_meant(cls, corpus: str) -> bool:
@@ -57,6 +93,9 @@ class HubCorpus(Corpus):
             config=settings.corpus_config,
             split=settings.split,
             text_field=settings.text_field,
+            max_bad_records=settings.max_bad_records,
+            stream=settings.stream,
+            cache_dir=settings.cache_dir,
         )
 
     @property
@@ -64,10 +103,13 @@ class HubCorpus(Corpus):
         return "/".join(part for part in (self.dataset_name, self.config, self.split) if part)
 
     @property
-    def share_read(self) -> float:
-        return self._num_read / max(1, len(self._rows))
+    def share_read(self) -> float | None:
+        if self.stream is None:
+            return self._num_read / max(1, len(self._rows))
+        return None if self.stream == "all" else min(1.0, self._num_read / self.stream)
 
     def _load(self) -> Any:
+        """The rows, downloaded if need be."""
         import datasets  # slow to import, and only this kind of corpus needs it
 
         try:
@@ -75,44 +117,168 @@ class HubCorpus(Corpus):
                 self.dataset_name, self.config, split=self.split, streaming=False, trust_remote_code=False
             )
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            reason = str(error).strip().split("\n")[0]
-            raise UserError(
-                f"data set {self.name!r} cannot be loaded ({reason}): check corpus, corpus_config, split and "
-                "the network, or fill the cache of the datasets library (if you meant a local path, it does "
-                "not exist)"
-            ) from error
-        if self.text_field not in rows.column_names:
-            raise UserError(
-                f"data set {self.name!r}: {unknown_name('text_field', self.text_field, rows.column_names)}"
-            )
-        kind = getattr(rows.features[self.text_field], "dtype", "nested")
-        if kind not in ("string", "large_string"):
-            raise UserError(
-                f"data set {self.name!r}: column {self.text_field!r} is {kind}, not text: set text_field"
-            )
+            raise self._not_loaded(error) from error
+        self._check(rows)
         return rows.select_columns([self.text_field])
 
+    def _open_stream(self) -> None:
+        """Find out what the data set consists of; without a network, what it consisted of before."""
+        import datasets
+
+        try:
+            builder = datasets.load_dataset_builder(self.dataset_name, self.config)
+            files = builder.config.data_files
+            if not files:  # without a network the library offers what it has downloaded, if anything
+                raise ConnectionError("only a downloaded copy is at hand")
+            self._rows = builder.as_streaming_dataset(split=self.split)
+        except OSError as error:
+            self._rows, self._origin = None, self._known_origin()
+            if self._origin is None:
+                raise self._not_loaded(error) from error
+            logger.warning(
+                "data set %s cannot be reached (%s): only tokens of what it was before are used",
+                self.name,
+                _reason(error),
+            )
+            return
+        except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise self._not_loaded(error) from error
+        self._check(self._rows)
+        origin = {str(split): (list(found), found.origin_metadata) for split, found in files.items()}
+        self._origin = hashlib.sha256(json.dumps(origin).encode()).hexdigest()
+        self._keep_origin(self._origin)
+
+    def _not_loaded(self, error: Exception) -> UserError:
+        return UserError(
+            f"data set {self.name!r} cannot be loaded ({_reason(error)}): check corpus, corpus_config, split "
+            "and the network, or fill the cache of the datasets library (if you meant a local path, it does "
+            "not exist)"
+        )
+
+    def _check(self, rows: Any) -> None:
+        """Check that the column exists and is text, if the library knows its columns before it reads."""
+        if rows.features is not None:
+            check_column(f"data set {self.name!r}", self.text_field, rows.features.arrow_schema)
+
+    @property
+    def _origin_file(self) -> Path | None:
+        key = hashlib.sha256(repr((self.dataset_name, self.config)).encode()).hexdigest()[:32]
+        return self._cache_dir and self._cache_dir / FINGERPRINTS / f"stream-{key}.json"
+
+    def _known_origin(self) -> str | None:
+        """What `_keep_origin` has kept; None if there is nothing."""
+        file = self._origin_file
+        if file is None or not file.exists():
+            return None
+        origin = read_json_object(file).get("origin")
+        return origin if isinstance(origin, str) else None
+
+    def _keep_origin(self, origin: str) -> None:
+        file = self._origin_file
+        if file is None:
+            return
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_file(file) as note:
+                json.dump({"data_set": self.dataset_name, "origin": origin}, note)
+        except OSError as error:  # the tokens could not be written either
+            raise UserError(
+                f"cache folder {file.parent} cannot be written ({error.strerror or error}): set "
+                "data.cache_dir or MEGALOWBIT_CACHE to a writable folder with free space"
+            ) from error
+
     @cached_property
-    def fingerprint(self) -> str:  # it reads rows
-        count = len(self._rows)
-        digest = hashlib.sha256(f"hub {self.name!r} {self.text_field!r} {count}".encode())
-        num_read = min(count, ROWS_IN_FINGERPRINT)
-        for number in range(num_read):
-            text = self._rows[number * count // num_read][self.text_field] or ""
-            digest.update(f"{len(text)}\0{text}".encode())
+    def fingerprint(self) -> str:  # it reads the rows
+        if self.stream is not None:
+            stream = ("stream", self._origin, self.config, self.split, self.text_field, self.stream)
+            return hashlib.sha256(repr(stream).encode()).hexdigest()
+        files = [Path(file["filename"]) for file in self._rows.cache_files]
+        if self._cache_dir is None or not files:
+            return self._hash_rows()
+        facts = [(str(file), (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
+        parts = (facts, self.dataset_name, self.config, self.split, self.text_field, len(self._rows))
+        key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+        def write(draft: Path) -> None:
+            logger.info("hashing the text of %s, once", self.name)
+            draft.write_text(self._hash_rows(), encoding="utf-8")
+
+        kept = cached_file(self._cache_dir / FINGERPRINTS / f"{key}.txt", write)
+        return kept.read_text(encoding="utf-8")
+
+    def _hash_rows(self) -> str:
+        """SHA-256 of the length and the text of every row; null has the length -1."""
+        import pyarrow
+
+        digest = hashlib.sha256(b"data set")
+        for column in self._columns():
+            values = column.cast(pyarrow.large_binary())
+            lengths = pyarrow.compute.binary_length(values).fill_null(-1)
+            digest.update(lengths.to_numpy().astype("<i8").tobytes())
+            for chunk in values.fill_null(b"").chunks:
+                _, offsets, content = chunk.buffers()
+                ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+                if content is not None and len(chunk):
+                    digest.update(memoryview(content)[ends[0] : ends[-1]])
         return digest.hexdigest()
+
+    def _columns(self) -> Iterator[Any]:
+        """The text of the rows, `ROWS_PER_READ` at a time, as Arrow columns.
+
+        Raises:
+            UserError: they cannot be read, or a file of a stream has no such column of text.
+        """
+        if self._rows is None:
+            raise UserError(
+                f"data set {self.name!r} cannot be reached, and its tokens are not in {self._cache_dir}: "
+                "check the network, or run --prepare-data where there is one"
+            )
+        num_rows, tables = 0, self._rows.with_format("arrow").iter(batch_size=ROWS_PER_READ)
+        while True:
+            try:
+                table = next(tables, None)
+            except (
+                Exception
+            ) as error:  # of the library that reads: datasets, fsspec, pyarrow, a client of HTTP
+                raise self._not_read(error, num_rows) from error
+            if table is None:
+                return
+            check_column(f"data set {self.name!r}", self.text_field, table.schema)
+            num_rows += table.num_rows
+            yield table[self.text_field]
+
+    def _not_read(self, error: Exception, num_rows: int) -> UserError:
+        where = f"data set {self.name!r} cannot be read after row {num_rows} ({_reason(error)})"
+        if self.stream is None:
+            return UserError(f"{where}: remove it from the cache of the datasets library")
+        if isinstance(error, OSError):
+            return TransientError(f"{where}: check the network and start again")
+        return UserError(f"{where}: fix the data set, or name another")
 
     def documents(self) -> Iterator[str]:
         self.bad_records.reset()
         self._num_read = 0
-        try:
-            for rows in self._rows.iter(batch_size=ROWS_PER_READ):
-                texts = [text for text in rows[self.text_field] if text]
-                self._num_read += len(rows[self.text_field])
-                self.bad_records.empty += len(rows[self.text_field]) - len(texts)
-                yield from texts
-        except OSError as error:
-            raise UserError(
-                f"data set {self.name!r} cannot be read ({error}): remove it from the cache of the datasets "
-                "library"
-            ) from error
+        found = column_documents(
+            self._counted(), f"data set {self.name!r}", self.text_field, self.bad_records
+        )
+        if self.stream is None or self.stream == "all":
+            yield from found
+            return
+        for document in itertools.islice(found, self.stream):
+            self._num_read += 1
+            yield document
+
+    def _counted(self) -> Iterator[Any]:
+        for column in self._columns():
+            if self.stream is None:
+                self._num_read += len(column)
+            yield column
+
+
+def _reason(error: Exception) -> str:
+    """The first line of another library's message, or of that of its cause, which some leave out."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    text = str(error).strip() or str(cause).strip() or type(error).__name__
+    if error.__cause__ is not None and str(cause).strip():
+        text = f"{text.splitlines()[0]}: {str(cause).strip()}"
+    return text.splitlines()[0]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from megalowbit.errors import UserError
 from megalowbit.values import SettingsModel, unit
@@ -67,6 +67,16 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "megalowbit"
 
 
+def _check_stream(value: Any) -> Any:
+    """Reject in one line what would be an error of each member of the union."""
+    if value is not None and value != "all" and not (type(value) is int and value >= 1):
+        raise UserError('write "all", or a number of documents, 1 or more')
+    return value
+
+
+Stream = Annotated[Annotated[int, Field(ge=1)] | Literal["all"] | None, BeforeValidator(_check_stream)]
+
+
 class ValidationSource(SettingsModel):
     """The text for validation: another corpus, another split of a data set, or a share of the documents."""
 
@@ -84,6 +94,11 @@ class ValidationSource(SettingsModel):
         description="split of `corpus`, or without one, another split of `data.corpus`: `validation`. For "
         "Hugging Face data sets only",
     )
+    stream: Stream = Field(
+        default=None,
+        description="`data.stream` of this corpus or split. A `share` is streamed if `data.corpus` is",
+        json_schema_extra=unit("documents"),
+    )
     share: float | None = Field(
         default=None,
         gt=0,
@@ -97,6 +112,8 @@ class ValidationSource(SettingsModel):
     def _names_one_source(self) -> ValidationSource:
         if self.share is not None and (self.corpus is not None or self.split is not None):
             raise UserError("share is set, and also corpus or split: name one of them")
+        if self.share is not None and self.stream is not None:
+            raise UserError("share is of data.corpus, so stream has no effect here: set data.stream")
         if self.share is None and self.corpus is None and self.split is None:
             raise UserError(
                 "it names no text: set corpus (other text), split (of a data set) or share (of the documents)"
@@ -119,6 +136,9 @@ class BlendSource(SettingsModel):
     )
     split: str = Field(
         default="train", min_length=1, description="split of `corpus`, if it is a Hugging Face data set"
+    )
+    stream: Stream = Field(
+        default=None, description="`data.stream` of this source", json_schema_extra=unit("documents")
     )
     text_field: str | None = Field(
         default=None,
@@ -190,6 +210,12 @@ class DataSettings(SettingsModel):
         min_length=1,
         description="split of a Hugging Face data set, in that library's notation: `train[:10%]`",
     )
+    stream: Stream = Field(
+        default=None,
+        description="tokenise a Hugging Face data set while it is read from the network, without a copy: "
+        '`"all"` documents, or the first so many. `null`: download it',
+        json_schema_extra=unit("documents"),
+    )
     text_field: str = Field(
         default="text",
         min_length=1,
@@ -241,7 +267,7 @@ class DataSettings(SettingsModel):
     max_bad_records: int = Field(
         default=0,
         ge=0,
-        description="how many records of local files may be left out because they are not text (invalid "
+        description="how many records may be left out because they are not text (invalid "
         "UTF-8 or JSON, a missing field, null, too large). One more is an error. 0: the first one is",
         json_schema_extra=unit("records"),
     )
@@ -296,8 +322,8 @@ class DataSettings(SettingsModel):
             return self
         if self.corpus != BLEND:
             raise UserError(f"corpus is {self.corpus!r}, and sources are set, too: set one of them")
-        if self.corpus_config is not None or self.split != "train":
-            name = "split" if self.corpus_config is None else "corpus_config"
+        defaults = {"corpus_config": None, "split": "train", "stream": None}
+        for name in [key for key, default in defaults.items() if getattr(self, key) != default][:1]:
             raise UserError(f"{name} has no effect on sources: set it in those that it is for")
         _check_weights(self.sources, self.phases)
         return self

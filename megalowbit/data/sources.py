@@ -3,7 +3,7 @@
 `"stdlib"` is the standard library; the prefix of Megatron's files, or one of them, names token ids; an
 existing path or a glob is a local corpus; any other name is a Hugging Face data set. To add a kind, write a
 file with its `Corpus` class and add the class to `SOURCES`, in the order of precedence. `data.sources` names
-several corpora, each of its own kind. Not covered: streaming data sets.
+several corpora, each of its own kind.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def sources_of(settings: DataSettings) -> dict[str, DataSettings]:
                 "corpus": each.corpus,
                 "corpus_config": each.corpus_config,
                 "split": each.split,
+                "stream": each.stream,
                 "text_field": each.text_field or settings.text_field,
                 "sources": None,
                 "phases": (),
@@ -76,7 +77,13 @@ def open_corpus(settings: DataSettings) -> Corpus:
     """
     if settings.sources is not None:
         return AllSources({name: open_source(name, each) for name, each in sources_of(settings).items()})
-    corpus = source_of(settings).open(settings)
+    source = source_of(settings)
+    if settings.stream is not None and source is not HubCorpus:
+        raise UserError(
+            f"stream = {settings.stream!r} needs a Hugging Face data set, and corpus {settings.corpus} is "
+            "none: remove it; text of other kinds is not copied"
+        )
+    corpus = source.open(settings)
     share = None if settings.validation is None else settings.validation.share
     return corpus if share is None else DocumentShare(corpus, share, is_held_out=False)
 
@@ -143,6 +150,8 @@ def validation_settings(settings: DataSettings) -> DataSettings:
         named = {"corpus": source.corpus, "corpus_config": source.corpus_config}
     split = settings.split if source.split is None else source.split
     update: dict[str, Any] = {**named, "split": split, "validation": None}
+    if source.share is None:
+        update["stream"] = source.stream
     if source.share is None and source.corpus is not None:
         update |= {"sources": None, "phases": ()}
     other = settings.model_copy(update=update)

@@ -30,9 +30,9 @@ class SyntheticTokens(Tokenizer):
         """Raise: there is no text."""
         raise TypeError(f"synthetic token ids stand for no text, and cannot encode {len(texts)} texts")
 
-    def count_bytes(self, ids: NDArray[Any]) -> int:
+    def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
         """Raise: there is no text."""
-        raise TypeError(f"synthetic token ids stand for no text: {len(ids)}")
+        raise TypeError(f"synthetic token ids stand for no text: {len(ids)} after {len(before)}")
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Raise: there is nothing to save."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import logging
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,6 +46,9 @@ END_OF_DOCUMENT_BYTE = "\0"
 # More text takes longer to count but does not change which merges are frequent.
 BPE_TRAINING_CHARACTERS = 256 * 2**20
 BPE_FORMAT = 1  # increment when training changes, so that cached tokenizers are trained again
+SPACE_OF_BYTES = "Ġ"  # the letter of a space in byte-level vocabularies
+SPACE_OF_PIECES = "▁"  # and in SentencePiece's
+BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte of a character that SentencePiece's vocabulary lacks
 # The files that determine a folder's token ids; the folder may also hold gigabytes of weights.
 FOLDER_FILES = (
     "tokenizer*",
@@ -80,10 +85,14 @@ class Tokenizer(ABC):
         """The ids of each text as a one-dimensional array of `dtype`, without an end-of-document id."""
 
     @abstractmethod
-    def count_bytes(self, ids: NDArray[Any]) -> int:
-        """Bytes of UTF-8 in the text of these ids, one-dimensional; an end of a document has none.
+    def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
+        """Bytes of UTF-8 that these ids stand for; an end of a document has none. 0: they are not known.
 
-        0 if the text is not known.
+        Bytes are counted, not characters: an id may stand for a part of one.
+
+        Args:
+            ids: one-dimensional.
+            before: the id that precedes each of them in the text.
         """
 
     @abstractmethod
@@ -110,7 +119,7 @@ class ByteTokenizer(Tokenizer):
             for text in texts
         ]
 
-    def count_bytes(self, ids: NDArray[Any]) -> int:
+    def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:  # noqa: ARG002
         return int(np.count_nonzero(ids))
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -150,11 +159,8 @@ class BPETokenizer(Tokenizer):
         encodings = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
-    def count_bytes(self, ids: NDArray[Any]) -> int:
-        lengths = np.zeros(self.vocab_size, dtype=np.int64)
-        for token, number in self._bpe.get_vocab().items():  # a letter of a token is a byte of the text
-            lengths[number] = 0 if token in SPECIAL_TOKENS else len(token)
-        return int(lengths[ids].sum())
+    def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
+        return _count_bytes(self, self._bpe, ids, before)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         _save(self._bpe, END_OF_TEXT, folder)
@@ -217,11 +223,8 @@ class FolderTokenizer(Tokenizer):
             )
         return arrays
 
-    def count_bytes(self, ids: NDArray[Any]) -> int:
-        ends = np.flatnonzero(ids == self.eos_token_id)
-        documents = [each[each != self.eos_token_id].tolist() for each in np.split(ids, ends)]
-        texts = self._tokenizer.batch_decode(documents, clean_up_tokenization_spaces=False)
-        return sum(len(text.encode()) for text in texts)
+    def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
+        return _count_bytes(self, getattr(self._tokenizer, "backend_tokenizer", None), ids, before)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         self._tokenizer.save_pretrained(folder)
@@ -241,7 +244,7 @@ class NoTokenizer(Tokenizer):
         """Raise: nothing is known that turns text into ids."""
         raise TypeError(f'tokenizer "{NO_TOKENIZER}" cannot encode {len(texts)} texts')
 
-    def count_bytes(self, ids: NDArray[Any]) -> int:  # noqa: ARG002
+    def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:  # noqa: ARG002
         return 0
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -312,6 +315,63 @@ def train_bpe(
             vocab_size,
         )
     return tokenizer
+
+
+def _count_bytes(tokenizer: Tokenizer, backend: Any, ids: NDArray[Any], before: NDArray[Any]) -> int:
+    """`Tokenizer.count_bytes` with the tables of a tokenizer of the tokenizers library.
+
+    Decoding would not do: where ids begin or end within a character, it gives U+FFFD, which has three bytes.
+    """
+    tables = None if backend is None else _byte_tables(backend, tokenizer.vocab_size)
+    if tables is None:
+        logger.warning(
+            "tokenizer %s: it is not known which bytes a token stands for (it is neither byte-level nor like "
+            "SentencePiece), so bits per byte are not counted",
+            tokenizer.name,
+        )
+        return 0
+    lengths, are_led = tables
+    lengths[tokenizer.eos_token_id] = 0
+    added = are_led[ids] & (before == tokenizer.eos_token_id)
+    return int(lengths[ids].sum() - added.sum())
+
+
+def _byte_tables(backend: Any, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]] | None:
+    """How many bytes each id stands for, and whether one is a space that tokenising put before a document.
+
+    Returns:
+        Both (vocab_size,); the second for ids that begin a document. None: the kind of vocabulary is another.
+    """
+    facts = json.loads(backend.to_str())
+    decoders = {part["type"]: part for part in _parts_of(facts["decoder"])}
+    is_bytewise = "ByteLevel" in decoders
+    if not is_bytewise and not decoders.keys() & {"ByteFallback", "Metaspace"}:
+        return None
+    adds_space = any(part.get("add_prefix_space") for part in _parts_of(facts["pre_tokenizer"]))
+    adds_space |= (
+        "Strip" in decoders or decoders.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+    )
+    space = SPACE_OF_BYTES if is_bytewise else SPACE_OF_PIECES
+    lengths, are_led = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.bool_)
+    for token, number in backend.get_vocab(with_added_tokens=False).items():
+        if is_bytewise:
+            lengths[number] = len(token)  # a letter is a byte of the text
+        else:
+            lengths[number] = 1 if BYTE_PIECE.fullmatch(token) else len(token.replace(space, " ").encode())
+        are_led[number] = adds_space and token.startswith(space)
+    for (
+        number,
+        added,
+    ) in backend.get_added_tokens_decoder().items():  # these are found in the text as they are
+        lengths[number], are_led[number] = len(added.content.encode()), False
+    return lengths, are_led
+
+
+def _parts_of(stage: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The parts of a stage of a tokenizer, which may be a sequence of them."""
+    if stage is None:
+        return []
+    return stage.get("decoders") or stage.get("pretokenizers") or [stage]
 
 
 def _train(texts: Iterator[str], vocab_size: int) -> Any:

@@ -146,10 +146,12 @@ class ValidationText:
         """
         if self._check is not None:
             self._check(self._tokens[: max(self.sequence_length, self.num_predicted + 1)], 0)
-        ids = np.asarray(self._tokens[1 : self.num_predicted + 1])
+        tokens = np.asarray(self._tokens[: self.num_predicted + 1])
+        before, ids = tokens[:-1], tokens[1:]
         if self._rules.masks_first:
-            ids = ids[self._tokens[: self.num_predicted] != self._rules.end]
-        return tokenizer.count_bytes(ids)
+            is_counted = before != self._rules.end
+            before, ids = before[is_counted], ids[is_counted]
+        return tokenizer.count_bytes(ids, before)
 
 
 @dataclass(frozen=True, kw_only=True)

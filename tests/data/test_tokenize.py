@@ -1,6 +1,7 @@
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -239,3 +240,103 @@ def test_a_folder_with_a_fifo_is_rejected_without_waiting(tmp_path, bpe, name):
 def test_a_tokenizer_that_is_neither_a_name_nor_a_folder_is_refused():
     with pytest.raises(UserError, match="'bytes' is neither"):
         build_tokenizer(DataSettings(sequence_length=8, tokenizer="bytes"))
+
+
+UNUSUAL = ["naïve日本 🙂🙂 e\u0301", " leading ▁ and Ġ", "a", "日", "plain text </s> inside", "🙂"]
+
+
+def save(folder, vocabulary, merges=(), end="</s>", **stages):
+    model = tokenizers.models.BPE(
+        vocab=vocabulary, merges=list(merges), byte_fallback=True, unk_token="<unk>"
+    )
+    made = tokenizers.Tokenizer(model)
+    for name, stage in stages.items():
+        setattr(made, name, stage)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end).save_pretrained(folder)
+    return FolderTokenizer(folder)
+
+
+def like_sentencepiece(folder, kind):
+    """A vocabulary with pieces for some letters, and bytes for all others: `llama` or `metaspace`."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abdeilnpstxï", "▁a", "▁p"]
+    if kind == "llama":
+        prepend = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        parts = [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+        parts += [tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+        stages = {
+            "normalizer": tokenizers.normalizers.Sequence(prepend),
+            "decoder": tokenizers.decoders.Sequence(parts),
+        }
+    else:
+        parts = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Metaspace(prepend_scheme="never")]
+        stages = {
+            "pre_tokenizer": tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never"),
+            "decoder": tokenizers.decoders.Sequence(parts),
+        }
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    return save(folder, vocabulary, [("▁", "a"), ("▁", "p")], **stages)
+
+
+def bytes_of_pieces(tokenizer, ids, kind):
+    """What each id stands for, and nothing if it ends a document."""
+    bytes_of_letters = {letter: byte for byte, letter in tokenize._letters_of_bytes().items()}
+    backend = tokenizer._bpe if kind == "bpe" else tokenizer._tokenizer.backend_tokenizer
+    for number in ids.tolist():
+        piece = backend.id_to_token(number)
+        if number == tokenizer.eos_token_id:
+            yield b""
+        elif kind in ("bpe", "bpe folder"):
+            yield bytes(bytes_of_letters[letter] for letter in piece)
+        elif byte := re.fullmatch("<0x(..)>", piece):
+            yield bytes.fromhex(byte[1])
+        else:
+            yield piece.replace("▁", " ").encode()
+
+
+@pytest.mark.parametrize("kind", ["bpe", "bpe folder", "llama", "metaspace"])
+def test_bytes_of_any_part_of_a_text_are_those_of_its_ids(tmp_path, bpe, kind):
+    if kind == "bpe folder":
+        bpe.save_pretrained(tmp_path)
+    tokenizer = {
+        "bpe": lambda: bpe,
+        "bpe folder": lambda: FolderTokenizer(tmp_path),
+    }.get(kind, lambda: like_sentencepiece(tmp_path, kind))()
+    end = np.array([tokenizer.eos_token_id], tokenizer.dtype)
+    tokens, pieces = [end], [b""]
+    # text that spells the end of a document is one, and "▁" is a space to SentencePiece
+    texts = [text.replace("</s>", "").replace("▁", "" if "bpe" not in kind else "▁") for text in UNUSUAL]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        of_text = list(bytes_of_pieces(tokenizer, ids, kind))
+        if kind == "llama":
+            assert of_text[0].startswith(b" ")  # which is not in the text
+            of_text[0] = of_text[0][1:]
+        assert b"".join(of_text) == text.encode()
+        tokens, pieces = [*tokens, ids, end], [*pieces, *of_text, b""]
+    tokens = np.concatenate(tokens)
+    for place in range(1, len(tokens) + 1):  # many of them are within a character
+        for start, stop in ((1, place), (place, len(tokens))):
+            found = tokenizer.count_bytes(tokens[start:stop], tokens[start - 1 : stop - 1])
+            assert found == len(b"".join(pieces[start:stop]))
+    is_second = np.arange(1, len(tokens)) % 2 == 0  # what is not predicted is left out
+    found = tokenizer.count_bytes(tokens[1:][is_second], tokens[:-1][is_second])
+    assert found == len(b"".join(pieces[2::2]))
+
+
+def test_special_text_within_a_document_has_its_own_bytes(tmp_path, bpe):
+    made = tokenizers.Tokenizer.from_str(bpe._bpe.to_str())
+    made.add_special_tokens(["<|ü|>"])
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(tmp_path)
+    tokenizer = FolderTokenizer(tmp_path)
+    (ids,) = tokenizer.encode_batch(["a<|ü|>b"])
+    assert len(ids) == 3
+    assert tokenizer.count_bytes(ids[1:], ids[:-1]) == len("<|ü|>b".encode())
+
+
+def test_bytes_are_not_known_where_a_vocabulary_keeps_no_spaces(tmp_path, caplog):
+    vocabulary = {"<unk>": 0, "</s>": 1, "word": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path)
+    ids = np.array([2, 2, 1])
+    assert FolderTokenizer(tmp_path).count_bytes(ids[1:], ids[:-1]) == 0
+    assert "bits per byte are not counted" in caplog.text

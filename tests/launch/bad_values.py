@@ -24,6 +24,7 @@ OURS = {
     "data.vocab_size": ["true"],
     "data.corpus": ["true", '""', "3"],
     "data.max_bad_records": ["true", "-1", "1.5", "null"],
+    "data.stream": ["true", "0", "-1", "1.5", '"some"', '"10"'],
     "data.workers": ["true", "0", '"4"'],
     "data.packing": ["true", "null", '"bfd"'],
     "data.eod_mask_loss": ["1", "null"],

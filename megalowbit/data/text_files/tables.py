@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from megalowbit.data.corpus import BadRecords
 from megalowbit.data.text_files.lines import LARGEST_RECORD, TextFile, cut, null_text, too_large
 from megalowbit.errors import UserError, unknown_name
 
@@ -22,9 +23,10 @@ def parquet_documents(file: TextFile) -> Iterator[str]:
     import pyarrow.parquet  # slow to import, and only this kind of file needs it
 
     with _errors_of(file, "parquet"), pyarrow.parquet.ParquetFile(file.path) as table:
-        _check_column(file, table.schema_arrow)
+        check_column(_where(file), file.text_field, table.schema_arrow)
         batches = table.iter_batches(batch_size=ROWS_PER_READ, columns=[file.text_field])
-        yield from _documents(file, (batch.column(0) for batch in batches))
+        columns = (batch.column(0) for batch in batches)
+        yield from column_documents(columns, _where(file), file.text_field, file.bad_records)
 
 
 def arrow_documents(file: TextFile) -> Iterator[str]:
@@ -35,9 +37,10 @@ def arrow_documents(file: TextFile) -> Iterator[str]:
         is_file = source.read(len(FILE_FORMAT)) == FILE_FORMAT
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        _check_column(file, reader.schema)
+        check_column(_where(file), file.text_field, reader.schema)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        yield from _documents(file, (batch.column(file.text_field) for batch in batches))
+        columns = (batch.column(file.text_field) for batch in batches)
+        yield from column_documents(columns, _where(file), file.text_field, file.bad_records)
 
 
 @contextmanager
@@ -54,35 +57,58 @@ def _errors_of(file: TextFile, kind: str) -> Iterator[None]:
         ) from error
 
 
-def _check_column(file: TextFile, schema: Any) -> None:
+def _where(file: TextFile) -> str:
+    return f"corpus file {file.path}"
+
+
+def check_column(table: str, name: str, schema: Any) -> None:
+    """Check that a table has a column `name` of text.
+
+    Args:
+        table: names the table in messages.
+        name: of the column.
+        schema: of the table, Arrow's.
+
+    Raises:
+        UserError: it has not.
+    """
     import pyarrow
 
-    name = file.text_field
     if name not in schema.names:
-        raise UserError(f"corpus file {file.path}: {unknown_name('text_field', name, schema.names)}")
+        raise UserError(f"{table}: {unknown_name('text_field', name, schema.names)}")
     kind = schema.field(name).type
     values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
-        raise UserError(f"corpus file {file.path}: column {name!r} is {kind}, not text: set text_field")
+        raise UserError(f"{table}: column {name!r} is {kind}, not text: set text_field")
 
 
-def _documents(file: TextFile, columns: Iterator[Any]) -> Iterator[str]:
+def column_documents(
+    columns: Iterator[Any], table: str, text_field: str, bad_records: BadRecords
+) -> Iterator[str]:
+    """The documents in successive pieces of a column.
+
+    Args:
+        columns: Arrow arrays.
+        table: names the table in messages.
+        text_field: name of the column.
+        bad_records: counts the rows that are left out.
+    """
     row = 0
     for column in columns:
         for start in range(0, len(column), ROWS_PER_READ):
             for text in _texts(column.slice(start, ROWS_PER_READ)):
                 row += 1
-                where = f"corpus file {file.path}, row {row}"
+                where = f"{table}, row {row}"
                 if text is None:
-                    file.bad_records.add(null_text(where, file.text_field))
+                    bad_records.add(null_text(where, text_field))
                 elif isinstance(text, UnicodeDecodeError):
-                    file.bad_records.add(UserError(f"{where}: {file.text_field!r} is not UTF-8: convert it"))
+                    bad_records.add(UserError(f"{where}: {text_field!r} is not UTF-8: convert it"))
                 elif len(text) > LARGEST_RECORD:
-                    file.bad_records.add(too_large(where))
+                    bad_records.add(too_large(where))
                 elif text:
                     yield from cut(text)
                 else:
-                    file.bad_records.empty += 1
+                    bad_records.empty += 1
 
 
 def _texts(column: Any) -> list[str | UnicodeDecodeError | None]:

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import struct
 import subprocess
 import sys
@@ -11,9 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from environments import environment_with
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from launchers import ROOT, metrics, run, training_text, write_config
 from megalowbit.data.loader import build_loader
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
@@ -251,6 +253,7 @@ def test_the_fingerprint_follows_the_content_of_both_files(tmp_path):
     assert len({a, c, d}) == 3
 
 
+MEGATRON_CORE = "megatron-core==0.16.1"
 MEGATRON = """
     import json, sys, torch
     import numpy as np
@@ -274,6 +277,8 @@ MEGATRON = """
     to_read, dtypes, documents = map(json.loads, sys.argv[1:])
     for dtype in dtypes:
         write("theirs_" + dtype, dtype, documents)
+    lines = open("lines.txt", "rb").readlines()
+    write("theirs_text", "uint16", [[[*line, 0]] for line in lines])
     print(json.dumps([read(prefix) for prefix in to_read]))
 """
 VOCABULARIES = [50_257, 128_256]
@@ -289,27 +294,26 @@ def documents_of(vocab_size):
 def exchanged(tmp_path_factory):
     """A folder where megatron-core has written files, and what it has read in those that are written here.
 
-    Only the process in this folder sees its packages. There is one process, because it starts slowly.
+    Only the process in this folder sees megatron-core. There is one process, because it starts slowly.
     """
     folder = tmp_path_factory.mktemp("megatron")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    done = subprocess.run(
-        [*command, "--retries", "1", "--target", str(folder / "packages"), "megatron-core"],
-        capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    if done.returncode:
-        pytest.skip(f"megatron-core cannot be installed from PyPI: {done.stderr.strip().splitlines()[-1]}")
+    python = environment_with(folder, MEGATRON_CORE, "--no-deps") / "bin" / "python"
     for vocab_size in VOCABULARIES:
         write(folder / f"ours_{vocab_size}", *documents_of(vocab_size), vocab_size=vocab_size)
+    (folder / "lines.txt").write_text(training_text())
+    rows = [json.dumps({"text": line}) + "\n" for line in training_text().splitlines(keepends=True)]
+    (folder / "lines.jsonl").write_text("".join(rows))
+    tool = [sys.executable, ROOT / "tools" / "preprocess_data.py", "--append-eod", "--tokenizer", "byte"]
+    files = ["--input", folder / "lines.jsonl", "--output-prefix", folder / "tool"]
+    subprocess.run([*tool, *files], check=True, timeout=300)
     (folder / "program.py").write_text(textwrap.dedent(MEGATRON))
-    values = ([f"ours_{vocab_size}" for vocab_size in VOCABULARIES], WIDTHS, SEQUENCES)
+    to_read = [*(f"ours_{vocab_size}" for vocab_size in VOCABULARIES), "tool_text_document"]
     found = subprocess.run(
-        [sys.executable, "program.py", *map(json.dumps, values)],
+        [python, "program.py", *map(json.dumps, (to_read, WIDTHS, SEQUENCES))],
         capture_output=True, text=True, timeout=300, cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder / "packages")},
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
-    return folder, dict(zip(VOCABULARIES, json.loads(found.stdout.splitlines()[-1]), strict=True))
+    return folder, dict(zip([*VOCABULARIES, "tool"], json.loads(found.stdout.splitlines()[-1]), strict=True))
 
 
 @pytest.mark.slow
@@ -331,3 +335,30 @@ def test_what_megatron_core_writes_is_read_here(exchanged, dtype):
     loader = build_loader(settings, micro_batch_size=3, rank=0, world_size=1)
     flat = [each for document in expected for each in document][:12]
     assert sorted(next(loader)["input_ids"].tolist()) == sorted(np.array(flat).reshape(3, 4).tolist())
+
+
+@pytest.mark.slow
+def test_megatron_core_reads_what_the_tool_writes(exchanged):
+    dtype, found = exchanged[1]["tool"]
+    assert dtype == "uint16"
+    assert found == [[[*line.encode(), 0]] for line in training_text().splitlines(keepends=True)]
+
+
+@pytest.mark.slow
+def test_what_megatron_core_writes_trains_like_the_text(exchanged, tmp_path):
+    """The same losses and weights as on the text itself, tokenised here."""
+    found = {}
+    for name, corpus in (("text", "lines.jsonl"), ("ids", "theirs_text")):
+        (tmp_path / name).mkdir()
+        data = {"corpus": str(exchanged[0] / corpus), "tokenizer": "byte", "sequence_length": 32}
+        config = write_config(tmp_path / name, block={"data": data})
+        done = run("python", "--ds-config", config, "--run-dir", tmp_path / name / "run", cwd=tmp_path / name)
+        assert done.code == 0, done.output
+        rows = metrics(tmp_path / name / "run")
+        weights = load_file(tmp_path / name / "run" / "hf" / "model.safetensors")
+        found[name] = [(row["loss"], row["grad_norm"]) for row in rows], weights
+    (losses, weights), (losses_of_ids, weights_of_ids) = found.values()
+    assert losses == losses_of_ids
+    assert len(losses) == 6
+    assert weights.keys() == weights_of_ids.keys()
+    assert all(weight.equal(weights_of_ids[name]) for name, weight in weights.items())

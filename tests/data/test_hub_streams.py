@@ -1,0 +1,269 @@
+"""Streamed data sets, from folders on disk: once through the tokenizer, into the cache like any corpus."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megalowbit.data import hub
+from megalowbit.data.hub import HubCorpus
+from megalowbit.data.loader import build_loader
+from megalowbit.data.packing import pack
+from megalowbit.data.settings import DataSettings
+from megalowbit.data.sources import open_corpus, open_validation_corpus, sources_of
+from megalowbit.data.text_files.local_files import LocalCorpus
+from megalowbit.data.tokenize import ByteTokenizer
+from megalowbit.errors import TransientError, UserError
+
+ROOT = Path(__file__).parents[2]
+TEXTS = [f"document {number} ü" for number in range(5000)]
+SHARDS = 3
+
+
+def write_json(path, texts):
+    path.with_suffix(".jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+
+
+def write_parquet(path, texts):
+    table = pyarrow.table({"number": range(len(texts)), "text": texts})
+    pyarrow.parquet.write_table(table, path.with_suffix(".parquet"), row_group_size=100)
+
+
+def write_text(path, texts):
+    path.with_suffix(".txt").write_text("".join(f"{each}\n" for each in texts))
+
+
+WRITERS = {"json": write_json, "parquet": write_parquet, "text": write_text}
+
+
+def write(folder, texts=TEXTS, kind="json"):
+    """A data set of several files; the library reads them in the order of their names."""
+    folder.mkdir(exist_ok=True)
+    size = -(-len(texts) // SHARDS)
+    for number in range(SHARDS):
+        WRITERS[kind](folder / f"train-{number}-of-{SHARDS}", texts[number * size : (number + 1) * size])
+    WRITERS[kind](folder / "test", texts[:3])
+    return str(folder)
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """The cache of the library, into which nothing must be copied."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "library")
+    return tmp_path / "library"
+
+
+@pytest.fixture
+def as_names(monkeypatch):
+    """Let the settings name a folder like a data set of the hub."""
+    monkeypatch.setattr(LocalCorpus, "is_meant", lambda corpus: False)
+    monkeypatch.setattr(HubCorpus, "is_meant", lambda corpus: True)
+
+
+def expected(texts):
+    return b"".join(text.encode() + b"\0" for text in texts)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_tokens_are_those_of_the_documents_in_their_order(tmp_path, library, kind, workers):
+    corpus = HubCorpus(write(tmp_path / "set", kind=kind), stream="all")
+    packed = pack(corpus, ByteTokenizer(), 8, tmp_path / "cache", workers=workers)
+    assert bytes(packed.tokens.tolist()) == expected(TEXTS)
+    assert not list(library.rglob("*.arrow"))
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 1025, 1667, 4999, 5000, 9999])
+def test_a_bound_takes_the_first_documents_and_reads_no_further(tmp_path, library, count):
+    corpus = HubCorpus(write(tmp_path / "set", kind="parquet"), stream=count)
+    (tmp_path / "set" / f"train-2-of-{SHARDS}.parquet").unlink()  # the last third
+    if count > 2 * 1667:
+        with pytest.raises(TransientError, match=r"cannot be read after row \d+ .*check the network"):
+            list(corpus.documents())
+    else:
+        shares = [corpus.share_read for _ in corpus.documents()]
+        assert shares == [pytest.approx((number + 1) / count) for number in range(count)]
+        assert list(corpus.documents()) == TEXTS[:count]
+
+
+def test_a_bound_counts_documents_and_not_rows(tmp_path, library):
+    folder = write(tmp_path / "set", ["", None, "a", "", "b", None, "c"])
+    corpus = HubCorpus(folder, stream=2, max_bad_records=1)
+    assert list(corpus.documents()) == ["a", "b"]
+    assert (corpus.bad_records.count, corpus.bad_records.empty) == (1, 2)
+
+
+def test_an_edit_or_another_bound_or_split_is_other_text(tmp_path, library):
+    folder = write(tmp_path / "set")
+    first = HubCorpus(folder, stream="all").fingerprint
+    assert HubCorpus(folder, stream="all").fingerprint == first
+    others = [{"stream": 10}, {"stream": 11}, {"stream": "all", "split": "test"}, {"stream": None}]
+    found = {HubCorpus(folder, **values).fingerprint for values in others}
+    assert len(found | {first}) == 5
+    write_json(tmp_path / "set" / f"train-1-of-{SHARDS}", ["edited"])
+    assert HubCorpus(folder, stream="all").fingerprint != first
+
+
+def test_the_order_of_samples_is_that_of_a_local_file(tmp_path, library, as_names, monkeypatch):
+    """A stream goes into the cache first, so its samples are shuffled like all others, without a buffer."""
+    more = {"sequence_length": 8, "seed": 3, "cache_dir": tmp_path / "cache"}
+    settings = DataSettings(corpus=write(tmp_path / "set"), stream="all", **more)
+    streamed = build_loader(settings, micro_batch_size=4, rank=0, world_size=1)
+    write_json(tmp_path / "local", TEXTS)
+    monkeypatch.undo()
+    local = DataSettings(corpus=str(tmp_path / "local.jsonl"), **more)
+    loader = build_loader(local, micro_batch_size=4, rank=0, world_size=1)
+    rows = []
+    for _ in range(50):
+        batch, other = next(streamed)["input_ids"], next(loader)["input_ids"]
+        assert batch.equal(other)
+        rows += batch.tolist()
+    flat = np.frombuffer(expected(TEXTS), np.uint8)
+    in_order = flat[: len(flat) // 8 * 8].reshape(-1, 8).tolist()
+    assert rows != in_order[: len(rows)]
+    assert {tuple(row) for row in rows} <= {tuple(row) for row in in_order}
+
+
+KILLED = """
+    import itertools, os, signal, sys
+    from pathlib import Path
+    from megalowbit.data.hub import HubCorpus
+    from megalowbit.data.packing import pack
+    from megalowbit.data.token_files import build
+    from megalowbit.data.tokenize import ByteTokenizer
+
+    build.SECONDS_BETWEEN_JOURNALS = 0
+
+    class Killed(HubCorpus):
+        def documents(self):
+            yield from itertools.islice(super().documents(), int(sys.argv[3]))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pack(Killed(sys.argv[1], stream="all"), ByteTokenizer(), 8, Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("after", [0, 700, 4999])
+def test_a_killed_build_leaves_no_cache_and_the_next_one_continues(tmp_path, library, after, caplog):
+    folder, cache = write(tmp_path / "set"), tmp_path / "cache"
+    (tmp_path / "program.py").write_text("if True:" + KILLED)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "program.py", folder, cache, str(after)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not list(cache.rglob("[!.]*.npy"))
+    with caplog.at_level(logging.INFO):
+        packed = pack(HubCorpus(folder, stream="all"), ByteTokenizer(), 8, cache)
+    assert bytes(packed.tokens.tolist()) == expected(TEXTS)
+    assert ("continuing after" in caplog.text) == (after > 512)
+    assert len(list(cache.rglob("*.npy"))) == 1
+    assert not list(cache.rglob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"split": "validation"}, r"cannot be loaded \(Bad split: validation\. Available splits: .*'train'"),
+        ({"split": "train[:10]"}, r"cannot be loaded \(Bad split: train\[:10\]"),
+        ({"text_field": "texts"}, "unknown text_field 'texts': did you mean 'text'"),
+        ({"text_field": "number"}, "column 'number' is int64, not text: set text_field"),
+        ({"config": "large"}, "BuilderConfig 'large' not found"),
+    ],
+)
+def test_a_missing_part_is_a_one_line_error(tmp_path, library, values, message):
+    folder = write(tmp_path / "set", kind="parquet")
+    with pytest.raises(UserError, match=message) as caught:
+        HubCorpus(folder, stream="all", **values)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"other": "c"}\n', "cannot be read after row 3072 .*Couldn't cast"),
+        (b"not JSON\n", "cannot be read after row 3072 .*JSON parse error"),
+    ],
+)
+def test_a_later_file_of_another_kind_is_a_one_line_error(tmp_path, library, content, message):
+    folder = write(tmp_path / "set")
+    (tmp_path / "set" / f"train-2-of-{SHARDS}.jsonl").write_bytes(content)
+    corpus, read = HubCorpus(folder, stream="all"), []
+    with pytest.raises(UserError, match=message) as caught:
+        read += corpus.documents()
+    assert "\n" not in str(caught.value)
+    assert not isinstance(caught.value, TransientError)
+
+
+def test_without_a_network_only_text_that_is_in_the_cache_is_used(tmp_path, library, monkeypatch, caplog):
+    folder, cache = write(tmp_path / "set"), tmp_path / "cache"
+    before = pack(HubCorpus(folder, stream="all", cache_dir=cache), ByteTokenizer(), 8, cache)
+
+    def refuse(*names):
+        raise ConnectionError("no route\nto the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", refuse)
+    again = pack(HubCorpus(folder, stream="all", cache_dir=cache), ByteTokenizer(), 8, cache)
+    assert again.fingerprint == before.fingerprint
+    assert f"data set {folder}/train cannot be reached (no route)" in caplog.text
+    bounded = HubCorpus(folder, stream=10, cache_dir=cache)  # was never read
+    with pytest.raises(UserError, match=r"cannot be reached, and its tokens are not in .*check the network"):
+        pack(bounded, ByteTokenizer(), 8, cache)
+    for unknown in ({"cache_dir": tmp_path / "empty"}, {}):
+        with pytest.raises(UserError, match=r"cannot be loaded \(no route\): check .* the network"):
+            HubCorpus(folder, stream="all", **unknown)
+
+
+def test_sources_and_text_for_validation_have_streams_of_their_own(tmp_path, library, as_names):
+    folder, cache = write(tmp_path / "set"), tmp_path / "cache"
+    more = {"sequence_length": 8, "cache_dir": cache}
+    sources = {"a": {"corpus": folder, "weight": 1, "stream": 5}, "b": {"corpus": "x", "weight": 1}}
+    found = sources_of(DataSettings(sources=sources, **more))
+    assert [each.stream for each in found.values()] == [5, None]
+    whole = {"corpus": folder, "stream": 40}
+    held = open_validation_corpus(DataSettings(**whole, validation={"split": "test"}, **more))
+    assert (held.stream, len(list(held.documents()))) == (None, 3)
+    split = {"split": "test", "stream": "all"}
+    held = open_validation_corpus(DataSettings(**whole, validation=split, **more))
+    assert (held.stream, len(list(held.documents()))) == ("all", 3)
+    shared = DataSettings(**whole, validation={"share": 0.3}, **more)
+    parts = [list(opened(shared).documents()) for opened in (open_corpus, open_validation_corpus)]
+    assert sorted(parts[0] + parts[1]) == sorted(TEXTS[:40])
+    same = DataSettings(**whole, validation={"corpus": folder, "split": "train", "stream": 7}, **more)
+    with pytest.raises(UserError, match="is the text for training"):
+        open_validation_corpus(same)
+
+
+@pytest.mark.parametrize("stream", [0, -1, True, 1.5, "some"])
+def test_a_stream_is_all_or_a_number_of_documents(stream):
+    with pytest.raises(ValueError, match="stream") as caught:
+        DataSettings(corpus="a/b", sequence_length=8, stream=stream)
+    assert len(caught.value.errors()) == 1
+
+
+def test_a_stream_of_other_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    settings = DataSettings(corpus=str(tmp_path / "a.txt"), sequence_length=8, stream=10)
+    with pytest.raises(UserError, match=r"stream = 10 needs a Hugging Face data set, and corpus .* is none"):
+        open_corpus(settings)
+    with pytest.raises(ValueError, match="stream has no effect on sources"):
+        DataSettings(sources={"a": {"corpus": "stdlib", "weight": 1}}, sequence_length=8, stream=10)
+    with pytest.raises(ValueError, match=r"stream has no effect here: set data\.stream"):
+        DataSettings(corpus="a/b", sequence_length=8, validation={"share": 0.1, "stream": 10})
+
+
+def test_pieces_of_a_stream_do_not_depend_on_how_it_is_read(tmp_path, library, monkeypatch):
+    folder = write(tmp_path / "set", kind="parquet")
+    monkeypatch.setattr(hub, "ROWS_PER_READ", 7)
+    assert list(HubCorpus(folder, stream=100).documents()) == TEXTS[:100]
+    assert HubCorpus(folder).fingerprint != HubCorpus(folder, split="test").fingerprint
