@@ -123,7 +123,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         self.validation = validation
         self.rules = rules or DocumentRules()
         self.position = 0
-        self._ordered = _in_order(dataset, seed)
+        self._ordered = _in_order(dataset, seed, world_size)
         if dataset.num_samples < self.samples_per_batch:
             raise UserError(
                 f"corpus {dataset.name} has {dataset.num_samples} sequences of {dataset.sequence_length} "
@@ -214,6 +214,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         if not (isinstance(state["position"], int) and state["position"] >= 0):
             raise UserError(f"the data position in the checkpoint is {state['position']!r}: it is damaged")
         self.position = state["position"]
+        self._ordered = _in_order(self.dataset, self.seed, self.world_size)  # read ahead from there
 
 
 class BlendedLoader(ShardedLoader):
@@ -346,19 +347,20 @@ class _OrderedSamples:
     """Samples by position in the order of a data set, epoch after epoch.
 
     When samples are taken, the system is asked to read those that come next from disk: as far behind them as
-    they came behind the last ones. The indices of `AHEAD` positions are computed at once: a few cost as much
-    as many.
+    they came behind the last ones. For the first ones, all ranks are assumed to take as many. The indices of
+    `AHEAD` positions are computed at once: a few cost as much as many.
     """
 
-    def __init__(self, dataset: Samples, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    def __init__(self, dataset: Samples, seed: int, world_size: int) -> None:
+        self._dataset, self._seed, self._world_size = dataset, seed, world_size
         self._first, self._indices = 0, np.empty(0, np.int64)
-        self._last = 0  # first position of the samples that were taken last
+        self._last: int | None = None  # first position of the samples that were taken last
 
     def take(self, first: int, count: int) -> torch.Tensor:
         """The samples at the positions first … first+count-1."""
         indices = self._indices_of(first, count)
-        distance, self._last = max(first - self._last, count), first
+        last = first - count * self._world_size if self._last is None else self._last
+        distance, self._last = max(first - last, count), first
         self._dataset.read_ahead(self._indices_of(first + distance, count))
         return self._dataset.batch(indices)
 
@@ -372,11 +374,12 @@ class _OrderedSamples:
         return self._indices[start : start + count]
 
 
-def _in_order(dataset: Samples | BlendedDataset, seed: int) -> list[_OrderedSamples]:
+def _in_order(dataset: Samples | BlendedDataset, seed: int, world_size: int) -> list[_OrderedSamples]:
     """The samples of each source, or of the one corpus."""
     sources = list(dataset.sources.values()) if isinstance(dataset, BlendedDataset) else [dataset]
     # each has a seed of its own: texts of equal length should not be read in step
-    return [_OrderedSamples(each, seed + place * SEED_STEP) for place, each in enumerate(sources)]
+    seeds = (seed + place * SEED_STEP for place in range(len(sources)))
+    return [_OrderedSamples(each, own, world_size) for each, own in zip(sources, seeds, strict=True)]
 
 
 def build_loader(
