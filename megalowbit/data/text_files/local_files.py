@@ -76,6 +76,10 @@ class LocalCorpus(Corpus):
     def share_read(self) -> float:
         return (self._bytes_done + (self._reading.bytes_read if self._reading else 0)) / self._num_bytes
 
+    @property
+    def place(self) -> str | None:
+        return None if self._reading is None else self._reading.place
+
     @cached_property
     def _num_bytes(self) -> int:
         return max(1, sum(file.stat().st_size for file in self.files))

@@ -72,7 +72,8 @@ def _documents(file: TextFile, columns: Iterator[Any]) -> Iterator[str]:
         for start in range(0, len(column), ROWS_PER_READ):
             for text in _texts(column.slice(start, ROWS_PER_READ)):
                 row += 1
-                where = f"corpus file {file.path}, row {row}"
+                file.record = f"row {row}"
+                where = file.place
                 if text is None:
                     file.bad_records.add(null_text(where, file.text_field))
                 elif isinstance(text, UnicodeDecodeError):
