@@ -157,13 +157,20 @@ def validation_settings(settings: DataSettings) -> DataSettings:
     return other
 
 
-def is_read_in_place(settings: DataSettings) -> bool:
-    """Whether all that is trained on consists of token ids, which are not cached.
+def places_of_samples(settings: DataSettings) -> list[str]:
+    """Where the samples are: token ids that are read in place, and the cache if it has others, or plans.
 
     Raises:
-        UserError: it is a path that does not exist.
+        UserError: a corpus is a path that does not exist.
     """
-    return all(source_of(each) is MegatronCorpus for each in sources_of(settings).values())
+    sources = sources_of(settings).values()
+    in_place = [each.corpus for each in sources if source_of(each) is MegatronCorpus]
+    places = [f"{', '.join(in_place)} (read in place)"] if in_place else []
+    if len(in_place) < len(sources):
+        places.append(str(settings.cache_dir))
+    elif settings.packing == "best_fit":
+        places.append(f"{settings.cache_dir} (plans of best_fit)")
+    return places
 
 
 def is_on_hub(settings: DataSettings) -> bool:

@@ -34,11 +34,8 @@ PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from megalowbit.data.token_files.workers import serve; serve()"
 )
-ENDED = (
-    OSError,
-    EOFError,
-    pickle.UnpicklingError,
-)  # what reading from and writing to an ended process raises
+# What writing to a process that has ended raises, or reading from it.
+ENDED = (OSError, EOFError, pickle.UnpicklingError)
 # Each process has one thread; the libraries would otherwise start one for every CPU.
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 

@@ -74,9 +74,8 @@ def test_a_trained_bpe_works_in_other_processes(tmp_path, small_batches, is_of_a
     if is_of_a_folder:
         tokenizer.save_pretrained(tmp_path / "folder")
         tokenizer = FolderTokenizer(tmp_path / "folder")
-    batches = [
-        list(encode_in_order(build.batches_of(Documents(TEXTS)), tokenizer, count)) for count in (1, 2)
-    ]
+    documents = Documents(TEXTS)
+    batches = [list(encode_in_order(build.batches_of(documents), tokenizer, count)) for count in (1, 2)]
     one, two = (np.concatenate([ids for _, ids in found]) for found in batches)
     assert np.array_equal(one, two)
     assert (one == tokenizer.eos_token_id).sum() == len(TEXTS)
