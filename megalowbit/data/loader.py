@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 
 from megalowbit.data.cache import run_on_each_node_first
-from megalowbit.data.corpus import Corpus
+from megalowbit.data.corpus import AllSources, Corpus
 from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, next_part
 from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.order.quota import QuotaOrder
 from megalowbit.data.packing import DocumentRules, Samples, best_fit, pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import check_held_out, open_corpus, open_source, sources_of
+from megalowbit.data.sources import check_held_out, open_source, sources_of
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
 from megalowbit.data.validation import ValidationText, open_validation
 from megalowbit.errors import UserError
@@ -430,7 +430,11 @@ def count_samples(settings: DataSettings) -> int:
 
 def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, ValidationText | None]:
     corpora = {name: (open_source(name, each), each) for name, each in sources_of(settings).items()}
-    whole = open_corpus(settings) if settings.sources is not None else corpora[""][0]
+    whole = (
+        AllSources({name: each for name, (each, _) in corpora.items()})
+        if settings.sources
+        else corpora[""][0]
+    )
     tokenizer = build_tokenizer(settings, whole)
     packed = {name: _samples(corpus, tokenizer, each) for name, (corpus, each) in corpora.items()}
     validation = open_validation(settings, tokenizer)

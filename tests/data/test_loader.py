@@ -190,8 +190,9 @@ PROCESS = """
 """
 
 
-def run_two(folder, corpus):
-    (folder / "program.py").write_text(textwrap.dedent(PROCESS))
+def run_two(folder, corpus, *, before="", after=""):
+    program = "\n".join(map(textwrap.dedent, (before, PROCESS, after)))
+    (folder / "program.py").write_text(program)
     codes, outputs = run_processes(folder / "program.py", folder, corpus, folder=folder)
     assert codes == [0, 0], outputs
     return outputs
@@ -203,6 +204,19 @@ def test_two_processes_build_one_cache_and_read_different_samples(tmp_path):
     assert first.split()[0] == second.split()[0]
     assert first != second
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2  # the tokens and their manifest
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_reads_the_files_for_the_fingerprint_of_both(tmp_path):
+    (tmp_path / "a.txt").write_text("some text of some length " * 40)
+    counted = """
+    from megalowbit.data import cache
+    cache.NS_UNTIL_SETTLED, read, original = 0, [], cache.content_digest
+    cache.content_digest = lambda path, *blocks: read.append(path) or original(path, *blocks)
+    """
+    shown = "print(sum(each.suffix == '.txt' for each in read))"
+    outputs = run_two(tmp_path, tmp_path / "a.txt", before=counted, after=shown)
+    assert [output.splitlines()[-1] for output in outputs] == ["1", "0"]
 
 
 @pytest.mark.slow

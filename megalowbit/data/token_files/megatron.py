@@ -38,7 +38,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import content_digest
+from megalowbit.data.cache import corpus_digests
 from megalowbit.data.corpus import TokenCorpus
 from megalowbit.data.settings import TOKEN_SUFFIXES, DataSettings, is_token_prefix
 from megalowbit.durable_files import sync
@@ -197,12 +197,14 @@ class MegatronCorpus(TokenCorpus):
 
     Args:
         path: the prefix of the files, or one of them.
+        cache_dir: where digests of the files are remembered; None: nowhere.
 
     Raises:
         UserError: a file is missing, cannot be read, is damaged, or does not belong to the other.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, cache_dir: Path | None = None) -> None:
+        self._cache_dir = cache_dir
         self.prefix = _prefix(path)
         self.bin, self.idx = (Path(f"{self.prefix}{suffix}") for suffix in (BIN, IDX))
         for file, other in ((self.bin, self.idx), (self.idx, self.bin)):
@@ -226,7 +228,7 @@ class MegatronCorpus(TokenCorpus):
 
     @classmethod
     def open(cls, settings: DataSettings) -> MegatronCorpus:
-        return cls(Path(settings.corpus).expanduser())
+        return cls(Path(settings.corpus).expanduser(), cache_dir=settings.cache_dir)
 
     @property
     def name(self) -> str:
@@ -242,9 +244,9 @@ class MegatronCorpus(TokenCorpus):
         return self.tokens[self._token_of(first) : self._token_of(after)]
 
     @cached_property
-    def fingerprint(self) -> str:  # it reads the files
-        digests = f"Megatron {content_digest(self.bin)} {content_digest(self.idx)}"
-        return hashlib.sha256(digests.encode()).hexdigest()
+    def fingerprint(self) -> str:  # it may read the files
+        digests = " ".join(corpus_digests((self.bin, self.idx), self._cache_dir))
+        return hashlib.sha256(f"Megatron {digests}".encode()).hexdigest()
 
     def place_of(self, index: int) -> str:
         # bisect reads single entries; numpy's searchsorted would copy the unaligned map into memory
