@@ -29,7 +29,7 @@ from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.order.quota import QuotaOrder
 from megalowbit.data.packing import DocumentRules, Samples, best_fit, pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import check_held_out, open_source, sources_of
+from megalowbit.data.sources import open_source, sources_of
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
 from megalowbit.data.validation import ValidationText, open_validation
 from megalowbit.errors import UserError
@@ -437,9 +437,7 @@ def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, 
     )
     tokenizer = build_tokenizer(settings, whole)
     packed = {name: _samples(corpus, tokenizer, each) for name, (corpus, each) in corpora.items()}
-    validation = open_validation(settings, tokenizer)
-    if validation is not None:
-        check_held_out(settings, [corpus for corpus, _ in corpora.values()])
+    validation = open_validation(settings, tokenizer, [corpus for corpus, _ in corpora.values()])
     for each in packed.values():
         if validation is not None and validation.source == each.source:  # under another name
             raise UserError(f"data.validation: {validation.name} is the text for training: name other text")

@@ -107,17 +107,16 @@ def open_validation_corpus(settings: DataSettings) -> Corpus:
     return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
 
 
-def check_held_out(settings: DataSettings, corpora: Iterable[Corpus]) -> None:
+def check_held_out(held_out: Corpus, corpora: Iterable[Corpus]) -> None:
     """Check that no file for validation is also one for training.
 
     Args:
-        settings: with a validation.
+        held_out: the text for validation.
         corpora: what is trained on.
 
     Raises:
         UserError: one is; the message names it.
     """
-    held_out = open_validation_corpus(settings)
     if not isinstance(held_out, LocalCorpus):
         return
     for corpus in corpora:
