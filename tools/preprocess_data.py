@@ -113,9 +113,7 @@ def write_documents(options: argparse.Namespace, key: str, tokenizer: Tokenizer)
     except OSError as error:
         raise UserError(f"--output-prefix {prefix}: {error.strerror}: name another folder") from error
     with MegatronWriter(prefix, tokenizer.vocab_size) as writer, Progress(corpus) as progress:
-        encoded = encode_in_order(
-            batches_of(corpus.documents()), tokenizer, options.workers, has_end=options.append_eod
-        )
+        encoded = encode_in_order(batches_of(corpus), tokenizer, options.workers, has_end=options.append_eod)
         for sizes, ids in encoded:
             start = 0
             for size in sizes:

@@ -78,6 +78,11 @@ class Corpus(ABC):
         """How much of the corpus `documents` has read, 0 … 1; None if that is not known."""
         return None
 
+    @property
+    def place(self) -> str | None:
+        """Where the last document of `documents` is, for messages; None: only its number is known."""
+        return None
+
     @cached_property
     def bad_records(self) -> BadRecords:
         """Counts the records that the last iteration of `documents` has left out."""
@@ -230,6 +235,11 @@ class DocumentShare(Corpus):
     def share_read(self) -> float | None:
         """How much of the whole corpus is read."""
         return self._corpus.share_read
+
+    @property
+    def place(self) -> str | None:
+        """As in the whole corpus."""
+        return self._corpus.place
 
     def documents(self) -> Iterator[str]:
         """The documents of this side.

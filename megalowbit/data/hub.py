@@ -75,6 +75,7 @@ class HubCorpus(Corpus):
         self.text_field = text_field
         self.stream = stream
         self.bad_records = BadRecords(max_bad_records)
+        self.record = "row 1"
         self._cache_dir = cache_dir
         self._num_read = 0
         if stream is None:
@@ -101,6 +102,10 @@ class HubCorpus(Corpus):
     @property
     def name(self) -> str:
         return "/".join(part for part in (self.dataset_name, self.config, self.split) if part)
+
+    @property
+    def place(self) -> str:
+        return f"data set {self.name!r}, {self.record}"
 
     @property
     def share_read(self) -> float | None:
@@ -258,9 +263,7 @@ class HubCorpus(Corpus):
     def documents(self) -> Iterator[str]:
         self.bad_records.reset()
         self._num_read = 0
-        found = column_documents(
-            self._counted(), f"data set {self.name!r}", self.text_field, self.bad_records
-        )
+        found = column_documents(self._counted(), self)
         if self.stream is None or self.stream == "all":
             yield from found
             return

@@ -23,13 +23,13 @@ import torch
 from numpy.typing import NDArray
 
 from megalowbit.data.cache import run_on_each_node_first
-from megalowbit.data.corpus import Corpus
+from megalowbit.data.corpus import AllSources, Corpus
 from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, next_part
 from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.order.quota import QuotaOrder
 from megalowbit.data.packing import DocumentRules, Samples, best_fit, pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import check_held_out, open_corpus, open_source, sources_of
+from megalowbit.data.sources import open_source, sources_of
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
 from megalowbit.data.validation import ValidationText, open_validation
 from megalowbit.errors import UserError
@@ -123,7 +123,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         self.validation = validation
         self.rules = rules or DocumentRules()
         self.position = 0
-        self._ordered = _in_order(dataset, seed)
+        self._ordered = _in_order(dataset, seed, world_size)
         if dataset.num_samples < self.samples_per_batch:
             raise UserError(
                 f"corpus {dataset.name} has {dataset.num_samples} sequences of {dataset.sequence_length} "
@@ -214,6 +214,7 @@ class ShardedLoader(Iterator[dict[str, torch.Tensor]]):
         if not (isinstance(state["position"], int) and state["position"] >= 0):
             raise UserError(f"the data position in the checkpoint is {state['position']!r}: it is damaged")
         self.position = state["position"]
+        self._ordered = _in_order(self.dataset, self.seed, self.world_size)  # read ahead from there
 
 
 class BlendedLoader(ShardedLoader):
@@ -350,19 +351,20 @@ class _OrderedSamples:
     """Samples by position in the order of a data set, epoch after epoch.
 
     When samples are taken, the system is asked to read those that come next from disk: as far behind them as
-    they came behind the last ones. The indices of `POSITIONS_AT_ONCE` positions are computed at
-    once: a few cost as much as many.
+    they came behind the last ones. For the first ones, all ranks are assumed to take as many. The indices of
+    `POSITIONS_AT_ONCE` positions are computed at once: a few cost as much as many.
     """
 
-    def __init__(self, dataset: Samples, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    def __init__(self, dataset: Samples, seed: int, world_size: int) -> None:
+        self._dataset, self._seed, self._world_size = dataset, seed, world_size
         self._first, self._indices = 0, np.empty(0, np.int64)
-        self._last = 0  # first position of the samples that were taken last
+        self._last: int | None = None  # first position of the samples that were taken last
 
     def take(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The samples at the positions first … first+count-1, and how many tokens of each are no padding."""
         indices = self._indices_of(first, count)
-        distance, self._last = max(first - self._last, count), first
+        last = first - count * self._world_size if self._last is None else self._last
+        distance, self._last = max(first - last, count), first
         self._dataset.read_ahead(self._indices_of(first + distance, count))
         return self._dataset.batch(indices), self._dataset.num_unpadded(indices)
 
@@ -377,11 +379,12 @@ class _OrderedSamples:
         return self._indices[start : start + count]
 
 
-def _in_order(dataset: Samples | BlendedDataset, seed: int) -> list[_OrderedSamples]:
+def _in_order(dataset: Samples | BlendedDataset, seed: int, world_size: int) -> list[_OrderedSamples]:
     """The samples of each source, or of the one corpus."""
     sources = list(dataset.sources.values()) if isinstance(dataset, BlendedDataset) else [dataset]
     # each has a seed of its own: texts of equal length should not be read in step
-    return [_OrderedSamples(each, seed + place * SEED_STEP) for place, each in enumerate(sources)]
+    seeds = (seed + place * SEED_STEP for place in range(len(sources)))
+    return [_OrderedSamples(each, own, world_size) for each, own in zip(sources, seeds, strict=True)]
 
 
 def build_loader(
@@ -432,14 +435,18 @@ def count_samples(settings: DataSettings) -> int:
 
 def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, ValidationText | None]:
     corpora = {name: (open_source(name, each), each) for name, each in sources_of(settings).items()}
-    whole = open_corpus(settings) if settings.sources is not None else corpora[""][0]
+    whole = (
+        AllSources({name: each for name, (each, _) in corpora.items()})
+        if settings.sources
+        else corpora[""][0]
+    )
     tokenizer = build_tokenizer(settings, whole)
     packed = {name: _samples(corpus, tokenizer, each) for name, (corpus, each) in corpora.items()}
-    validation = open_validation(settings, tokenizer)
-    if validation is not None:
-        check_held_out(settings, [corpus for corpus, _ in corpora.values()])
-    for each in packed.values():  # perhaps under another name
-        if validation is not None and validation.tokens_fingerprint == each.tokens_fingerprint:
+    validation = open_validation(settings, tokenizer, [corpus for corpus, _ in corpora.values()])
+    for each in packed.values():
+        if (
+            validation is not None and validation.tokens_fingerprint == each.tokens_fingerprint
+        ):  # under another name
             raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
     if settings.sources is None:
         return packed[""], tokenizer, validation

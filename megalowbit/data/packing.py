@@ -41,6 +41,7 @@ from megalowbit.labels import IGNORED_LABEL
 
 PACKING_FORMAT = 1  # increment when the layout changes, so that old files are not read
 BEST_FIT_FORMAT = "best fit 1"
+SCANNED_AT_ONCE = 2**16  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +226,15 @@ class BestFitDataset(Samples):
                 f"corpus {self.name} has no end-of-document id {end}: make it with --append-eod, or set "
                 'data.packing "wrapped"'
             )
-        self.padding_share = 1 - int(plan.lengths.sum()) / (self.num_samples * self.sequence_length)
+        self.padding_share = 1 - self._num_used() / (self.num_samples * self.sequence_length)
+
+    def _num_used(self) -> int:
+        """Tokens up to the last end of a document: all that samples have, without reading all of the plan."""
+        for stop in range(self.num_tokens, 0, -SCANNED_AT_ONCE):
+            ends = np.flatnonzero(self.tokens[max(0, stop - SCANNED_AT_ONCE) : stop] == self._end)
+            if len(ends):
+                return max(0, stop - SCANNED_AT_ONCE) + int(ends[-1]) + 1
+        return 0
 
     def batch(self, indices: NDArray[np.int64]) -> torch.Tensor:
         samples = np.full((len(indices), self.sequence_length), self._end, np.int64)

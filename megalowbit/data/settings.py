@@ -258,7 +258,8 @@ class DataSettings(SettingsModel):
     )
     cache_dir: Path = Field(
         default_factory=default_cache_dir,
-        description="folder for tokenised corpora and trained tokenizers",
+        description="folder for tokenised corpora, trained tokenizers, plans of `best_fit`, and digests of "
+        "large corpora",
         json_schema_extra={
             "shown_default": "`$MEGALOWBIT_CACHE`, else `$XDG_CACHE_HOME/megalowbit`, else "
             "`~/.cache/megalowbit`"

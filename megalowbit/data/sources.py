@@ -114,17 +114,16 @@ def open_validation_corpus(settings: DataSettings) -> Corpus:
     return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
 
 
-def check_held_out(settings: DataSettings, corpora: Iterable[Corpus]) -> None:
+def check_held_out(held_out: Corpus, corpora: Iterable[Corpus]) -> None:
     """Check that no file for validation is also one for training.
 
     Args:
-        settings: with a validation.
+        held_out: the text for validation.
         corpora: what is trained on.
 
     Raises:
         UserError: one is; the message names it.
     """
-    held_out = open_validation_corpus(settings)
     if not isinstance(held_out, LocalCorpus):
         return
     for corpus in corpora:
@@ -166,13 +165,20 @@ def validation_settings(settings: DataSettings) -> DataSettings:
     return other
 
 
-def is_read_in_place(settings: DataSettings) -> bool:
-    """Whether all that is trained on consists of token ids, which are not cached.
+def places_of_samples(settings: DataSettings) -> list[str]:
+    """Where the samples are: token ids that are read in place, and the cache if it has others, or plans.
 
     Raises:
-        UserError: it is a path that does not exist.
+        UserError: a corpus is a path that does not exist.
     """
-    return all(source_of(each) is MegatronCorpus for each in sources_of(settings).values())
+    sources = sources_of(settings).values()
+    in_place = [each.corpus for each in sources if source_of(each) is MegatronCorpus]
+    places = [f"{', '.join(in_place)} (read in place)"] if in_place else []
+    if len(in_place) < len(sources):
+        places.append(str(settings.cache_dir))
+    elif settings.packing == "best_fit":
+        places.append(f"{settings.cache_dir} (plans of best_fit)")
+    return places
 
 
 def is_on_hub(settings: DataSettings) -> bool:

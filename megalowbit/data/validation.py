@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +29,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megalowbit.data.corpus import Corpus
 from megalowbit.data.packing import DocumentRules, pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import is_on_hub, open_validation_corpus, sources_of, validation_settings
+from megalowbit.data.sources import (
+    check_held_out,
+    is_on_hub,
+    open_validation_corpus,
+    sources_of,
+    validation_settings,
+)
 from megalowbit.data.tokenize import Tokenizer
 from megalowbit.errors import UserError
 from megalowbit.labels import IGNORED_LABEL
@@ -187,8 +194,15 @@ class TextLoss:
         return self.nats / math.log(2) / self.num_bytes if self.num_bytes else None
 
 
-def open_validation(settings: DataSettings, tokenizer: Tokenizer) -> ValidationText | None:
+def open_validation(
+    settings: DataSettings, tokenizer: Tokenizer, trained_on: Iterable[Corpus] = ()
+) -> ValidationText | None:
     """The text for validation, tokenised or from the cache; None: the settings name none. Not collective.
+
+    Args:
+        settings: which text.
+        tokenizer: of the model.
+        trained_on: corpora that must not have files of the text.
 
     Raises:
         UserError: it cannot be read, is shorter than one sequence, or is the text for training.
@@ -197,6 +211,7 @@ def open_validation(settings: DataSettings, tokenizer: Tokenizer) -> ValidationT
         return None
     with _naming_the_section():
         corpus = open_validation_corpus(settings)
+        check_held_out(corpus, trained_on)
         found = pack(
             corpus,
             tokenizer,

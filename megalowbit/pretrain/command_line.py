@@ -368,15 +368,15 @@ def _describe_or_prepare(
         return
     from megalowbit.data.cache import reported_builds
     from megalowbit.data.loader import count_samples
-    from megalowbit.data.sources import is_read_in_place
+    from megalowbit.data.sources import places_of_samples
     from megalowbit.pretrain.checks import check_config
 
     check_config(config)
     data = config.settings.data
     with reported_builds(functools.partial(print, flush=True)):
         count = count_samples(data)
-    place = f"{data.corpus} (read in place)" if is_read_in_place(data) else data.cache_dir
-    print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {place}")
+    places = " and ".join(places_of_samples(data))
+    print(f"{count:,} sequences of {data.sequence_length} tokens are ready in {places}")
 
 
 def _pretrain(

@@ -10,7 +10,13 @@ from forks import run_processes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalowbit.data.loader import ShardedLoader, build_loader, count_samples
+from megalowbit.data.loader import (
+    BlendedDataset,
+    BlendedLoader,
+    ShardedLoader,
+    build_loader,
+    count_samples,
+)
 from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.tokenize import ByteTokenizer
@@ -184,8 +190,9 @@ PROCESS = """
 """
 
 
-def run_two(folder, corpus):
-    (folder / "program.py").write_text(textwrap.dedent(PROCESS))
+def run_two(folder, corpus, *, before="", after=""):
+    program = "\n".join(map(textwrap.dedent, (before, PROCESS, after)))
+    (folder / "program.py").write_text(program)
     codes, outputs = run_processes(folder / "program.py", folder, corpus, folder=folder)
     assert codes == [0, 0], outputs
     return outputs
@@ -197,6 +204,19 @@ def test_two_processes_build_one_cache_and_read_different_samples(tmp_path):
     assert first.split()[0] == second.split()[0]
     assert first != second
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 2  # the tokens and their manifest
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_reads_the_files_for_the_fingerprint_of_both(tmp_path):
+    (tmp_path / "a.txt").write_text("some text of some length " * 40)
+    counted = """
+    from megalowbit.data import cache
+    cache.NS_UNTIL_SETTLED, read, original = 0, [], cache.content_digest
+    cache.content_digest = lambda path, *blocks: read.append(path) or original(path, *blocks)
+    """
+    shown = "print(sum(each.suffix == '.txt' for each in read))"
+    outputs = run_two(tmp_path, tmp_path / "a.txt", before=counted, after=shown)
+    assert [output.splitlines()[-1] for output in outputs] == ["1", "0"]
 
 
 @pytest.mark.slow
@@ -230,10 +250,71 @@ def test_the_next_micro_batch_is_read_from_disk_in_the_background(tmp_path, rank
         pytest.skip("this file system keeps files in memory")
     dataset = PackedDataset(tokens, length, fingerprint="f")
     loader, twin = loaders(dataset, 2, 2)[rank], loaders(numbered(64), 2, 2)[rank]
-    for _ in range(2):  # a first distance is not known
-        next(loader), next(twin)
+    next(loader), next(twin)
     end = time.monotonic() + 30
     for index in next(twin)["input_ids"][:, 0].tolist():
         while not all(resident(tokens, index * length, length)):
             assert time.monotonic() < end
             time.sleep(0.01)
+
+
+class Recorded(PackedDataset):
+    """Samples that remember which of them were read ahead and taken."""
+
+    def __init__(self, num_samples):
+        super().__init__(np.zeros(2 * num_samples, np.uint16), 2, fingerprint="f")
+        self.ahead, self.taken = [], []
+
+    def read_ahead(self, indices):
+        self.ahead.append(indices.tolist())
+
+    def batch(self, indices):
+        self.taken.append(indices.tolist())
+        return super().batch(indices)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("position", [0, 600, 6000])
+def test_what_is_read_ahead_is_what_is_taken_next_also_after_a_resume(rank, position):
+    loader = ShardedLoader(
+        Recorded(50_000), micro_batch_size=2, rank=rank, world_size=3, seed=1, tokenizer=ByteTokenizer()
+    )
+    if position:
+        next(loader)
+        loader.load_state_dict({**loader.state_dict(), "position": position})
+        loader.dataset.ahead.clear()
+        loader.dataset.taken.clear()
+    for _ in range(4):
+        next(loader)
+    assert loader.dataset.ahead[:-1] == loader.dataset.taken[1:]
+
+
+def test_a_source_of_a_blend_is_read_ahead_from_where_a_resume_left_it():
+    sources = {name: Recorded(50_000) for name in "ab"}
+    settings = DataSettings(
+        sequence_length=2, sources={"a": {"corpus": "a", "weight": 3}, "b": {"corpus": "b", "weight": 1}}
+    )
+
+    def blended():
+        return BlendedLoader(
+            BlendedDataset(settings, sources),
+            micro_batch_size=4,
+            rank=1,
+            world_size=2,
+            seed=1,
+            tokenizer=ByteTokenizer(),
+        )
+
+    first, resumed = blended(), blended()
+    first.plan(step=0, steps=1000, samples_per_step=8)
+    for _ in range(500):
+        next(first)
+    resumed.load_state_dict(first.state_dict())
+    resumed.plan(step=500, steps=1000, samples_per_step=8)
+    for each in sources.values():
+        each.ahead.clear()
+        each.taken.clear()
+    for _ in range(2):
+        next(resumed)
+    for each in sources.values():
+        assert each.ahead[0] == each.taken[1]

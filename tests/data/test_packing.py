@@ -1,4 +1,5 @@
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalowbit.data.corpus import Corpus
 from megalowbit.data.loader import ShardedLoader
-from megalowbit.data.order.best_fit import best_fit_plan
+from megalowbit.data.order.best_fit import BestFitPlan, best_fit_plan
 from megalowbit.data.packing import BestFitDataset, DocumentRules, PackedDataset, best_fit, pack
 from megalowbit.data.token_files import build
 from megalowbit.data.token_files.megatron import MegatronCorpus, MegatronWriter
@@ -213,3 +214,30 @@ def test_each_token_of_best_fit_is_a_label_once_also_in_empty_documents(texts):
     assert sorted(labels[is_label].tolist()) == sorted(tokens.tolist())
     assert (ids[~is_label] == 0).all()
     assert (is_label.int().diff(dim=1) <= 0).all()  # padding is last
+
+
+def test_best_fit_knows_its_padding_without_reading_the_plan(tmp_path):
+    count = 3_000_000  # documents of two tokens; two in a sample of five
+    tokens = np.tile(np.array([1, 0], np.uint16), count)
+    starts = np.arange(0, 2 * count, 2)
+    plan = BestFitPlan(np.arange(0, count + 1, 2), starts, np.full(count, 2))
+    plan.save(tmp_path / "plan.npy")
+    packed = PackedDataset(np.append(tokens, [7] * 9), 5, fingerprint="f")
+
+    def memory_of_files():
+        return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0]) * 1024
+
+    before = memory_of_files()
+    samples = BestFitDataset(packed, BestFitPlan.load(tmp_path / "plan.npy"), 0)
+    assert memory_of_files() - before < 2**20  # lengths alone have 24 MB
+    assert samples.padding_share == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2**16 - 1, 2**16, 2**17 + 3, 2**17 + 9])
+def test_the_last_end_of_a_document_is_found_anywhere(place):
+    tokens = np.ones(2**17 + 10, np.uint16)
+    tokens[place] = 0
+    samples = BestFitDataset(
+        packed := PackedDataset(tokens, 5, fingerprint="f"), plan := best_fit_plan(packed.tokens, 0, 5), 0
+    )
+    assert samples.padding_share == 1 - plan.lengths.sum() / (len(samples) * 5)

@@ -15,6 +15,7 @@ from megalowbit.data.loader import build_loader, count_samples
 from megalowbit.data.packing import DocumentRules
 from megalowbit.data.settings import DataSettings, ValidationSource
 from megalowbit.data.sources import open_corpus, open_validation_corpus
+from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.token_files import megatron
 from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.data.tokenize import (
@@ -210,6 +211,26 @@ def test_a_file_for_validation_inside_the_folder_for_training_is_refused(tmp_pat
     held = {"corpus": str(tmp_path / "held.txt")}
     settings = DataSettings(sequence_length=8, validation=held, **corpus)
     assert build_loader(settings, micro_batch_size=1, rank=0, world_size=1).validation is not None
+
+
+@pytest.mark.parametrize("is_blend", [False, True])
+def test_each_corpus_is_opened_once(tmp_path, monkeypatch, is_blend):
+    opened, walk = [], LocalCorpus.__init__
+    monkeypatch.setattr(
+        LocalCorpus,
+        "__init__",
+        lambda self, path, **given: opened.append(path.name) or walk(self, path, **given),
+    )
+    for name in ("a.txt", "b.txt", "held.txt"):
+        (tmp_path / name).write_text(f"{name} is a text. " * 99)
+    sources = {name: {"corpus": str(tmp_path / f"{name}.txt"), "weight": 1} for name in "ab"}
+    corpus = {"sources": sources} if is_blend else {"corpus": str(tmp_path / "a.txt")}
+    settings = DataSettings(
+        sequence_length=8, tokenizer="bpe", vocab_size=300, cache_dir=tmp_path / "cache",
+        validation={"corpus": str(tmp_path / "held.txt")}, **corpus
+    )  # fmt: skip
+    count_samples(settings)
+    assert opened == ["a.txt", *["b.txt"] * is_blend, "held.txt"]
 
 
 @pytest.mark.parametrize("is_held_out", [False, True])

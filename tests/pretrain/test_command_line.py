@@ -1,4 +1,5 @@
 import io
+import json
 import os
 import sys
 
@@ -99,6 +100,36 @@ def test_token_ids_are_ready_where_they_are(tmp_path, capsys):
     line = f"6 sequences of 32 tokens are ready in {tmp_path / 'ids'} (read in place)"
     assert capsys.readouterr().out.splitlines() == [line]
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        ({"corpus": "ids", "packing": "best_fit"}, "ids (read in place) and cache (plans of best_fit)"),
+        ({"packing": "best_fit"}, "cache"),
+        ({"sources": {"a": "text.txt", "b": "ids", "c": "more"}}, "ids, more (read in place) and cache"),
+        ({"sources": {"b": "ids", "c": "more"}}, "ids, more (read in place)"),
+        ({"sources": {"a": "text.txt", "d": "other.txt"}}, "cache"),
+    ],
+)
+def test_prepared_data_are_said_to_be_where_they_are(tmp_path, capsys, data, place):
+    for name, least in (("ids", 1), ("more", 2)):
+        with MegatronWriter(tmp_path / name, 256) as writer:
+            writer.add_document(np.append(np.arange(least, 199), 0))
+    (tmp_path / "other.txt").write_text("another text " * 99)
+    path = write_config(tmp_path)
+    raw = json.loads(path.read_text())
+    section = raw["megalowbit"]["data"]
+    if "sources" in data:
+        del section["corpus"]
+        data["sources"] = {
+            name: {"corpus": str(tmp_path / each), "weight": 1} for name, each in data["sources"].items()
+        }
+    section |= {key: str(tmp_path / each) if key == "corpus" else each for key, each in data.items()}
+    path.write_text(json.dumps(raw))
+    assert main(["--ds-config", str(path), "--prepare-data"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1].replace(f"{tmp_path}/", "")
+    assert said.endswith(f"sequences of 32 tokens are ready in {place}")
 
 
 def test_an_output_without_arrows_gets_escapes(tmp_path, monkeypatch):

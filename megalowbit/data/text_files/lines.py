@@ -37,16 +37,23 @@ class TextFile:
         path: its path.
         text_field: the field or column with the text.
         bad_records: counts what is left out.
+        record: where the last document is in the file: a line or a row.
     """
 
     path: Path
     text_field: str
     bad_records: BadRecords
+    record: str = field(default="line 1", init=False)
     _raw: IO[bytes] | None = field(default=None, init=False)
 
     @property
     def size(self) -> int:
         return self.path.stat().st_size
+
+    @property
+    def place(self) -> str:
+        """Where the last document is, for messages."""
+        return f"corpus file {self.path}, {self.record}"
 
     @property
     def bytes_read(self) -> int:
@@ -79,8 +86,9 @@ def text_documents(file: TextFile) -> Iterator[str]:
     """The text of a `.txt` file, as one document or in parts."""
     pieces: list[str] = []
     size = line_size = 0
-    is_bad = False
+    line, is_bad = 1, False
     for piece, is_line_end in _pieces(file):
+        line += is_line_end
         if isinstance(piece, UserError):
             if not is_bad:
                 file.bad_records.add(piece)
@@ -93,12 +101,14 @@ def text_documents(file: TextFile) -> Iterator[str]:
         if not is_line_end and line_size >= LARGEST_DOCUMENT:
             *documents, rest = cut("".join(pieces))
             yield from documents
+            file.record = f"line {line}"  # where the rest begins
             pieces, size, line_size, is_bad = [rest], len(rest), len(rest), False
         elif is_line_end:
             line_size = 0
             if size >= LARGEST_DOCUMENT:
                 if not is_bad:
                     yield "".join(pieces)
+                file.record = f"line {line}"
                 pieces, size, is_bad = [], 0, False
     if size and not is_bad:
         yield "".join(pieces)
@@ -139,6 +149,7 @@ def cut(text: str) -> Iterator[str]:
 def jsonl_documents(file: TextFile) -> Iterator[str]:
     """The text field of each line."""
     for number, line in _lines(file):
+        file.record = f"line {number}"
         try:
             text = None if isinstance(line, bytes) and not line.strip() else _text_of(file, number, line)
         except UserError as error:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-from megalowbit.data.cache import content_digest
+from megalowbit.data.cache import corpus_digests
 from megalowbit.data.corpus import BadRecords, Corpus
 from megalowbit.data.settings import COMPRESSIONS, GLOB, TEXT_KINDS, DataSettings, kind_of
 from megalowbit.data.text_files.lines import TextFile, jsonl_documents, text_documents
@@ -40,14 +40,23 @@ class LocalCorpus(Corpus):
         path: the file, folder or glob (`shards/*.jsonl.zst`, `**` for any folders).
         text_field: the field (jsonl) or column (parquet, arrow) with the text.
         max_bad_records: how many records may be left out because they are not text.
+        cache_dir: where digests of the files are remembered; None: nowhere.
 
     Raises:
         UserError: the path does not exist, there are no text files, or one is of another kind, is empty or
             cannot be read.
     """
 
-    def __init__(self, path: Path, *, text_field: str = "text", max_bad_records: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        text_field: str = "text",
+        max_bad_records: int = 0,
+        cache_dir: Path | None = None,
+    ) -> None:
         self.path = path
+        self._cache_dir = cache_dir
         self.text_field = text_field
         self.bad_records = BadRecords(max_bad_records)
         self.files = tuple(_find_files(path))
@@ -66,6 +75,7 @@ class LocalCorpus(Corpus):
             Path(settings.corpus).expanduser(),
             text_field=settings.text_field,
             max_bad_records=settings.max_bad_records,
+            cache_dir=settings.cache_dir,
         )
 
     @property
@@ -76,17 +86,22 @@ class LocalCorpus(Corpus):
     def share_read(self) -> float:
         return (self._bytes_done + (self._reading.bytes_read if self._reading else 0)) / self._num_bytes
 
+    @property
+    def place(self) -> str | None:
+        return None if self._reading is None else self._reading.place
+
     @cached_property
     def _num_bytes(self) -> int:
         return max(1, sum(file.stat().st_size for file in self.files))
 
     @cached_property
-    def fingerprint(self) -> str:  # it reads the files
+    def fingerprint(self) -> str:  # it may read the files
         digest = hashlib.sha256(f"files {self.text_field!r}".encode())
         root = _root(self.path)
-        for file in self.files:
+        contents = corpus_digests(self.files, self._cache_dir)
+        for file, content in zip(self.files, contents, strict=True):
             relative = _suffixes(file) if root is None else file.relative_to(root).as_posix()
-            digest.update(f"{relative}\0{content_digest(file)}\0".encode())
+            digest.update(f"{relative}\0{content}\0".encode())
         return digest.hexdigest()
 
     def documents(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from megalowbit.data.corpus import BadRecords
 from megalowbit.data.text_files.lines import LARGEST_RECORD, TextFile, cut, null_text, too_large
@@ -26,7 +26,7 @@ def parquet_documents(file: TextFile) -> Iterator[str]:
         check_column(_where(file), file.text_field, table.schema_arrow)
         batches = table.iter_batches(batch_size=ROWS_PER_READ, columns=[file.text_field])
         columns = (batch.column(0) for batch in batches)
-        yield from column_documents(columns, _where(file), file.text_field, file.bad_records)
+        yield from column_documents(columns, file)
 
 
 def arrow_documents(file: TextFile) -> Iterator[str]:
@@ -40,7 +40,7 @@ def arrow_documents(file: TextFile) -> Iterator[str]:
         check_column(_where(file), file.text_field, reader.schema)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         columns = (batch.column(file.text_field) for batch in batches)
-        yield from column_documents(columns, _where(file), file.text_field, file.bad_records)
+        yield from column_documents(columns, file)
 
 
 @contextmanager
@@ -82,23 +82,35 @@ def check_column(table: str, name: str, schema: Any) -> None:
         raise UserError(f"{table}: column {name!r} is {kind}, not text: set text_field")
 
 
-def column_documents(
-    columns: Iterator[Any], table: str, text_field: str, bad_records: BadRecords
-) -> Iterator[str]:
-    """The documents in successive pieces of a column.
+class Table(Protocol):
+    """What has rows: a file or a data set.
 
-    Args:
-        columns: Arrow arrays.
-        table: names the table in messages.
-        text_field: name of the column.
-        bad_records: counts the rows that are left out.
+    Attributes:
+        text_field: the column with the text.
+        record: the last row that was read.
     """
-    row = 0
+
+    text_field: str
+    record: str
+
+    @property
+    def bad_records(self) -> BadRecords:
+        """Counts the rows that are left out."""
+
+    @property
+    def place(self) -> str | None:
+        """The table and its last row, for messages."""
+
+
+def column_documents(columns: Iterator[Any], table: Table) -> Iterator[str]:
+    """The documents in successive pieces of a column of `table`, as Arrow arrays."""
+    bad_records, text_field, row = table.bad_records, table.text_field, 0
     for column in columns:
         for start in range(0, len(column), ROWS_PER_READ):
             for text in _texts(column.slice(start, ROWS_PER_READ)):
                 row += 1
-                where = f"{table}, row {row}"
+                table.record = f"row {row}"
+                where = str(table.place)
                 if text is None:
                     bad_records.add(null_text(where, text_field))
                 elif isinstance(text, UnicodeDecodeError):

@@ -24,7 +24,7 @@ import numpy as np
 
 from megalowbit.data.cache import journal_of
 from megalowbit.data.corpus import Corpus
-from megalowbit.data.token_files.workers import Encoder, encode_in_order
+from megalowbit.data.token_files.workers import Batch, Encoder, encode_in_order
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
@@ -146,9 +146,8 @@ def _append(
     progress: Progress,
 ) -> Journal:
     """Write the documents after those that are done; returns the new journal, which is not written yet."""
-    documents = itertools.islice(corpus.documents(), done.documents, None)
     next_journal = time.monotonic() + SECONDS_BETWEEN_JOURNALS
-    for sizes, ids in encode_in_order(batches_of(documents), tokenizer, workers):
+    for sizes, ids in encode_in_order(batches_of(corpus, done.documents), tokenizer, workers):
         content = ids.data.cast("B")
         file.write(content)
         done = Journal(done.documents + len(sizes), done.tokens + len(ids), zlib.crc32(content, done.crc32))
@@ -162,17 +161,22 @@ def _append(
     return done
 
 
-def batches_of(documents: Iterator[str]) -> Iterator[list[str]]:
-    """Groups of documents, large enough to tokenise in parallel and small enough for memory."""
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
+def batches_of(corpus: Corpus, skipped: int = 0) -> Iterator[Batch]:
+    """Groups of documents, large enough to tokenise in parallel and small enough for memory.
+
+    Args:
+        corpus: its documents.
+        skipped: how many of them to leave out.
+    """
+    batch, size = Batch([], []), 0
+    for number, text in enumerate(itertools.islice(corpus.documents(), skipped, None), skipped + 1):
+        batch.texts.append(text)
+        batch.places.append(corpus.place or f"document {number} of corpus {corpus.name}")
+        size += len(text)
+        if len(batch.texts) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
-    if batch:
+            batch, size = Batch([], []), 0
+    if batch.texts:
         yield batch
 
 

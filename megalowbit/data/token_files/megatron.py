@@ -12,9 +12,9 @@
            int8      mode of each sequence, S of them, only in multimodal data
 
 Both files are memory-mapped. The header, the sizes of the files and the ends of the tables are always
-checked. Tables of up to 4 Mi entries and up to 16 Mi ids are checked completely; of larger ones, 256 evenly
-spaced blocks are checked, so that opening takes the same time for any size. Ids in the other blocks are
-checked when they are read.
+checked. Tables of up to 256 Ki entries and up to 4 Mi ids are checked completely; of larger ones, 256 evenly
+spaced blocks are checked, so that opening takes the same time and memory for any size. Ids in the other
+blocks are checked when they are read.
 
 Sequences must follow each other in `.bin` without gaps, as every writer puts them there. Not covered: modes
 (read, not used), ids as floating point numbers, and files on object stores.
@@ -30,6 +30,7 @@ import uuid
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +39,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import content_digest
+from megalowbit.data.cache import corpus_digests
 from megalowbit.data.corpus import TokenCorpus
 from megalowbit.data.settings import TOKEN_SUFFIXES, DataSettings, is_token_prefix
 from megalowbit.durable_files import sync
@@ -52,10 +53,9 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 BIN, IDX = TOKEN_SUFFIXES
 LARGEST_SEQUENCE = 2**31 - 1
-# Blocks that are checked: small ones of the tables, because their pages stay in memory with the map.
 NUM_BLOCKS = 256
-TABLE_BLOCK = 2**14  # entries; tables of up to 4 Mi entries are checked completely
-ID_BLOCK = 2**16  # ids; up to 16 Mi of them are checked completely
+TABLE_BLOCK = 2**10  # entries; tables of up to 256 Ki entries are checked completely
+ID_BLOCK = 2**14  # ids; up to 4 Mi of them are checked completely
 DOCUMENTS_WITH_END = 1000  # as many documents are looked at, evenly spaced, for whether they end with that id
 ENTRIES_PER_WRITE = 2**20
 
@@ -90,10 +90,14 @@ class MegatronIndex(NamedTuple):
         """
         try:
             with path.open("rb") as file:
-                header = file.read(HEADER.size)
-            size = path.stat().st_size
+                return cls._checked(path, file, num_bytes)
         except OSError as error:
             raise _unreadable(path, error) from error
+
+    @classmethod
+    def _checked(cls, path: Path, file: IO[bytes], num_bytes: int) -> MegatronIndex:
+        header = file.read(HEADER.size)
+        size = os.fstat(file.fileno()).st_size
         if header[: len(MAGIC)] != MAGIC:
             raise UserError(
                 f"{path} is not an index of Megatron: it does not begin with {MAGIC[:7].decode()}"
@@ -117,11 +121,11 @@ class MegatronIndex(NamedTuple):
         sizes, pointers, documents = tables
         modes = np.memmap(path, "i1", "r", offset, (num_sequences,)) if has_modes else None
         index = cls(dtype, sizes, pointers, documents, modes)
-        index._check_sequences(path, num_bytes)
-        index._check_documents(path)
+        index._check_sequences(path, file, num_bytes)
+        index._check_documents(path, file)
         return index
 
-    def _check_sequences(self, path: Path, num_bytes: int) -> None:
+    def _check_sequences(self, path: Path, file: IO[bytes], num_bytes: int) -> None:
         width, count = self.dtype.itemsize, len(self.sizes)
         end = int(self.pointers[-1]) + int(self.sizes[-1]) * width
         if self.pointers[0] != 0:
@@ -129,8 +133,8 @@ class MegatronIndex(NamedTuple):
                 f"{path}: the first sequence begins at byte {self.pointers[0]}, not 0: replace it"
             )
         for start, stop in evenly_spaced(count, TABLE_BLOCK):
-            sizes = self.sizes[start:stop].astype(np.int64)
-            pointers = np.asarray(self.pointers[start : stop + 1])
+            sizes = entries(file, self.sizes, start, stop).astype(np.int64)
+            pointers = entries(file, self.pointers, start, min(stop + 1, count))
             for what, values, most in (("size", sizes, LARGEST_SEQUENCE), ("pointer", pointers, num_bytes)):
                 wrong = np.flatnonzero((values < 0) | (values > most))
                 if len(wrong):
@@ -150,14 +154,14 @@ class MegatronIndex(NamedTuple):
                 "one of them is truncated or belongs to other data; replace both"
             )
 
-    def _check_documents(self, path: Path) -> None:
+    def _check_documents(self, path: Path, file: IO[bytes]) -> None:
         first, last, count = int(self.documents[0]), int(self.documents[-1]), len(self.sizes)
         if (first, last) != (0, count):
             raise UserError(
                 f"{path}: its documents are sequences {first} … {last}, not 0 … {count}: replace it"
             )
         for start, stop in evenly_spaced(len(self.documents), TABLE_BLOCK):
-            indices = np.asarray(self.documents[start : stop + 1])
+            indices = entries(file, self.documents, start, min(stop + 1, len(self.documents)))
             wrong = np.flatnonzero((indices[1:] < indices[:-1]) | (indices[1:] > count))
             if len(wrong):
                 raise UserError(
@@ -192,17 +196,29 @@ def evenly_spaced(count: int, block: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + block, count)) for start in starts)
 
 
+def entries(file: IO[bytes], table: Any, start: int, stop: int) -> NDArray[Any]:
+    """`table[start:stop]` of a memory map, read from its file.
+
+    Pages of a map count as memory of the process, and the system maps 16 of them for one that is used.
+    """
+    width = table.itemsize
+    content = os.pread(file.fileno(), (stop - start) * width, table.offset + start * width)
+    return np.frombuffer(content, table.dtype)
+
+
 class MegatronCorpus(TokenCorpus):
     """The documents of a pair of files.
 
     Args:
         path: the prefix of the files, or one of them.
+        cache_dir: where digests of the files are remembered; None: nowhere.
 
     Raises:
         UserError: a file is missing, cannot be read, is damaged, or does not belong to the other.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, cache_dir: Path | None = None) -> None:
+        self._cache_dir = cache_dir
         self.prefix = _prefix(path)
         self.bin, self.idx = (Path(f"{self.prefix}{suffix}") for suffix in (BIN, IDX))
         for file, other in ((self.bin, self.idx), (self.idx, self.bin)):
@@ -226,7 +242,7 @@ class MegatronCorpus(TokenCorpus):
 
     @classmethod
     def open(cls, settings: DataSettings) -> MegatronCorpus:
-        return cls(Path(settings.corpus).expanduser())
+        return cls(Path(settings.corpus).expanduser(), cache_dir=settings.cache_dir)
 
     @property
     def name(self) -> str:
@@ -242,9 +258,9 @@ class MegatronCorpus(TokenCorpus):
         return self.tokens[self._token_of(first) : self._token_of(after)]
 
     @cached_property
-    def fingerprint(self) -> str:  # it reads the files
-        digests = f"Megatron {content_digest(self.bin)} {content_digest(self.idx)}"
-        return hashlib.sha256(digests.encode()).hexdigest()
+    def fingerprint(self) -> str:  # it may read the files
+        digests = " ".join(corpus_digests((self.bin, self.idx), self._cache_dir))
+        return hashlib.sha256(f"Megatron {digests}".encode()).hexdigest()
 
     def place_of(self, index: int) -> str:
         # bisect reads single entries; numpy's searchsorted would copy the unaligned map into memory
@@ -254,8 +270,9 @@ class MegatronCorpus(TokenCorpus):
         return f"position {position} of document {document}"
 
     def check_tokens(self, vocab_size: int, eos_token_id: int | None, *, needs_ends: bool = False) -> None:
-        for start, stop in evenly_spaced(len(self.tokens), ID_BLOCK):
-            self.refuse_outside(self.tokens[start:stop], start, vocab_size)
+        with self._opened(self.bin) as file:
+            for start, stop in evenly_spaced(len(self.tokens), ID_BLOCK):
+                self.refuse_outside(entries(file, self.tokens, start, stop), start, vocab_size)
         if eos_token_id is None:
             return
         without, checked = self._without_end(eos_token_id)
@@ -269,8 +286,29 @@ class MegatronCorpus(TokenCorpus):
         """Documents that do not end with the id, and the number of those that were looked at."""
         count = min(self.num_documents, DOCUMENTS_WITH_END)
         numbers = [number * self.num_documents // count for number in range(count)]
-        lasts = {number: ids[-1] for number in numbers if len(ids := self.document(number))}
+        with self._opened(self.bin) as ids, self._opened(self.idx) as index:
+            ends = {number: self._last_id(number, ids, index) for number in numbers}
+        lasts = {number: last for number, last in ends.items() if last is not None}
         return [number for number, last in lasts.items() if last != eos_token_id], len(lasts)
+
+    def _last_id(self, number: int, ids: IO[bytes], index: IO[bytes]) -> int | None:
+        """The last id of a document; None: it has none."""
+        first, after = entries(index, self.index.documents, number, number + 2).tolist()
+        sizes = entries(index, self.index.sizes, first, after)
+        if not sizes.any():
+            return None
+        last = first + int(np.flatnonzero(sizes)[-1])
+        start = int(entries(index, self.index.pointers, last, last + 1)[0]) // self.index.dtype.itemsize
+        place = start + int(sizes[last - first]) - 1
+        return int(entries(ids, self.tokens, place, place + 1)[0])
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[IO[bytes]]:
+        try:
+            with path.open("rb") as file:
+                yield file
+        except OSError as error:
+            raise _unreadable(path, error) from error
 
     def _token_of(self, sequence: int) -> int:
         """Index of the first token of a sequence; `sequence` may be one after the last."""

@@ -34,6 +34,8 @@ PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from megalowbit.data.token_files.workers import serve; serve()"
 )
+# What writing to a process that has ended raises, or reading from it.
+ENDED = (OSError, EOFError, pickle.UnpicklingError)
 # Each process has one thread; the libraries would otherwise start one for every CPU.
 ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -51,6 +53,18 @@ class Encoder(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
         """The ids of each text."""
+
+
+class Batch(NamedTuple):
+    """Documents to tokenise.
+
+    Attributes:
+        texts: of the documents.
+        places: where each of them is, for messages.
+    """
+
+    texts: list[str]
+    places: list[str]
 
 
 class Encoded(NamedTuple):
@@ -74,42 +88,58 @@ def encode(tokenizer: Encoder, texts: list[str], *, has_end: bool = True) -> Enc
 
 
 def encode_in_order(
-    batches: Iterator[list[str]], tokenizer: Encoder, workers: int | None, *, has_end: bool = True
+    batches: Iterator[Batch], tokenizer: Encoder, workers: int | None, *, has_end: bool = True
 ) -> Iterator[Encoded]:
     """Tokenise batches, and yield them in their order.
 
     Args:
-        batches: texts of documents.
+        batches: documents.
         tokenizer: must be picklable if there are several processes.
         workers: number of processes; 1: this one; None: this one for the first 32 Mi characters, and then as
             many as there are CPUs, at most 16.
         has_end: append the end-of-document id to each document.
 
     Raises:
-        UserError: a process was killed; the message names its documents.
+        UserError: a process has ended; the message names the document that ends it, or those that it had.
+        RuntimeError: the tokenizer has failed; the message names the document.
     """
     count = workers or min(MOST_BY_DEFAULT, len(os.sched_getaffinity(0)))
     if workers is None or count == 1:
         num_characters = 0
-        for texts in batches:
-            yield encode(tokenizer, texts, has_end=has_end)
-            num_characters += sum(map(len, texts))
+        for batch in batches:
+            yield _encode_named(tokenizer, batch, has_end=has_end)
+            num_characters += sum(map(len, batch.texts))
             if count > 1 and num_characters >= CHARACTERS_BEFORE_START:
                 break
     if count > 1:
         yield from _in_processes(batches, tokenizer, count, has_end=has_end)
 
 
+def _encode_named(tokenizer: Encoder, batch: Batch, *, has_end: bool) -> Encoded:
+    """`encode`; if it fails, the documents are tried one by one, and the error names the first that fails."""
+    try:
+        return encode(tokenizer, batch.texts, has_end=has_end)
+    except Exception:
+        for text, place in zip(*batch, strict=True):
+            try:
+                encode(tokenizer, [text], has_end=has_end)
+            except UserError as error:
+                raise type(error)(f"{place}: {error}") from error
+            except Exception as error:
+                raise RuntimeError(f"tokenizer {tokenizer.name} has failed at {place}: {error}") from error
+        raise
+
+
 def _in_processes(
-    batches: Iterator[list[str]], tokenizer: Encoder, count: int, *, has_end: bool
+    batches: Iterator[Batch], tokenizer: Encoder, count: int, *, has_end: bool
 ) -> Iterator[Encoded]:
     first = next(batches, None)
     if first is None:
         return
     with _Workers(tokenizer, count, has_end=has_end) as workers:
         pending: deque[Future[Encoded]] = deque([workers.submit(first)])
-        for texts in batches:
-            pending.append(workers.submit(texts))
+        for batch in batches:
+            pending.append(workers.submit(batch))
             if len(pending) >= 2 * count:
                 yield pending.popleft().result()
         while pending:
@@ -120,7 +150,7 @@ class _Workers:
     """The processes, and a thread for each that waits for its answers."""
 
     def __init__(self, tokenizer: Encoder, count: int, *, has_end: bool) -> None:
-        start = pickle.dumps((tokenizer, has_end))
+        self._start_message = pickle.dumps((tokenizer, has_end))
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
             for _ in range(count):
@@ -130,27 +160,45 @@ class _Workers:
             raise
         self._idle: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="tokenise")
+        self._failure: UserError | None = None
         for process in self._processes:
-            with suppress(OSError):  # it has ended; its first batch reports that
-                _send(process, start)
+            self._begin(process)
             self._idle.put(process)
 
-    def submit(self, texts: list[str]) -> Future[Encoded]:
-        return self._threads.submit(self._ask, texts)
+    def _begin(self, process: subprocess.Popen[bytes]) -> None:
+        with suppress(OSError):  # it has ended; its first batch reports that
+            _send(process, self._start_message)
 
-    def _ask(self, texts: list[str]) -> Encoded:
+    def submit(self, batch: Batch) -> Future[Encoded]:
+        return self._threads.submit(self._ask, batch)
+
+    def _ask(self, batch: Batch) -> Encoded:
         process = self._idle.get()
         try:
-            _send(process, pickle.dumps(texts))
-            assert process.stdout is not None
-            answer = pickle.load(process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:
-            raise _ended(process, texts) from error
+            if self._failure is not None:  # of another batch: this process may have ended
+                raise self._failure
+            answer = _answer(process, batch)
+        except ENDED as error:
+            self._failure = self._name_document(process, batch)
+            raise self._failure from error
         finally:
             self._idle.put(process)
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def _name_document(self, ended: subprocess.Popen[bytes], batch: Batch) -> UserError:
+        """The error for a process that has ended: a new one tokenises its documents one by one."""
+        process = _start()
+        self._processes.append(process)
+        self._begin(process)
+        for text, place in zip(*batch, strict=True):
+            try:
+                _answer(process, Batch([text], [place]))
+            except ENDED:
+                return _ended(process, f"at {place}, which begins {text[:40]!r}")
+        documents = f"{len(batch.places)} documents, from {batch.places[0]} to {batch.places[-1]}"
+        return _ended(ended, f"at {documents}, each of which a new process has tokenised")
 
     def __enter__(self) -> _Workers:
         return self
@@ -200,15 +248,21 @@ def _send(process: subprocess.Popen[bytes], content: bytes) -> None:
     process.stdin.flush()
 
 
-def _ended(process: subprocess.Popen[bytes], texts: list[str]) -> UserError:
+def _answer(process: subprocess.Popen[bytes], batch: Batch) -> Encoded | Exception:
+    """What the process makes of a batch; raises one of `ENDED` if it has ended."""
+    assert process.stdout is not None
+    _send(process, pickle.dumps(batch))
+    answer: Encoded | Exception = pickle.load(process.stdout)
+    return answer
+
+
+def _ended(process: subprocess.Popen[bytes], where: str) -> UserError:
     process.kill()
     code = process.wait()
     how = f"with exit code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}"
-    return UserError(
-        f"a process that tokenises has ended {how} at {len(texts)} documents of "
-        f"{sum(map(len, texts)):,} characters, the first of which begins {texts[0][:40]!r}: if memory was "
-        "short, lower data.workers"
-    )
+    # the kernel kills so, too
+    remedy = "if memory was short, lower data.workers" if code == -signal.SIGKILL else "mend the document"
+    return UserError(f"a process that tokenises has ended {how} {where}: {remedy}")
 
 
 def serve() -> None:
@@ -224,10 +278,10 @@ def serve() -> None:
 def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     tokenizer, has_end = pickle.load(requests)
     while True:
-        texts = pickle.load(requests)
+        batch = Batch(*pickle.load(requests))
         answer: Encoded | Exception
         try:
-            answer = encode(tokenizer, texts, has_end=has_end)
+            answer = _encode_named(tokenizer, batch, has_end=has_end)
         except UserError as error:
             answer = error
         except Exception:  # its type may not be picklable

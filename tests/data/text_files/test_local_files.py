@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from unprivileged import said_without_privileges
 
+from megalowbit.data.corpus import DocumentShare
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus
@@ -304,3 +305,23 @@ def test_a_file_whose_name_is_a_glob_is_that_file(tmp_path):
     (tmp_path / "a[1].txt").write_text("itself")
     (tmp_path / "a1.txt").write_text("another")
     assert documents(tmp_path / "a[1].txt") == ["itself"]
+
+
+def test_the_place_of_each_document_is_its_file_and_line_or_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "LARGEST_DOCUMENT", 10)
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n{"text": ""}\n{"text": "two"}\n')
+    (tmp_path / "b.txt").write_text("first line\nsecond\nthird\nfourth\n")
+    write_parquet(tmp_path / "c.parquet", text=["row one", None, "row three"])
+    corpus = LocalCorpus(tmp_path, max_bad_records=1)
+    found = [(text, corpus.place.removeprefix(f"corpus file {tmp_path}/")) for text in corpus.documents()]
+    assert found == [
+        ("one", "a.jsonl, line 1"),
+        ("two", "a.jsonl, line 4"),
+        ("first line\n", "b.txt, line 1"),
+        ("second\nthird\n", "b.txt, line 2"),
+        ("fourth\n", "b.txt, line 4"),
+        ("row one", "c.parquet, row 1"),
+        ("row three", "c.parquet, row 3"),
+    ]
+    share = DocumentShare(corpus, 0.999, is_held_out=True)
+    assert "c.parquet, row 3" in [share.place for _ in share.documents()][-1]

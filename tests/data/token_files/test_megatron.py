@@ -168,6 +168,32 @@ def test_tables_of_any_size_are_checked_in_a_bounded_number_of_blocks(monkeypatc
         assert count > 20 or len(seen) == count
 
 
+def write_zeros(prefix, num_documents, length):
+    """Documents of equal length; the `.bin` file is sparse."""
+    with prefix.with_suffix(".bin").open("wb") as file:
+        file.truncate(num_documents * length * 2)
+    with prefix.with_suffix(".idx").open("wb") as file:
+        file.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, num_documents, num_documents + 1))
+        np.full(num_documents, length, "<i4").tofile(file)
+        np.arange(0, num_documents * length * 2, length * 2, "<i8").tofile(file)
+        np.arange(num_documents + 1, dtype="<i8").tofile(file)
+
+
+def memory_of_files():
+    """Bytes of mapped files in memory."""
+    return int(Path("/proc/self/status").read_text().split("RssFile:")[1].split()[0]) * 1024
+
+
+def test_opening_takes_the_same_memory_for_any_size(tmp_path):
+    grown, kept = [], []
+    for name, num_documents in (("small", 20_000), ("large", 2_000_000)):
+        write_zeros(tmp_path / name, num_documents, 1000)
+        before = memory_of_files()
+        kept.append(pack(MegatronCorpus(tmp_path / name), ByteTokenizer(), 2048, tmp_path))
+        grown.append(memory_of_files() - before)
+    assert grown[1] < 1.2 * grown[0] + 2 * 2**20, [each / 2**20 for each in grown]
+
+
 def test_an_id_outside_the_vocabulary_is_named_with_document_and_position(tmp_path):
     write(tmp_path / "a", [1, 2, 3], [], [4, 5, 299, 7], vocab_size=300)
     corpus = MegatronCorpus(tmp_path / "a")

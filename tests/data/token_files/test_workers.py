@@ -1,6 +1,8 @@
 """The processes that tokenise: when they start, what they import, and what becomes of an error."""
 
 import errno
+import os
+import signal
 import subprocess
 import sys
 
@@ -8,12 +10,18 @@ import numpy as np
 import pytest
 
 from megalowbit.data.token_files import workers
-from megalowbit.data.token_files.workers import encode, encode_in_order
+from megalowbit.data.token_files.workers import Batch, encode, encode_in_order
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 
 TEXTS = [f"document {number} é " * (number % 13 + 1) for number in range(400)]
-BATCHES = [TEXTS[start : start + 16] for start in range(0, 400, 16)]
+
+
+def batch(texts, first=0):
+    return Batch(texts, [f"place {first + number}" for number in range(len(texts))])
+
+
+BATCHES = [batch(TEXTS[start : start + 16], start) for start in range(0, 400, 16)]
 
 
 def ids_of(texts, end="\0"):
@@ -65,8 +73,52 @@ def test_processes_that_cannot_be_started_are_a_line_and_leave_none_behind(monke
     assert started[0].returncode is not None
 
 
+class Fragile(ByteTokenizer):
+    """Fails at one document, in the way that it is told."""
+
+    def __init__(self, how, document="document 39 "):
+        self.how, self.document = how, document
+
+    def encode_batch(self, texts):
+        if any(text.startswith(self.document) for text in texts):
+            if self.how == "exception":
+                raise ValueError("an error")
+            if self.how == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), getattr(signal, self.how))
+        return super().encode_batch(texts)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", r"has ended with exit code 3 at place 39, which begins 'document 39 é [^']*': mend"),
+        ("SIGSEGV", r"has ended by signal SIGSEGV at place 39, which begins 'document 39 é [^']*': mend"),
+        ("SIGKILL", r"has ended by signal SIGKILL at place 39, .*: if memory was short, lower data\.workers"),
+    ],
+)
+def test_the_document_that_ends_a_process_is_named_and_memory_only_after_a_kill(how, said):
+    with pytest.raises(UserError, match=said) as caught:
+        list(encode_in_order(iter(BATCHES), Fragile(how), 2))
+    assert ("memory" in str(caught.value)) == (how == "SIGKILL")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_document_at_which_the_tokenizer_fails_is_named(count):
+    found = []
+    with pytest.raises(RuntimeError, match=r"has failed at place 39: an error"):
+        found.extend(encode_in_order(iter(BATCHES), Fragile("exception"), count))
+    assert len(found) == 2  # the batches before it
+
+
+def test_after_a_crash_no_batch_waits_for_a_process_that_has_ended():
+    all_fail = [batch(TEXTS[start : start + 4], start) for start in range(0, 400, 4)]
+    with pytest.raises(UserError, match=r"exit code 3 at place 0, "):
+        list(encode_in_order(iter(all_fail), Fragile("exit", "document"), 2))
+
+
 def test_an_error_of_the_tokenizer_comes_from_its_process():
     tokenizer = ByteTokenizer()
     tokenizer.eos_token_id = "no id"
     with pytest.raises(RuntimeError, match=r"a process that tokenises has failed:\n(.|\n)*ValueError"):
-        list(encode_in_order(iter([["a"], ["b"]]), tokenizer, 2))
+        list(encode_in_order(iter([batch(["a"]), batch(["b"])]), tokenizer, 2))
