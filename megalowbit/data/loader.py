@@ -443,10 +443,8 @@ def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, 
     tokenizer = build_tokenizer(settings, whole)
     packed = {name: _samples(corpus, tokenizer, each) for name, (corpus, each) in corpora.items()}
     validation = open_validation(settings, tokenizer, [corpus for corpus, _ in corpora.values()])
-    for each in packed.values():
-        if (
-            validation is not None and validation.tokens_fingerprint == each.tokens_fingerprint
-        ):  # under another name
+    for each in packed.values():  # perhaps under another name
+        if validation is not None and validation.tokens_fingerprint == each.tokens_fingerprint:
             raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
     if settings.sources is None:
         return packed[""], tokenizer, validation
