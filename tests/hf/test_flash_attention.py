@@ -14,11 +14,11 @@ from megalowbit.engine.pipeline.parts import BlockInputs, parts_of, run_parts
 from megalowbit.engine.process_start import FLASH_VARIABLE
 from megalowbit.errors import UserError
 from megalowbit.hf.activation_checkpointing import ActivationCheckpointingSettings, recompute_blocks
-from megalowbit.hf.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.generation import prepare_for_training
+from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.losses.token_losses import losses_of_rows, sum_of_model_losses
 from megalowbit.hf.model import random_model
 from megalowbit.hf.separate_documents import document_bounds, rows_of, upload
-from megalowbit.hf.token_losses import losses_of_rows, sum_of_model_losses
 
 END, CPU = 0, torch.device("cpu")
 LENGTHS = [[5, 1, 9, 3], [18], [1, 1, 7, 9]]  # of the documents in each row, end included
