@@ -269,6 +269,11 @@ def _check_recipes(study: StudySettings) -> None:
     for fork in study.baseline_forks:
         if fork not in others:
             problems.add(unknown_name("baseline_forks:", fork, others))
+    for replica in study.replicas:
+        if replica.name in study.baseline_forks and replica.of != study.baseline:
+            problems.add(
+                UserError(f"baseline_forks: {replica.name!r} is a replica of {replica.of!r}: leave it out")
+            )
     for fork in _repeated(study.baseline_forks):
         problems.add(UserError(f"baseline_forks has {fork!r} twice: remove one"))
     problems.raise_any()

@@ -52,6 +52,10 @@ MISTAKES = [
     ),
     ({"baseline_forks": ["nvfp"]}, "unknown baseline_forks: 'nvfp': did you mean 'nvfp4'?"),
     ({"baseline_forks": ["bf16"]}, "unknown baseline_forks: 'bf16'"),
+    (
+        {"baseline_forks": ["again"], "replicas": [{"name": "again", "of": "nvfp4"}]},
+        "baseline_forks: 'again' is a replica of 'nvfp4': leave it out",
+    ),
     ({"baseline_forks": ["again", "again"]}, "baseline_forks has 'again' twice: remove one"),
     ({"sizes": [{"name": "a/b"}]}, "sizes.0.name = 'a/b' is not valid"),
     (

@@ -170,16 +170,23 @@ class Group:
         return list(self._by_seed(found).values())
 
     def _peers(self, label: str, reference: str, value: Callable[[Finished], float]) -> dict[Key, float]:
-        """The values that those of `label` are compared with: of recipes, means over the baseline's forks."""
-        forks: Sequence[str] = ()
+        """The values that those of `label` are compared with: for recipes, the means over all forks."""
+        runs = [self.members.get(reference, {})]
         if reference == self.study.baseline and label not in self._repeats:
-            forks = self.study.baseline_forks
-        members = [self.members[fork] for fork in forks if fork in self.members]
-        return {
-            key: statistics.fmean(value(cells[key]) for cells in (own, *members) if key in cells)
-            for own in [self.members.get(reference, {})]
-            for key in own
-        }
+            runs += self._forks
+        common = [key for key in runs[0] if all(key in cells for cells in runs)]
+        return {key: statistics.fmean(value(cells[key]) for cells in runs) for key in common}
+
+    @property
+    def _forks(self) -> list[Mapping[Key, Finished]]:
+        """The cells of each fork of which any is finished."""
+        return [self.members[fork] for fork in self.study.baseline_forks if fork in self.members]
+
+    def num_without_fork(self) -> int:
+        """Baseline's cells that enter no gap, because a fork of them is not finished or has diverged."""
+        return sum(
+            any(key not in cells or cells[key].is_diverged for cells in self._forks) for key in self.baseline
+        )
 
     @property
     def texts(self) -> set[str]:
@@ -234,8 +241,6 @@ class Group:
 
     def final_losses(self, label: str) -> dict[int, float]:
         """Losses at the end by seed, without seeds of which a cell has diverged."""
-        if label == self.study.baseline:
-            return self._by_seed(self._peers("", label, _loss_to(self.steps)))
         return self._by_seed(
             {key: each.loss_to(self.steps) for key, each in self.members.get(label, {}).items()}
         )
@@ -247,13 +252,18 @@ class Group:
             for recipe in self.study.recipes
             if recipe.name in self.members and recipe.name not in self.study.baseline_forks
         ]
-        return compare_all({name: self.final_losses(name) for name in names})
+        losses = {name: self.final_losses(name) for name in names}
+        if self.study.baseline in losses:
+            losses[self.study.baseline] = self._by_seed(
+                self._peers("", self.study.baseline, _loss_to(self.steps))
+            )
+        return compare_all(losses)
 
     def learning_rates(self) -> list[dict[str, Any]]:
         """For each recipe with several factors of the learning rate: what they change, and the best one.
 
-        `gap` is that of the recipe at its best rate to the baseline at its best rate, within pairs. Both
-        rates are chosen by these losses, over the seeds that have all factors.
+        `gap` is that of the recipe at its best rate to the baseline at its best rate, within pairs of single
+        runs, without forks. Both rates are chosen by these losses, over the seeds that have all factors.
         """
         swept = {recipe.name: self._losses_by_factor(recipe) for recipe in self.study.recipes}
         swept = {name: losses for name, losses in swept.items() if len(losses) > 1}
@@ -340,7 +350,7 @@ class Group:
         gaps = {mark: _estimate(self.differences(label, reference, _loss_to(mark))) for mark in self.marks}
         end = gaps[self.steps]
         losses = self._peers(label, reference, _loss_to(self.steps))
-        loss = _mean(losses[key] for key in keys)
+        loss = _mean(losses[key] for key in keys if key in losses)
         noise = self._by_seed({key: own[key].heldout("own") - own[key].heldout("bf16") for key in keys})
         ratios = [own[key].cpu_seconds() / peer[key].cpu_seconds() for key in keys]
         return Row(

@@ -54,6 +54,8 @@ def notes(group: Group) -> list[str]:
             f"steps; {'their' if forks else 'its'} loss at the end is {loss:.4f}. Rows marked ≈ have an "
             "interval that contains 0."
         )
+    if missing := group.num_without_fork():
+        found.append(f"Pairs that are left out, because a fork is not finished or has diverged: {missing}.")
     floor, deviation = group.noise_floor(), group.seed_deviation()
     if floor is not None:
         pairs = f"root mean square of {len(group.drifts)} pairs"

@@ -101,46 +101,65 @@ def test_recipes_are_ranked_only_if_separated_and_replicas_give_the_noise_floor(
     )
 
 
-def test_gaps_are_to_the_mean_of_the_baseline_and_its_forks(cells):
+def forked(cells, luck):
+    """The cells of a study with forks that end `luck[seed]` above the baseline; NaN: that diverge."""
     recipes = [*STUDY["recipes"], {"name": "fork"}]
     study = study_of({**STUDY, "recipes": recipes, "baseline_forks": ["fork"]}, "study", cells[0].folder)
-    luck = {1: 0.008, 2: -0.002}  # the fork of seed 3 is not finished
-    forked = cells_of(study, cells[0].folder, cells[0].program)
-    for cell in forked:
+    found = cells_of(study, cells[0].folder, cells[0].program)
+    for cell in found:
         if cell.label == "fork" and cell.seed in luck:
-            result = result_of(cell)
-            heldout = {**result["heldout"], "bf16": result["heldout"]["bf16"] + luck[cell.seed]}
-            losses = [loss + luck[cell.seed] for loss in result["losses"]]
+            result, more = result_of(cell), luck[cell.seed]
+            if math.isnan(more):
+                cell.write("result.json", {**result, "diverged_at": 5})
+                continue
+            heldout = {**result["heldout"], "bf16": result["heldout"]["bf16"] + more}
+            losses = [loss + more for loss in result["losses"]]
             cell.write("result.json", {**result, "losses": losses, "heldout": heldout})
-    group = group_of(forked)
+    return found
+
+
+def test_gaps_are_to_the_mean_of_the_baseline_and_its_forks(cells):
+    luck = {1: 0.008, 2: -0.002, 3: 0.003}
+    group = group_of(forked(cells, luck))
     good = next(row for row in group.rows if row.label == "good")
-    alone = [0.01 * 1.2 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
-    expected = [gap - luck.get(seed, 0) / 2 for seed, gap in enumerate(alone, start=1)]
+    alone = {seed: 0.01 * 1.2 * (1 + 0.01 * seed) for seed in luck}
+    expected = [alone[seed] - luck[seed] / 2 for seed in luck]
     assert good.gaps[20].mean == pytest.approx(statistics.mean(expected))
     spread = 4.3026527 * statistics.stdev(expected) / math.sqrt(3)
     assert good.gaps[20].high == pytest.approx(good.gaps[20].mean + spread)
-    lucky = [0.5 * gap - luck.get(seed, 0) / 2 for seed, gap in enumerate(alone, start=1)]
-    assert good.heldout_bf16.mean == pytest.approx(statistics.mean(lucky))
+    heldout = [alone[seed] / 2 - luck[seed] / 2 for seed in luck]
+    assert good.heldout_bf16.mean == pytest.approx(statistics.mean(heldout))
     # the fork itself, and replicas, are compared with a single run
     assert {row.label: row.gaps[20].mean for row in group.noise} == {
         "fork": pytest.approx(0.003),
         "again": pytest.approx(0.001 * 1.2 * 1.02),
     }
-    pairs = [0.008, -0.002] * 2 + [
-        0.001 * (1 + 0.01 * seed) * text for seed in (1, 2, 3) for text in (1, 1.4)
-    ]
-    assert group.noise_floor() == pytest.approx(math.sqrt(statistics.mean(each**2 for each in pairs)))
+    drifts = [*luck.values()] * 2 + [0.001 * (1 + 0.01 * seed) * text for seed in luck for text in (1, 1.4)]
+    assert group.noise_floor() == pytest.approx(math.sqrt(statistics.mean(each**2 for each in drifts)))
+    comparisons = {(each.first, each.second): each.difference.mean for each in group.comparisons()}
+    assert comparisons[("bf16", "good")] == pytest.approx(-statistics.mean(expected))
+    assert len(comparisons) == 3  # of bf16, good and bad
     plain = group.to_dict()
-    assert plain["num_comparisons"] == 3  # of bf16, good and bad
-    own = [3 + shift + math.fsum(math.sin(7 * step + 3 * shift) for step in range(15, 20)) / 5
-           for shift in (1, 2, 3, 1.5, 2.5, 3.5)]  # fmt: skip
-    loss = statistics.mean(own) + (0.008 - 0.002) / 2 / 3
+    assert plain["baseline"]["forks"] == ["fork"]
+    ends = [statistics.mean(cell.result().losses[15:]) for cell in cells if cell.label == "bf16"]
+    loss = statistics.mean(ends) + 0.003 / 2
     assert plain["baseline"]["losses"]["20"] == pytest.approx(loss)
     assert good.percent.mean == pytest.approx(100 * good.gaps[20].mean / loss)
-    assert (
-        f"Gaps to the mean of bf16 and fork in nats, means of 5 steps; their loss at the end is {loss:.4f}."
-        in ("\n".join(notes(group)))
-    )
+    text = "\n".join(notes(group))
+    assert "Gaps to the mean of bf16 and fork in nats, means of 5 steps;" in text
+    assert f"their loss at the end is {loss:.4f}." in text
+    assert "left out" not in text
+    (rates,) = group.learning_rates()  # of single runs
+    assert rates["gap"]["mean"] == pytest.approx(statistics.mean(alone.values()))
+
+
+@pytest.mark.parametrize("luck", [{1: 0.008, 2: -0.002}, {1: 0.008, 2: -0.002, 3: math.nan}])
+def test_pairs_without_a_fork_are_left_out_and_counted(cells, luck):
+    group = group_of(forked(cells, luck))
+    good = next(row for row in group.rows if row.label == "good")
+    assert good.gaps[20].num_pairs == 2
+    assert good.gaps[20].mean == pytest.approx(0.01 * 1.2 * 1.015 - 0.003 / 2)
+    assert "Pairs that are left out, because a fork is not finished or has diverged: 2." in notes(group)
 
 
 def test_all_texts_need_a_seed_on_each_of_them(cells):
