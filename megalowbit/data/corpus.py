@@ -135,7 +135,7 @@ class TokenCorpus(Corpus):
 
     @abstractmethod
     def check_tokens(self, vocab_size: int, eos_token_id: int | None, *, needs_ends: bool = False) -> None:
-        """Check a bounded number of ids before training.
+        """Check a bounded number of ids before training, and with `needs_ends` the last one of each document.
 
         Raises:
             UserError: an id is outside 0 … vocab_size-1, or documents must end with `eos_token_id` and do

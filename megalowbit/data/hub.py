@@ -175,22 +175,28 @@ class HubCorpus(Corpus):
         file = self._origin_file
         if file is None or not file.exists():
             return None
-        origin = read_json_object(file).get("origin")
+        try:
+            origin = read_json_object(file).get("origin")
+        except UserError as error:
+            logger.warning("%s: what data set %s consisted of before is not known", error, self.name)
+            return None
         return origin if isinstance(origin, str) else None
 
     def _keep_origin(self, origin: str) -> None:
         file = self._origin_file
-        if file is None:
+        if file is None or self._known_origin() == origin:
             return
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(file) as note:
                 json.dump({"data_set": self.dataset_name, "origin": origin}, note)
-        except OSError as error:  # the tokens could not be written either
-            raise UserError(
-                f"cache folder {file.parent} cannot be written ({error.strerror or error}): set "
-                "data.cache_dir or MEGALOWBIT_CACHE to a writable folder with free space"
-            ) from error
+        except OSError as error:  # the tokens may be there already; if not, their error names the remedy
+            logger.warning(
+                "%s cannot be written (%s): without a network, data set %s will not be found in the cache",
+                file,
+                error.strerror or error,
+                self.name,
+            )
 
     @cached_property
     def fingerprint(self) -> str:  # it reads the rows

@@ -1,5 +1,6 @@
 """Streamed data sets, from folders on disk: once through the tokenizer, into the cache like any corpus."""
 
+import errno
 import json
 import logging
 import os
@@ -222,6 +223,26 @@ def test_without_a_network_only_text_that_is_in_the_cache_is_used(tmp_path, libr
     for unknown in ({"cache_dir": tmp_path / "empty"}, {}):
         with pytest.raises(UserError, match=r"cannot be loaded \(no route\): check .* the network"):
             HubCorpus(folder, stream="all", **unknown)
+
+
+def test_complete_tokens_are_used_from_a_cache_that_cannot_be_written(tmp_path, library, monkeypatch, caplog):
+    folder, cache = write(tmp_path / "set"), tmp_path / "cache"
+    before = pack(HubCorpus(folder, stream="all", cache_dir=cache), ByteTokenizer(), 8, cache)
+
+    def refuse(*names):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(hub, "atomic_file", refuse)
+    again = pack(HubCorpus(folder, stream="all", cache_dir=cache), ByteTokenizer(), 8, cache)
+    assert again.fingerprint == before.fingerprint
+    assert not caplog.text
+    (note,) = cache.glob("data_sets/stream-*.json")
+    for damage in (lambda: note.write_text("{"), note.unlink):  # tokens alone are enough
+        damage()
+        caplog.clear()
+        again = pack(HubCorpus(folder, stream="all", cache_dir=cache), ByteTokenizer(), 8, cache)
+        assert again.fingerprint == before.fingerprint
+        assert "cannot be written (Read-only file system): without a network, data set" in caplog.text
 
 
 def test_sources_and_text_for_validation_have_streams_of_their_own(tmp_path, library, as_names):

@@ -340,3 +340,106 @@ def test_bytes_are_not_known_where_a_vocabulary_keeps_no_spaces(tmp_path, caplog
     ids = np.array([2, 2, 1])
     assert FolderTokenizer(tmp_path).count_bytes(ids[1:], ids[:-1]) == 0
     assert "bits per byte are not counted" in caplog.text
+
+
+def counted(tokenizer, text):
+    ids = np.concatenate([[tokenizer.eos_token_id], *tokenizer.encode_batch([text])])
+    return tokenizer.count_bytes(ids[1:], ids[:-1])
+
+
+def unigram(folder, **stages):
+    """Like T5: letters, no bytes of others."""
+    pieces = [
+        ("<unk>", 0.0),
+        ("</s>", 0.0),
+        ("▁", -2.0),
+        *((letter, -3.0) for letter in "abcdehtü"),
+        ("▁the", -1.0),
+    ]
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=0, byte_fallback=False))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    for name, stage in stages.items():
+        setattr(made, name, stage)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>").save_pretrained(
+        folder
+    )
+    return FolderTokenizer(folder)
+
+
+def test_a_text_with_an_unknown_token_has_no_known_bytes(tmp_path, caplog):
+    tokenizer = unigram(tmp_path)
+    for text in ("the bad", "the übe  the", "a"):
+        assert counted(tokenizer, text) == len(text.encode())
+    assert not caplog.text
+    for text in ("the 漢字漢字", "x"):
+        assert counted(tokenizer, text) == 0
+    assert "('<unk>' is in the text and may stand for any), so bits per byte are not counted" in caplog.text
+
+
+NORMALIZERS = {
+    "NFC": tokenizers.normalizers.NFC(),
+    "NFKC": tokenizers.normalizers.NFKC(),
+    "Lowercase": tokenizers.normalizers.Lowercase(),
+    "Replace": tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
+    "Strip": tokenizers.normalizers.Strip(),
+    "Prepend": tokenizers.normalizers.Prepend("x"),
+}
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "unigram"])
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_bytes_are_not_known_where_the_text_is_changed_before(tmp_path, bpe, caplog, name, kind):
+    spaces = tokenizers.normalizers.Sequence([])
+    for normalizer, is_known in ((NORMALIZERS[name], False), (spaces, True)):
+        sequence = tokenizers.normalizers.Sequence([spaces, normalizer])
+        if kind == "unigram":
+            tokenizer = unigram(tmp_path, normalizer=sequence)
+        else:
+            made = tokenizers.Tokenizer.from_str(bpe._bpe.to_str())
+            made.normalizer = sequence
+            PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(
+                tmp_path
+            )
+            tokenizer = FolderTokenizer(tmp_path)
+        text = "the bad  a"
+        assert counted(tokenizer, text) == (len(text.encode()) if is_known else 0)
+        assert (f"its normalizer {name} changes the text" in caplog.text) != is_known
+        caplog.clear()
+
+
+def test_bytes_are_not_known_where_text_may_be_left_out(tmp_path, caplog):
+    parts = tokenizers.pre_tokenizers
+    removed = parts.Sequence([parts.Split(" ", "removed"), parts.ByteLevel(add_prefix_space=False)])
+    kept = parts.Sequence([parts.Split(" ", "isolated"), parts.ByteLevel(add_prefix_space=False)])
+    letters = list(tokenize._letters_of_bytes().values())
+    cases = [
+        (letters, {}, removed, 0, "its pre-tokenizer Split may remove text"),
+        (letters, {}, parts.Sequence([parts.WhitespaceSplit(), parts.Metaspace()]), 0, "WhitespaceSplit"),
+        (letters, {"end_of_word_suffix": "</w>"}, kept, 0, "marks of words"),
+        (letters[:0x80], {}, kept, 0, "it drops bytes that its vocabulary lacks"),
+        (letters[:0xF5], {}, kept, len("a ü b".encode()), ""),
+    ]
+    for vocabulary, options, pre_tokenizer, expected, message in cases:
+        caplog.clear()
+        numbers = {letter: number for number, letter in enumerate(["</s>", *vocabulary])}
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=numbers, merges=[], **options))
+        made.pre_tokenizer, made.decoder = pre_tokenizer, tokenizers.decoders.ByteLevel()
+        PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path)
+        assert counted(FolderTokenizer(tmp_path), "a ü b") == expected
+        assert message in caplog.text
+
+
+def test_bytes_are_known_for_the_saved_byte_tokenizer(tmp_path):
+    ByteTokenizer().save_pretrained(tmp_path)
+    for text in UNUSUAL:
+        assert counted(FolderTokenizer(tmp_path), text) == len(text.encode())
+
+
+def test_a_token_that_takes_the_spaces_beside_it_has_no_known_bytes(tmp_path, bpe):
+    made = tokenizers.Tokenizer.from_str(bpe._bpe.to_str())
+    made.add_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(tmp_path)
+    tokenizer = FolderTokenizer(tmp_path)
+    assert counted(tokenizer, "few bits") == len("few bits")
+    assert counted(tokenizer, "few   <mask> bits") == 0

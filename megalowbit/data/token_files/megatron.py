@@ -14,7 +14,8 @@
 Both files are memory-mapped. The header, the sizes of the files and the ends of the tables are always
 checked. Tables of up to 256 Ki entries and up to 4 Mi ids are checked completely; of larger ones, 256 evenly
 spaced blocks are checked, so that opening takes the same time and memory for any size. Ids in the other
-blocks are checked when they are read.
+blocks are checked when they are read. Where batches keep documents apart, the last ids of all documents are
+checked, once for each state of the files.
 
 Sequences must follow each other in `.bin` without gaps, as every writer puts them there. Not covered: modes
 (read, not used), ids as floating point numbers, and files on object stores.
@@ -26,6 +27,7 @@ import hashlib
 import logging
 import os
 import struct
+import time
 import uuid
 from array import array
 from bisect import bisect_right
@@ -39,10 +41,10 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import corpus_digests
+from megalowbit.data.cache import NS_UNTIL_SETTLED, corpus_digests
 from megalowbit.data.corpus import TokenCorpus
 from megalowbit.data.settings import TOKEN_SUFFIXES, DataSettings, is_token_prefix
-from megalowbit.durable_files import sync
+from megalowbit.durable_files import atomic_file, sync
 from megalowbit.errors import UserError, file_system_error
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,10 @@ LARGEST_SEQUENCE = 2**31 - 1
 NUM_BLOCKS = 256
 TABLE_BLOCK = 2**10  # entries; tables of up to 256 Ki entries are checked completely
 ID_BLOCK = 2**14  # ids; up to 4 Mi of them are checked completely
-DOCUMENTS_WITH_END = 1000  # as many documents are looked at, evenly spaced, for whether they end with that id
+DOCUMENTS_WITH_END = (
+    1000  # as many documents are looked at, evenly spaced, for the warning that none has an end
+)
+DOCUMENTS_AT_ONCE = 2**14  # bounds the pages that are mapped while all documents are looked at
 ENTRIES_PER_WRITE = 2**20
 
 
@@ -275,12 +280,61 @@ class MegatronCorpus(TokenCorpus):
                 self.refuse_outside(entries(file, self.tokens, start, stop), start, vocab_size)
         if eos_token_id is None:
             return
-        without, checked = self._without_end(eos_token_id)
         remedy = f"the end-of-document id {eos_token_id} of data.tokenizer: make the files with --append-eod"
-        if needs_ends and without:
-            raise UserError(f"{self.name}: document {without[0]} does not end with {remedy}")
+        if needs_ends:
+            if (number := self._first_without_end(eos_token_id)) is not None:
+                raise UserError(f"{self.name}: document {number} does not end with {remedy}")
+            return
+        without, checked = self._without_end(eos_token_id)
         if checked and len(without) == checked:
             logger.warning("%s: nothing separates documents, because none ends with %s", self.name, remedy)
+
+    def _first_without_end(self, eos_token_id: int) -> int | None:
+        """The first document that has tokens and does not end with the id; None: there is none.
+
+        `cache_dir/digests` notes for which sizes, inodes and times of the files there is none, and the files
+        are not read again while these stay.
+        """
+        stats = [path.stat() for path in (self.bin, self.idx)]
+        times = [time for each in stats for time in (each.st_mtime_ns, each.st_ctime_ns)]
+        state = repr((times, [(each.st_size, each.st_ino) for each in stats], eos_token_id))
+        name = hashlib.sha256(f"{self.prefix.absolute()} {eos_token_id}".encode()).hexdigest()[:32]
+        note = self._cache_dir and self._cache_dir / "digests" / f"{name}.ends.txt"
+        if note is not None and _content_of(note) == state:
+            return None
+        logger.info("%s: looking at the ends of all %d documents, once", self.name, self.num_documents)
+        for start in range(0, self.num_documents, DOCUMENTS_AT_ONCE):
+            bounds = self._bounds(start, min(start + DOCUMENTS_AT_ONCE, self.num_documents))
+            with_tokens = np.flatnonzero(bounds[1:] > bounds[:-1])
+            # a map for each block: pages stay in the process until their map is closed
+            ends = np.memmap(self.bin, self.index.dtype, "r")[bounds[1:][with_tokens] - 1]
+            without = with_tokens[ends != eos_token_id]
+            if len(without):
+                return start + int(without[0])
+        if note is not None and time.time_ns() - max(times) > NS_UNTIL_SETTLED:
+            _write_note(note, state)
+        return None
+
+    def _bounds(self, start: int, stop: int) -> NDArray[np.int64]:
+        """First tokens of the documents start … stop-1, and the end of the last one: (stop - start + 1,)."""
+        count, documents = len(self.index.sizes), self.index.documents
+        with self._opened(self.idx) as file:
+            sequences = entries(file, documents, start, stop + 1)
+        bounds = np.full(len(sequences), len(self.tokens), np.int64)
+        is_inside = (sequences >= 0) & (sequences < count)
+        pointers = np.memmap(self.idx, "<i8", "r", HEADER.size + self.index.sizes.nbytes, (count,))
+        bounds[is_inside] = pointers[sequences[is_inside]] // self.index.dtype.itemsize
+        wrong = np.flatnonzero(
+            (sequences < 0) | (sequences > count) | (bounds < 0) | (bounds > len(self.tokens))
+        )
+        if not len(wrong):
+            wrong = 1 + np.flatnonzero(bounds[1:] < bounds[:-1])
+        if len(wrong):
+            raise UserError(
+                f"{self.idx}: document {start + wrong[0]} begins at sequence {sequences[wrong[0]]}, which is "
+                "outside the file or before the document before it: replace both files"
+            )
+        return bounds
 
     def _without_end(self, eos_token_id: int) -> tuple[list[int], int]:
         """Documents that do not end with the id, and the number of those that were looked at."""
@@ -414,6 +468,23 @@ def _flush(file: IO[bytes]) -> None:
 
 def _prefix(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in (BIN, IDX) else path
+
+
+def _content_of(note: Path) -> str | None:
+    """What a note says; None: there is none that can be read."""
+    try:
+        return note.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _write_note(note: Path, content: str) -> None:
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(note) as file:
+            file.write(content)
+    except OSError as error:
+        logger.info("%s cannot be written (%s): each start looks at all documents again", note, error)
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

@@ -13,6 +13,7 @@ checkpoint keeps its padding, which has no influence on the losses, whatever the
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from megalowbit.data.cache import run_on_each_node_first
 from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.packing import PackedDataset
-from megalowbit.data.settings import BPE_TOKENIZER, DataSettings
+from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
 from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer
 from megalowbit.data.validation import open_validation
 from megalowbit.distributed.agreement import agree
@@ -50,9 +51,17 @@ from megalowbit.pretrain.run import report_lost_ranks, start_facts
 from megalowbit.pretrain.run_folder.folder import RunFolder
 from megalowbit.telemetry.facts import Fact
 
+logger = logging.getLogger(__name__)
+
 TEXT_MISSING = (
     'there is no text to evaluate on: name it with --set \'megalowbit.data.validation={"corpus": "…"}\''
 )
+
+# Two tokenizers with the same ids for it are taken for the same.
+TEXT_TO_COMPARE = (
+    "The 1st of 23,456 tokens isn't 'naïve':\n\tfor x in range(10):  print(x)  # 漢字 🙂 übermäßig\n"
+)
+TOKENIZER_FILES = ("tokenizer*", "vocab.*")
 
 SHOWN = ("model ", "recipe ", "kernels ", "data ")  # labels of the lines that are printed
 
@@ -178,7 +187,7 @@ def _text_only(
 ) -> ShardedLoader:
     """A loader with the text for validation, and zeros for training; arguments as for `build_loader`.
 
-    A trained tokenizer is read from `tokenizer_folder`, if it is there.
+    A trained tokenizer is read from `tokenizer_folder`, if it is there; another must give the ids of that.
     """
 
     def work() -> ShardedLoader:
@@ -202,9 +211,33 @@ def _text_only(
 
 
 def _tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
-    if settings.tokenizer == BPE_TOKENIZER and any(folder.glob("tokenizer*")):
+    """The tokenizer of `settings`, which must be that of the model in `folder`, if one is there.
+
+    Raises:
+        UserError: they give other ids.
+    """
+    if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
+        return build_tokenizer(settings)
+    if settings.tokenizer == BPE_TOKENIZER:
         return FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)
-    return build_tokenizer(settings)
+    tokenizer = build_tokenizer(settings)
+    if settings.tokenizer == NO_TOKENIZER:  # the ids are in the text for validation
+        return tokenizer
+    try:
+        own = FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)
+    except UserError as error:
+        logger.warning("it is not known whether %s has data.tokenizer %s: %s", folder, tokenizer.name, error)
+        return tokenizer
+    if own.eos_token_id != tokenizer.eos_token_id or _ids(own) != _ids(tokenizer):
+        raise UserError(
+            f"the tokenizer in {folder} gives other ids than data.tokenizer {settings.tokenizer!r}, and the "
+            f"losses would be of no use: add --set {BLOCK}.data.tokenizer={folder}"
+        )
+    return tokenizer
+
+
+def _ids(tokenizer: Tokenizer) -> list[int]:
+    return [int(number) for number in tokenizer.encode_batch([TEXT_TO_COMPARE])[0]]
 
 
 def _write(output: Path | None, source: Path, job: Job, facts: Mapping[str, Fact]) -> None:

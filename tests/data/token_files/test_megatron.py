@@ -226,6 +226,94 @@ def test_documents_without_end_tokens_are_reported(tmp_path, caplog):
     assert "ends with the end-of-document id 0" in caplog.text
 
 
+def kept_apart(prefix, cache_dir):
+    settings = DataSettings(
+        corpus=str(prefix), sequence_length=4, packing="documents", cache_dir=cache_dir, seed=1
+    )
+    return build_loader(settings, micro_batch_size=1, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("block", [1, 7, 2**14])
+@pytest.mark.parametrize("place", [0, 1, 1300, 2999])
+def test_no_document_without_an_end_is_kept_apart_from_the_next(tmp_path, monkeypatch, place, block):
+    monkeypatch.setattr(megatron, "DOCUMENTS_AT_ONCE", block)
+    documents = [[1, 2, 0], [], [3, 0]] * 1000
+    prefix = tmp_path / "ids"
+    write(prefix, *documents)
+    kept_apart(prefix, tmp_path / "cache")
+    documents[place] = [5, 6]
+    write(prefix, *documents)
+    with pytest.raises(UserError, match=f"ids: document {place} does not end with the end-of-document id 0"):
+        kept_apart(prefix, tmp_path / "cache")
+
+
+def test_documents_of_several_sequences_end_where_the_last_of_them_does(tmp_path):
+    ids, sizes, documents = [1, 0, 2, 0, 3, 4, 0], [2, 0, 1, 1, 2, 1, 0], [0, 2, 4, 4, 7]
+    kept_apart(write_pair(tmp_path / "a", ids, sizes, documents, code=4), tmp_path)
+    with pytest.raises(UserError, match="document 1 does not end with"):
+        kept_apart(write_pair(tmp_path / "b", ids, sizes, [0, 2, 3, 7], code=4), tmp_path)
+
+
+def test_all_documents_are_looked_at_once_for_each_state_of_the_files(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(megatron, "NS_UNTIL_SETTLED", -(10**12))
+    write(tmp_path / "ids", [1, 0], [2, 0], [3, 0])
+    caplog.set_level(logging.INFO)
+
+    def looks(cache_dir):
+        caplog.clear()
+        kept_apart(tmp_path / "ids", cache_dir)
+        return caplog.text.count("looking at the ends of all 3 documents")
+
+    cache = tmp_path / "cache"
+    assert [looks(cache), looks(cache), looks(tmp_path / "other")] == [1, 0, 1]
+    (note,) = cache.glob("digests/*.ends.txt")
+    note.write_bytes(b"\xff")
+    assert [looks(cache), looks(cache)] == [1, 0]
+    write(tmp_path / "ids", [1, 0], [2, 0], [0])  # other files
+    assert looks(cache) == 1
+    write(tmp_path / "ids", [1, 0], [2, 9], [3, 0])
+    for _ in range(2):
+        with pytest.raises(UserError, match="document 1 does not end"):
+            looks(cache)
+
+
+def test_files_that_may_still_change_within_their_times_are_looked_at_again(tmp_path):
+    write(tmp_path / "ids", [1, 0], [2, 0])
+    kept_apart(tmp_path / "ids", tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("digests/*.ends.txt"))
+
+
+def test_documents_are_looked_at_without_a_cache_that_can_be_written(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(megatron, "NS_UNTIL_SETTLED", -(10**12))
+    write(tmp_path / "ids", [1, 0], [2, 0])
+    (tmp_path / "cache").write_text("no folder")
+    with caplog.at_level(logging.INFO):
+        kept_apart(tmp_path / "ids", tmp_path / "cache")
+    assert "each start looks at all documents again" in caplog.text
+
+
+def test_a_damaged_index_between_the_checked_blocks_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(megatron, "TABLE_BLOCK", 2)
+    monkeypatch.setattr(megatron, "NUM_BLOCKS", 2)
+    ids, sizes = [1, 0] * 20, [2] * 20
+    for wrong in (-3, 2, 99):
+        documents = [*range(10), wrong, *range(11, 21)]
+        corpus = MegatronCorpus(write_pair(tmp_path / "ids", ids, sizes, documents))
+        with pytest.raises(UserError, match=f"document 10 begins at sequence {wrong}, which is outside"):
+            corpus.check_tokens(256, 0, needs_ends=True)
+
+
+def test_looking_at_all_documents_takes_the_same_memory_for_any_number(tmp_path):
+    grown = []
+    for name, num_documents in (("small", 2**14), ("large", 40 * 2**14)):
+        write_zeros(tmp_path / name, num_documents, 100)
+        corpus = MegatronCorpus(tmp_path / name)
+        before = memory_of_files()
+        corpus.check_tokens(256, 0, needs_ends=True)
+        grown.append(memory_of_files() - before)
+    assert grown[1] < 1.2 * grown[0] + 2 * 2**20, [each / 2**20 for each in grown]
+
+
 def test_token_ids_cannot_be_tokenised_nor_text_without_a_tokenizer(tmp_path):
     write(tmp_path / "a", [1, 2])
     (tmp_path / "a.txt").write_text("text")

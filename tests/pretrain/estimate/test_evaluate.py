@@ -10,6 +10,8 @@ from forked_ranks import variables
 
 from launchers import ROOT, check_refusal, free_port, training_text, write_config
 from megalowbit.__main__ import main
+from megalowbit.data.text_files.local_files import LocalCorpus
+from megalowbit.data.tokenize import train_bpe
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import import_checkpoint
@@ -132,6 +134,33 @@ def test_a_folder_from_elsewhere_needs_a_configuration(tmp_path, capsys):
     assert figures(evaluated(tmp_path / "elsewhere", tmp_path, text, config_file=config)) == recorded[4]
     import_checkpoint(tmp_path / "elsewhere", tmp_path / "start")  # weights without the state of a run
     assert figures(evaluated(tmp_path / "start", tmp_path, text, config_file=config)) == recorded[4]
+
+
+def test_weights_are_not_evaluated_with_the_ids_of_another_tokenizer(tmp_path, caplog):
+    recorded = trained(tmp_path)
+    config, elsewhere = tmp_path / "tiny.json", tmp_path / "elsewhere"
+    shutil.move(tmp_path / "run" / "hf", elsewhere)
+    bpe = train_bpe(LocalCorpus(tmp_path / "text.txt"), 300, tmp_path / "cache")
+    bpe.save_pretrained(tmp_path / "bpe")
+    text = f"megalowbit.data.validation.corpus={tmp_path / 'held.txt'}"
+
+    def losses(*overrides):
+        return figures(evaluated(elsewhere, tmp_path, text, *overrides, config_file=config))
+
+    by_name = losses(f"megalowbit.data.tokenizer={elsewhere}")
+    assert by_name["validation/loss"] == recorded[4]["validation/loss"]
+    with pytest.raises(
+        UserError, match=f"elsewhere gives other ids than data.tokenizer '{tmp_path / 'bpe'}'"
+    ):
+        losses(f"megalowbit.data.tokenizer={tmp_path / 'bpe'}")
+    (elsewhere / "tokenizer.json").write_text("{")
+    assert losses() == recorded[4]
+    assert "it is not known whether" in caplog.text
+    for file in (tmp_path / "bpe").iterdir():
+        shutil.copy(file, elsewhere)
+    with pytest.raises(UserError, match=r"'byte'.*add --set megalowbit\.data\.tokenizer=.*elsewhere"):
+        losses()
+    assert losses(f"megalowbit.data.tokenizer={elsewhere}")
 
 
 @pytest.mark.slow
