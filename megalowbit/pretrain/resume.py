@@ -12,12 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from megalowbit.config.deepspeed_json import LOOP_SECTIONS
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.data.settings import BYTE_TOKENIZER, NO_TOKENIZER
 from megalowbit.errors import UserError, shown
+from megalowbit.json_text import read_json_object
 from megalowbit.optim.loss_scale.dynamic import DynamicSettings
 from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 from megalowbit.speculation.settings import with_current_keys
@@ -102,7 +104,12 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             "watchdog": {"silence": EngineSettings().watchdog.silence},
             "telemetry": {"count_every": 1},  # not today's default
             "oscillation_reset": {"reset": True},
-            "data": {"phases": [], "packing": "wrapped", "eod_mask_loss": False, **_unwritten_tokens(saved)},
+            "data": {
+                "phases": [],
+                "packing": "wrapped",
+                "eod_mask_loss": False,
+                **_tokens_of_earlier_versions(saved),
+            },
             **{kind.key: kind.settings_class().model_dump(mode="json") for kind in ALWAYS_ON},
         }
     }
@@ -124,7 +131,15 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
     return changes
 
 
-def _unwritten_tokens(saved: Mapping[str, Any]) -> dict[str, bool]:
+def unwritten_tokens(config: Path) -> dict[str, bool]:
+    """Keys that the `config.json` of a run lacks, because it is of an earlier version, and their values."""
+    saved = read_json_object(config)
+    written = saved.get("megalowbit", {}).get("data", {})
+    found = _tokens_of_earlier_versions(saved)
+    return {f"data.{key}": value for key, value in found.items() if key not in written}
+
+
+def _tokens_of_earlier_versions(saved: Mapping[str, Any]) -> dict[str, bool]:
     """Runs of earlier versions parsed special tokens; those of bytes have none."""
     data = saved.get("megalowbit", {}).get("data", {})
     return {

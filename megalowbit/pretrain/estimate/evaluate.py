@@ -47,6 +47,7 @@ from megalowbit.pretrain.components.validation import Validation, describe
 from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.records.lines import job_lines
+from megalowbit.pretrain.resume import unwritten_tokens
 from megalowbit.pretrain.run import report_lost_ranks, start_facts
 from megalowbit.pretrain.run_folder.folder import RunFolder
 from megalowbit.telemetry.facts import Fact
@@ -87,10 +88,14 @@ def evaluate(
         The figures, by the names that a run's metrics have.
 
     Raises:
-        UserError: configuration, weights or text cannot be used.
+        UserError: configuration, weights or text cannot be used, or there are no weights yet.
     """
     run = _run_folder_of(path)
     is_ours = is_training_checkpoint(path)
+    if path == run and not is_ours:
+        raise UserError(f"the run in {path} has no complete checkpoint yet: name another, or wait for one")
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"--output {output}: the folder does not exist: make it, or name another")
     source = find_checkpoint(path) if is_ours else path
     padding = _padding(stored_config(source)) if is_ours else {}
     config = _configuration(source, run, config_file, overrides, identity.world_size, padding)
@@ -169,6 +174,8 @@ def _configuration(
     weights = {"checkpoint": str(source.resolve()), "config": None, "outliers": None, **padding}
     sizes = ["train_batch_size=auto", "gradient_accumulation_steps=1"]
     model = [f"{BLOCK}.model.{key}={json.dumps(value)}" for key, value in weights.items()]
+    if config_file is None:
+        model += [f"{BLOCK}.{key}={json.dumps(value)}" for key, value in unwritten_tokens(file).items()]
     config = load_config(file, [*sizes, *model, *overrides], world_size=world_size)
     if config.settings.data.validation is None:
         raise UserError(f"{file}: {TEXT_MISSING}")

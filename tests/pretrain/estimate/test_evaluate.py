@@ -16,7 +16,7 @@ from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import import_checkpoint
 from megalowbit.pretrain.config import load_config
-from megalowbit.pretrain.estimate.evaluate import evaluate
+from megalowbit.pretrain.estimate.evaluate import _configuration, evaluate
 from megalowbit.pretrain.run import pretrain
 
 TEXT = training_text()[50:2000]
@@ -161,6 +161,34 @@ def test_weights_are_not_evaluated_with_the_ids_of_another_tokenizer(tmp_path, c
     with pytest.raises(UserError, match=r"'byte'.*add --set megalowbit\.data\.tokenizer=.*elsewhere"):
         losses()
     assert losses(f"megalowbit.data.tokenizer={elsewhere}")
+
+
+def test_a_run_without_weights_and_an_output_without_folder_are_noticed_at_once(tmp_path):
+    (tmp_path / "config.json").write_text('{"megalowbit": {}}')
+    options = {"config_file": None, "overrides": []}
+    with pytest.raises(UserError, match=r"the run in .* has no complete checkpoint yet"):
+        evaluate(tmp_path, ProcessIdentity(), output=None, **options)
+    (tmp_path / "hf").mkdir()
+    with pytest.raises(UserError, match=r"--output .*/none/out.json: the folder does not exist"):
+        evaluate(tmp_path / "hf", ProcessIdentity(), output=tmp_path / "none" / "out.json", **options)
+
+
+@pytest.mark.parametrize(("tokenizer", "parsed"), [("bpe", True), ("byte", False)])
+def test_runs_of_earlier_versions_parse_special_tokens(tmp_path, tokenizer, parsed):
+    data = {"tokenizer": tokenizer, "vocab_size": 300 if tokenizer == "bpe" else None}
+    data |= {"validation": {"corpus": "held.txt"}, "sequence_length": 16}
+    run = tmp_path / "run"
+    run.mkdir()
+    write_config(run, block={"data": {"corpus": "text.txt", **data}}).rename(run / "config.json")
+    arguments = {"overrides": [], "world_size": 1, "padding": {}}
+    old = _configuration(run, run, None, **arguments)
+    assert old.settings.data.parse_special_tokens == parsed
+    new = _configuration(run, None, run / "config.json", **arguments)  # a configuration, not a run
+    assert not new.settings.data.parse_special_tokens
+    written = json.loads((run / "config.json").read_text())
+    written["megalowbit"]["data"]["parse_special_tokens"] = False
+    (run / "config.json").write_text(json.dumps(written))
+    assert not _configuration(run, run, None, **arguments).settings.data.parse_special_tokens
 
 
 @pytest.mark.slow
