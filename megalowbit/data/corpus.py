@@ -12,6 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,13 @@ class BadRecords:
 
 
 class Corpus(ABC):
-    """Documents in a fixed order."""
+    """Documents in a fixed order.
+
+    Attributes:
+        files: the files named by the user that have the documents; none: it has others, or they are unknown.
+    """
+
+    files: tuple[Path, ...] = ()
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 ROWS_PER_READ = 1024
 FINGERPRINTS = "data_sets"  # folder in the cache
+DEFAULT_CONFIG = "default"  # the library's name of the configuration of a data set that names none
+LONG_SPLIT = 10**15  # rows, a multiple of 100: stands for a length that is not known
 
 
 class HubCorpus(Corpus):
@@ -102,6 +104,18 @@ class HubCorpus(Corpus):
     @property
     def name(self) -> str:
         return "/".join(part for part in (self.dataset_name, self.config, self.split) if part)
+
+    @property
+    def config_name(self) -> str:
+        """The configuration; if none is named, the one that the library has chosen."""
+        chosen = None if self._rows is None else self._rows.info.config_name
+        return chosen or self.config or DEFAULT_CONFIG
+
+    @property
+    def split_lengths(self) -> dict[str, int]:
+        """Rows of each split of a downloaded data set; of a stream, only its authors say."""
+        splits = None if self.stream is not None else self._rows.info.splits
+        return {name: each.num_examples for name, each in (splits or {}).items() if each.num_examples}
 
     @property
     def place(self) -> str:
@@ -282,6 +296,49 @@ class HubCorpus(Corpus):
             if self.stream is None:
                 self._num_read += len(column)
             yield column
+
+
+def splits_overlap(one: str, other: str, lengths: Mapping[str, int]) -> bool | None:
+    """Whether two splits of a data set have rows in common; None: that depends on lengths not known.
+
+    Args:
+        one: in the library's notation: `"train"`, `"train+test"`, `"train[:10%]"`, `"all"`.
+        other: likewise.
+        lengths: rows of splits, by name; may be empty.
+
+    Raises:
+        UserError: one of them is not in that notation.
+    """
+    found = [_parts_overlap(*pair, lengths) for pair in itertools.product(_parts(one), _parts(other))]
+    return True if True in found else None if None in found else False
+
+
+def _parts(split: str) -> list[str]:
+    return [part.strip() for part in split.split("+")]
+
+
+def _parts_overlap(one: str, other: str, lengths: Mapping[str, int]) -> bool | None:
+    """`splits_overlap` of splits without `+`."""
+    name, other_name = (re.split(r"[\[(]", part)[0] for part in (one, other))
+    if "all" in (name, other_name):
+        return True
+    if name != other_name:
+        return False
+    is_whole = "[" not in one or "[" not in other
+    # slices in the same unit, counted from the beginning, are ordered in the same way whatever the length is
+    is_comparable = not re.search(r"[-(]", one + other) and ("%" in one) == ("%" in other)
+    if name not in lengths and not (is_whole or is_comparable):
+        return None
+    import datasets
+
+    known = {name: lengths.get(name, LONG_SPLIT)}
+    try:
+        rows, others = (
+            datasets.ReadInstruction.from_spec(part).to_absolute(known)[0] for part in (one, other)
+        )
+    except (ValueError, AssertionError) as error:
+        raise UserError(f"split {one!r} or {other!r} is not one of the library: {_reason(error)}") from error
+    return max(rows.from_, others.from_) < min(rows.to, others.to)
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ plan and position; with them a resumed run need not choose again from the beginn
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.order.quota import QuotaOrder
 from megalowbit.data.packing import DocumentRules, Samples, best_fit, pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import open_source, sources_of
+from megalowbit.data.sources import is_same_text, open_source, sources_of
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
 from megalowbit.data.validation import ValidationText, open_validation
 from megalowbit.errors import UserError
@@ -435,20 +436,21 @@ def count_samples(settings: DataSettings) -> int:
 
 def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, ValidationText | None]:
     corpora = {name: (open_source(name, each), each) for name, each in sources_of(settings).items()}
+    _check_different({name: corpus for name, (corpus, _) in corpora.items()})
     whole = (
         AllSources({name: each for name, (each, _) in corpora.items()})
         if settings.sources
         else corpora[""][0]
     )
     tokenizer = build_tokenizer(settings, whole)
-    packed = {name: _samples(corpus, tokenizer, each) for name, (corpus, each) in corpora.items()}
+    # before the text for training is tokenised, which may take hours
     validation = open_validation(settings, tokenizer, [corpus for corpus, _ in corpora.values()])
+    packed = {name: _samples(corpus, tokenizer, each) for name, (corpus, each) in corpora.items()}
     for each in packed.values():  # perhaps under another name
         if validation is not None and validation.tokens_fingerprint == each.tokens_fingerprint:
             raise UserError(f"data.validation: {validation.name} is the text for training: name other text")
     if settings.sources is None:
         return packed[""], tokenizer, validation
-    _check_different(packed)
     return BlendedDataset(settings, packed), tokenizer, validation
 
 
@@ -467,11 +469,10 @@ def _samples(corpus: Corpus, tokenizer: Tokenizer, settings: DataSettings) -> Sa
     return best_fit(packed, tokenizer, settings.cache_dir, timeout=settings.build_timeout)
 
 
-def _check_different(packed: Mapping[str, Samples]) -> None:
+def _check_different(corpora: Mapping[str, Corpus]) -> None:
     """Reject the same text under two names, whose losses and epochs would be counted apart."""
-    names: dict[str, str] = {}
-    for name, each in packed.items():
-        if (other := names.setdefault(each.fingerprint, name)) != name:
+    for (name, each), (other, another) in itertools.combinations(corpora.items(), 2):
+        if is_same_text(each, another):
             raise UserError(
-                f"data.sources.{other} and data.sources.{name} are the same text: leave one of them out"
+                f"data.sources.{name} and data.sources.{other} are the same text: leave one of them out"
             )

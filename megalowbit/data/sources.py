@@ -8,16 +8,18 @@ several corpora, each of its own kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
+from megalowbit.data.cache import FEWEST_BLOCKS, content_digest
 from megalowbit.data.corpus import AllSources, Corpus, DocumentShare
-from megalowbit.data.hub import HubCorpus
+from megalowbit.data.hub import DEFAULT_CONFIG, HubCorpus, splits_overlap
 from megalowbit.data.settings import BLEND, TEXT_KINDS, DataSettings
 from megalowbit.data.stdlib import STDLIB, StdlibCorpus
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.token_files.megatron import MegatronCorpus
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, file_system_error
 
 
 class Source(Protocol):
@@ -115,25 +117,84 @@ def open_validation_corpus(settings: DataSettings) -> Corpus:
 
 
 def check_held_out(held_out: Corpus, corpora: Iterable[Corpus]) -> None:
-    """Check that no file for validation is also one for training.
+    """Check that the text for validation is not known to be trained on.
 
     Args:
         held_out: the text for validation.
         corpora: what is trained on.
 
     Raises:
-        UserError: one is; the message names it.
+        UserError: it is, or a part of it; the message names what.
     """
-    if not isinstance(held_out, LocalCorpus):
+    if isinstance(held_out, DocumentShare):  # training leaves its documents out, by their text
         return
     for corpus in corpora:
-        trained = {file.resolve() for file in corpus.files} if isinstance(corpus, LocalCorpus) else ()
-        for file in held_out.files:
-            if file.resolve() in trained:
-                raise UserError(
-                    f"data.validation: {file} is the text for training, as a file of corpus {corpus.name}: "
-                    "name other text, move it elsewhere, or set share"
-                )
+        if (shared := shared_documents(held_out, corpus)) is not None:
+            raise UserError(
+                f"data.validation: {shared} is the text for training, in corpus {corpus.name}: name other "
+                "text, move it elsewhere, or set share"
+            )
+
+
+def shared_documents(one: Corpus, other: Corpus) -> str | None:
+    """What `one` has in common with `other`, for messages; None: nothing, as far as is known.
+
+    Known are equal fingerprints, rows of splits of one data set, and files of equal content, wherever they
+    are and whatever they are called: copies, links, Megatron's `.bin` with another `.idx`. Of a file above
+    1 MiB, its size and four blocks decide. A split of a length that is not known is taken to have all rows
+    that it may have, and a stream all rows of its split.
+
+    Not noticed: equal documents in files that differ (parts of a file, another format or compression), in
+    splits, configurations or data sets of other names, and in a file and a data set.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    if isinstance(one, HubCorpus) and isinstance(other, HubCorpus):
+        is_same_set = (one.dataset_name, one.config_name) == (other.dataset_name, other.config_name)
+        lengths = {**one.split_lengths, **other.split_lengths}
+        if is_same_set and splits_overlap(one.split, other.split, lengths) is not False:
+            return f"data set {one.name}"
+    if one.fingerprint == other.fingerprint:
+        return one.name
+    for file, equal in _equal_files(one, other):
+        return str(file) if file == equal else f"{file} (equal to {equal})"
+    return None
+
+
+def is_same_text(one: Corpus, other: Corpus) -> bool:
+    """Whether two sources have the same documents, as far as is known; see `shared_documents`.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    if one.fingerprint == other.fingerprint:
+        return True
+    if isinstance(one, HubCorpus) and isinstance(other, HubCorpus):
+        streams = {"all" if each.stream is None else each.stream for each in (one, other)}
+        first, second = (
+            (each.dataset_name, each.config_name, each.split, each.text_field) for each in (one, other)
+        )
+        return first == second and len(streams) == 1
+    if isinstance(one, LocalCorpus) and isinstance(other, LocalCorpus) and one.text_field != other.text_field:
+        return False
+    count = len(one.files)
+    return 0 < count == len(other.files) == len(list(_equal_files(one, other)))
+
+
+def _equal_files(one: Corpus, other: Corpus) -> Iterator[tuple[Path, Path]]:
+    """The files of `one` with equal files of `other`; only those are read whose sizes are equal."""
+    try:
+        sizes, others = ({file: file.stat().st_size for file in each.files} for each in (one, other))
+        if not (equal := {*sizes.values()} & {*others.values()}):
+            return
+        known = {content_digest(file, FEWEST_BLOCKS): file for file, size in others.items() if size in equal}
+        for file, size in sizes.items():
+            if size in equal and (found := known.get(content_digest(file, FEWEST_BLOCKS))) is not None:
+                yield file, found
+    except OSError as error:
+        message = f"corpus file {error.filename} cannot be read ({error.strerror or error}): fix it"
+        raise file_system_error(message, error) from error
 
 
 def validation_settings(settings: DataSettings) -> DataSettings:
@@ -159,10 +220,20 @@ def validation_settings(settings: DataSettings) -> DataSettings:
             f"split = {source.split!r} needs a Hugging Face data set, and corpus {other.corpus} is not one: "
             "name another corpus, or set share"
         )
-    is_same = all(getattr(other, key) == getattr(settings, key) for key in (*named, "split"))
-    if is_same and source.share is None:
-        raise UserError(f"corpus {other.corpus} is the text for training: name other text, or set share")
+    if source.share is None and any(_is_trained_on(other, each) for each in sources_of(settings).values()):
+        named = f"corpus {other.corpus}" if source.split is None else f"{other.corpus}, {other.split},"
+        raise UserError(f"{named} is the text for training: name other text, or set share")
     return other
+
+
+def _is_trained_on(held_out: DataSettings, trained: DataSettings) -> bool:
+    """Whether the settings show, without opening a corpus, that they have text in common."""
+    if held_out.corpus != trained.corpus:
+        return False
+    if not is_on_hub(trained):
+        return True
+    configs = {each.corpus_config or DEFAULT_CONFIG for each in (held_out, trained)}
+    return len(configs) == 1 and splits_overlap(held_out.split, trained.split, {}) is True
 
 
 def places_of_samples(settings: DataSettings) -> list[str]:

@@ -270,6 +270,24 @@ def test_the_same_text_twice_and_a_missing_file_are_refused_by_name(tmp_path):
         )
 
 
+def test_a_file_and_its_folder_are_the_same_text_but_other_columns_and_more_files_are_not(tmp_path):
+    (tmp_path / "folder").mkdir()
+    rows = [json.dumps({"text": f"question {n}", "answer": f"yes, {n}"}) + "\n" for n in range(50)]
+    (tmp_path / "folder" / "b.jsonl").write_text("".join(rows))
+    one, other = {"corpus": str(tmp_path / "folder"), "weight": 1}, {"weight": 1}
+    other["corpus"] = str(tmp_path / "folder" / "b.jsonl")
+
+    def count(**more):
+        sources = {"x": one, "y": {**other, **more}}
+        return count_samples(DataSettings(sources=sources, sequence_length=8, cache_dir=tmp_path / "cache"))
+
+    with pytest.raises(UserError, match=r"data\.sources\.x and data\.sources\.y are the same text"):
+        count()
+    assert count(text_field="answer") > 0
+    (tmp_path / "folder" / "more.jsonl").write_text(rows[0])
+    assert count() > 0
+
+
 def test_a_share_for_validation_is_held_out_of_every_source(tmp_path):
     lines = {name: [json.dumps({"text": f"{name}{n:06}"}) for n in range(200)] for name in "ab"}
     for name, each in lines.items():

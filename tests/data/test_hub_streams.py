@@ -14,15 +14,18 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megalowbit.data import hub
-from megalowbit.data.hub import HubCorpus
-from megalowbit.data.loader import build_loader
+from megalowbit.data.hub import HubCorpus, splits_overlap
+from megalowbit.data.loader import build_loader, count_samples
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus, open_validation_corpus, sources_of
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.tokenize import ByteTokenizer
+from megalowbit.data.validation import describe_validation
 from megalowbit.errors import TransientError, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -263,6 +266,130 @@ def test_sources_and_text_for_validation_have_streams_of_their_own(tmp_path, lib
     same = DataSettings(**whole, validation={"corpus": folder, "split": "train", "stream": 7}, **more)
     with pytest.raises(UserError, match="is the text for training"):
         open_validation_corpus(same)
+
+
+OVERLAPS = [
+    ("train", "train[:10%]"),
+    ("train[:50%]", "train[40%:]"),
+    ("train+test", "train"),
+    ("test", "train[1:3]+test"),
+    ("all", "test"),
+    ("train[:14]", "train[-50%:]"),
+    ("train[-2:]", "train[-10%:]"),
+]
+SEPARATE = [
+    ("train", "test"),
+    ("train[:90%]", "train[90%:]"),
+    ("train[:13]", "train[-50%:]"),
+    ("train[:25]", "train[25:]"),
+    ("train[:-5]", "train[-5:]"),
+    ("train[:30%]+train[60%:]", "train[30%:60%]"),
+    ("test+train[5:]", "train[:5]"),
+]
+
+
+@pytest.mark.parametrize("is_blend", [False, True])
+@pytest.mark.parametrize(("trained", "held"), OVERLAPS + SEPARATE)
+def test_splits_for_validation_have_no_rows_for_training(
+    tmp_path, library, as_names, trained, held, is_blend
+):
+    folder = write(tmp_path / "set", [f"document {number}" for number in range(27)])
+    write_json(Path(folder, "test"), ["others 1", "others 2"])
+    source = {"corpus": folder, "split": trained}
+    chosen = {"sources": {"a": {**source, "weight": 1}}} if is_blend else source
+    settings = DataSettings(
+        sequence_length=8, cache_dir=tmp_path / "c", validation={"corpus": folder, "split": held}, **chosen
+    )
+    rows, others = ({*HubCorpus(folder, split=split).documents()} for split in (trained, held))
+    assert bool(rows & others) is ((trained, held) in OVERLAPS)
+    if (trained, held) in SEPARATE:
+        assert count_samples(settings) > 0
+        return
+    with pytest.raises(UserError, match=r"^(data\.validation: )?.* is the text for training"):
+        count_samples(settings)
+
+
+@pytest.mark.parametrize(
+    ("trained", "held"),
+    [
+        ({"stream": "all"}, {"stream": 20}),
+        ({"stream": "all"}, {}),
+        ({"split": "train+test"}, {"stream": "all"}),
+        ({}, {"corpus_config": "default", "stream": "all"}),
+        ({"split": "train[:5]"}, {"stream": 20}),
+    ],
+)
+def test_a_stream_and_a_copy_have_the_same_rows(tmp_path, library, as_names, trained, held):
+    folder = write(tmp_path / "set", TEXTS[:40])
+    more = {"sequence_length": 8, "cache_dir": tmp_path / "cache"}
+    validation = {"corpus": folder, "split": "train", **held}
+    for chosen in (
+        {"corpus": folder, **trained},
+        {"sources": {"a": {"corpus": folder, "weight": 1, **trained}}},
+    ):
+        with pytest.raises(UserError, match="is the text for training"):
+            describe_validation(DataSettings(**chosen, validation=validation, **more))  # without opening it
+        with pytest.raises(UserError, match="is the text for training"):
+            count_samples(DataSettings(**chosen, validation=validation, **more))
+
+
+def test_a_configuration_that_the_library_has_chosen_is_known(tmp_path, library, as_names):
+    folder = write(tmp_path / "set", TEXTS[:40])
+    names = "train-*.jsonl", "test.jsonl"
+    files = "".join(
+        f"  - split: {split}\n    path: {name}\n"
+        for split, name in zip(("train", "test"), names, strict=True)
+    )
+    card = f"---\nconfigs:\n- config_name: plain\n  data_files:\n{files}---\n"
+    (tmp_path / "set" / "README.md").write_text(card)
+    held = {"corpus": folder, "corpus_config": "plain", "split": "train[:5]"}
+    more = {"sequence_length": 8, "cache_dir": tmp_path / "cache"}
+    with pytest.raises(UserError, match=r"data set .*/plain/train.* is the text for training"):
+        count_samples(DataSettings(corpus=folder, validation=held, **more))
+
+
+def test_a_stream_and_a_copy_are_the_same_source(tmp_path, library, as_names):
+    folder, more = write(tmp_path / "set"), {"sequence_length": 8, "cache_dir": tmp_path / "cache"}
+    sources = {
+        name: {"corpus": folder, "weight": 1, "stream": each} for name, each in (("a", None), ("b", "all"))
+    }
+    with pytest.raises(UserError, match=r"data\.sources\.a and data\.sources\.b are the same text"):
+        count_samples(DataSettings(sources=sources, **more))
+    sources["b"]["stream"] = 5  # to give these rows more weight
+    assert count_samples(DataSettings(sources=sources, **more)) > 0
+
+
+@given(
+    st.lists(st.integers(0, 130) | st.none(), min_size=4, max_size=4),
+    st.sampled_from(["", "%"]),
+    st.booleans(),
+    st.integers(100, 300),
+)
+def test_what_is_said_of_splits_of_any_length_holds_for_each(bounds, unit, is_known, length):
+    bounds = [each if unit == "" or each is None else min(each, 100) for each in bounds]
+    start, end, other_start, other_end = ("" if each is None else f"{each}{unit}" for each in bounds)
+    one, other = f"train[{start}:{end}]", f"train[{other_start}:{other_end}]"
+    rows, others = ({*_range(each, length, unit)} for each in (bounds[:2], bounds[2:]))
+    said = splits_overlap(one, other, {"train": length} if is_known else {})
+    if is_known or said is False:
+        assert said is bool(rows & others)
+
+
+def _range(bounds, length, unit):
+    """The rows of a slice; percentages are rounded to the closest row, halves to an even one."""
+    places = [each if unit == "" or each is None else round(each * length / 100) for each in bounds]
+    return range(length)[slice(*places)]
+
+
+def test_slices_whose_order_depends_on_the_length_are_not_decided_without_it():
+    for pair in (("train[:-5]", "train[-5:]"), ("train[:10]", "train[10%:]")):
+        assert splits_overlap(*pair, {}) is None
+        assert splits_overlap(*pair, {"train": 100}) is False
+    assert splits_overlap("train[:10]", "train[10%:]", {"train": 50}) is True
+    assert splits_overlap("train", "train[-5:]", {}) is True
+    assert splits_overlap("train[:90%]", "train[90%:]", {}) is False
+    with pytest.raises(UserError, match=r"split 'train\[a\]' or 'train' is not one of the library"):
+        splits_overlap("train[a]", "train", {})
 
 
 @pytest.mark.parametrize("stream", [0, -1, True, 1.5, "some"])

@@ -205,7 +205,7 @@ def test_a_file_for_validation_inside_the_folder_for_training_is_refused(tmp_pat
     corpus["cache_dir"] = tmp_path / "cache"
     for held in (folder / "held.txt", folder / "h*.txt"):
         settings = DataSettings(sequence_length=8, validation={"corpus": str(held)}, **corpus)
-        with pytest.raises(UserError, match=r"held\.txt is the text for training, as a file of"):
+        with pytest.raises(UserError, match=r"held\.txt is the text for training, in corpus"):
             build_loader(settings, micro_batch_size=1, rank=0, world_size=1)
     (folder / "held.txt").rename(tmp_path / "held.txt")
     held = {"corpus": str(tmp_path / "held.txt")}
@@ -259,7 +259,7 @@ def test_text_for_validation_is_built_with_the_settings_of_the_data(documents, t
 
     monkeypatch.setattr(packing, "write_tokens", write)
     count_samples(data(documents, tmp_path, validation={"share": 0.2}, workers=3))
-    sides = ("documents not held out", "held-out documents")
+    sides = ("held-out documents", "documents not held out")
     assert seen == [(f"{documents} ({side})", 3) for side in sides]
 
 
@@ -318,6 +318,53 @@ def test_the_text_for_training_under_another_name_is_refused(documents, tmp_path
     for corpus, other in ((documents, tmp_path / "copy.jsonl"), (prefix, f"{prefix}.bin")):
         with pytest.raises(UserError, match=r"^data\.validation: .* is the text for training"):
             count_samples(data(corpus, tmp_path, validation={"corpus": str(other)}))
+
+
+@pytest.mark.parametrize("kind", ["copy", "link", "hard link", "within 2 MiB"])
+def test_a_copy_of_one_file_for_training_is_refused(tmp_path, kind):
+    """Wherever it is; a file of the same size is none."""
+    text = b"".join(b"line %d of the text\n" % line for line in range(100_000 if kind[0] == "w" else 200))
+    folder, held = tmp_path / "texts", tmp_path / "elsewhere" / "held.txt"
+    folder.mkdir(), held.parent.mkdir()
+    (folder / "a.txt").write_bytes(text)
+    (folder / "z.txt").write_bytes(b"another text " * 50)
+    if kind.endswith("link"):
+        (held.hardlink_to if kind == "hard link" else held.symlink_to)(folder / "a.txt")
+    else:
+        held.write_bytes(text)
+    chosen = data(folder, tmp_path, validation={"corpus": str(held.parent)})
+    with pytest.raises(
+        UserError, match=rf"^data\.validation: {held} \(equal to {folder}/a.txt\) is the text"
+    ):
+        count_samples(chosen)
+    held.unlink()
+    held.write_bytes(text[::-1])
+    assert count_samples(chosen) > 0
+
+
+@pytest.mark.parametrize("is_blend", [False, True])
+def test_token_ids_for_training_with_another_index_are_refused(tmp_path, is_blend):
+    ids = np.random.default_rng(0).integers(1, 255, 500)
+    trained = token_files(tmp_path / "one", ids)
+    with MegatronWriter(tmp_path / "two", 256) as writer:  # the same ids, in more documents
+        for part in np.split(ids, 10):
+            writer.add_document(part)
+    other = str(tmp_path / "two")
+    more = {"sequence_length": 8, "cache_dir": tmp_path / "cache"}
+    if is_blend:
+        sources = {name: {"corpus": each, "weight": 1} for name, each in (("a", trained), ("b", other))}
+        with pytest.raises(UserError, match=r"data\.sources\.a and data\.sources\.b are the same text"):
+            count_samples(DataSettings(sources=sources, **more))
+        return
+    with pytest.raises(UserError, match=r"^data\.validation: .*two\.bin .* is the text for training"):
+        count_samples(DataSettings(corpus=trained, validation={"corpus": other}, **more))
+
+
+def test_what_is_trained_on_is_refused_before_it_is_tokenised(documents, tmp_path, monkeypatch):
+    (tmp_path / "copy.jsonl").write_bytes(documents.read_bytes())
+    monkeypatch.setattr(packing, "write_tokens", lambda *_args, **_more: pytest.fail("tokenised"))
+    with pytest.raises(UserError, match="is the text for training"):
+        count_samples(data(documents, tmp_path, validation={"corpus": str(tmp_path / "copy.jsonl")}))
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.1, 1.5])

@@ -226,6 +226,7 @@ class MegatronCorpus(TokenCorpus):
         self._cache_dir = cache_dir
         self.prefix = _prefix(path)
         self.bin, self.idx = (Path(f"{self.prefix}{suffix}") for suffix in (BIN, IDX))
+        self.files = (self.bin,)  # without the index: another one has the same ids
         for file, other in ((self.bin, self.idx), (self.idx, self.bin)):
             if not file.is_file():
                 raise UserError(f"{file} is missing or not a regular file, and {other} needs it: restore it")
