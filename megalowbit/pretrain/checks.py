@@ -17,8 +17,8 @@ import torch
 from megalowbit.data.settings import DataSettings
 from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems, UserError
+from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import read_config
-from megalowbit.hf.separate_documents import uses_flash_attention
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.recipe import Recipe

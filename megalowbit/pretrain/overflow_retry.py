@@ -24,8 +24,9 @@ import torch
 from megalowbit.distributed import collectives, process_group
 from megalowbit.engine.overflow_retry import retry_engine_step
 from megalowbit.engine.pipeline.batch_reader import loss_of_step, loss_per_label, losses_of_rows
+from megalowbit.hf.batches.separate_documents import attention_within_documents
+from megalowbit.hf.batches.upload import upload
 from megalowbit.hf.losses import token_losses
-from megalowbit.hf.separate_documents import rows_of, upload
 from megalowbit.labels import count_labels
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.pretrain.components.source_losses import SOURCES
@@ -118,7 +119,7 @@ def _engine_attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tensor
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     with _facts_of_step(job, lambda: loss_sum / job.accumulation_steps) as made:
         for batch in batches:
-            with job.phase("forward"), rows_of(batch):
+            with job.phase("forward"), attention_within_documents(batch, engine.module.config):
                 loss = _forward(job, batch, num_labels)
             with job.phase("backward"):
                 engine.backward(loss)
@@ -160,7 +161,7 @@ def _pipeline_attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tens
     with ExitStack() as stack:
         made = stack.enter_context(_facts_of_step(job, loss))
         stack.enter_context(job.phase("pipeline"))
-        stack.enter_context(rows_of(micro_batches[0]))
+        stack.enter_context(attention_within_documents(micro_batches[0], None))
         if num_labels is not None:
             stack.enter_context(loss_per_label(job.engine, num_labels))
         if losses is not None:

@@ -182,6 +182,33 @@ def test_best_fit_samples_hold_whole_documents_and_padding(tmp_path):
     assert again.batch(np.array([3, 1])).tolist() == [rows[3], rows[1]]
 
 
+def test_the_padding_of_best_fit_is_the_end_of_the_corpus():
+    tokens = np.array([5, 6, 7, 2, 8, 2, 9, 0, 2, 7, 7], np.uint16)  # 0 is a token as any other
+    packed = PackedDataset(tokens, 5, fingerprint="f")
+    dataset = BestFitDataset(packed, best_fit_plan(tokens, 2, 5), 2)
+    everything = np.arange(len(dataset))
+    rows = dataset.batch(everything).tolist()
+    unpadded = [row[:count] for row, count in zip(rows, dataset.num_unpadded(everything), strict=True)]
+    assert sorted(rows) == [[5, 6, 7, 2, 2], [9, 0, 2, 8, 2]]
+    assert sorted(unpadded) == [[5, 6, 7, 2], [9, 0, 2, 8, 2]]
+    assert dataset.padding_share == pytest.approx(1 / 10)  # the end of the corpus has no end-of-document id
+
+
+def test_best_fit_checks_the_ids_of_a_sample_and_names_their_place(tmp_path):
+    with MegatronWriter(tmp_path / "ids", 300) as writer:
+        for ids in ([5, 6, 7, 2], [8, 2], [9, 290, 2]):
+            writer.add_document(np.array(ids, np.uint16))
+    corpus = MegatronCorpus(tmp_path / "ids")
+    packed = PackedDataset(
+        corpus.tokens, 5, fingerprint="f", check=lambda ids, start: corpus.refuse_outside(ids, start, 257)
+    )
+    dataset = BestFitDataset(packed, best_fit_plan(corpus.tokens, 2, 5), 2)
+    damaged = next(index for index in range(len(dataset)) if len(dataset.pieces(index)) == 2)
+    assert dataset[1 - damaged].tolist() == [5, 6, 7, 2, 2]
+    with pytest.raises(UserError, match=r"token id 290 at position 1 of document 2 is outside .* 257 tokens"):
+        dataset.batch(np.array([1 - damaged, damaged]))
+
+
 def test_padding_is_no_label_and_sees_itself_only():
     ids = torch.tensor([[5, 6, 2, 7, 2, 2, 2], [5, 2, 2, 2, 2, 2, 2], [2, 2, 2, 8, 2, 2, 9]])
     num_unpadded = torch.tensor([5, 3, 7])  # the second row has an empty document, the third three

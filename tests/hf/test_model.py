@@ -5,8 +5,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
+from megalowbit.hf.batches.separate_documents import attention_within_documents
 from megalowbit.hf.model import fill_weights, load_weights, random_model, save_hf
-from megalowbit.hf.separate_documents import rows_of
 from megalowbit.layers.conversion.convert import bit_layers, convert
 
 GPT2 = GPT2Config(
@@ -239,7 +239,7 @@ def test_a_forward_of_one_sequence_a_row_does_not_read_its_positions(config, mon
     monkeypatch.setattr(model.config, "use_cache", False)  # as in training
     expected, test = logits(model), torch.Tensor.__bool__
     monkeypatch.setattr(torch.Tensor, "__bool__", lambda tensor: reads.append(tensor) or test(tensor))
-    with rows_of({"input_ids": TOKENS}):
+    with attention_within_documents({"input_ids": TOKENS}, model.config):
         assert logits(model).equal(expected)
     assert not reads
     packed = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]] * 2)

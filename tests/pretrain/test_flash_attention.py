@@ -11,8 +11,9 @@ from tiny_models import tiny_config
 from launchers import metrics, training_text
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
+from megalowbit.hf.batches.upload import upload
 from megalowbit.layers.recipe import recipe
-from megalowbit.pretrain import checks
+from megalowbit.pretrain import checks, overflow_retry
 from megalowbit.pretrain.checks import check_config
 from megalowbit.pretrain.estimate.dry_run import describe, estimate_run
 from megalowbit.pretrain.run import pretrain
@@ -73,6 +74,19 @@ def test_a_run_has_the_losses_of_one_with_masks(monkeypatch, resolve, blend, tmp
     assert None not in kernel.calls  # documents have bounds in each forward
     assert all(len(bounds) > 3 for bounds in kernel.calls)  # and there are several in rows
     assert all({0, 32, 64} <= {*bounds} for bounds in kernel.calls)
+
+
+def test_a_step_whose_documents_have_no_bounds_is_refused(monkeypatch, resolve, tmp_path):
+    kernel = flash_kernel.install(monkeypatch)
+    monkeypatch.setattr(overflow_retry, "upload", lambda batch, device, _: upload(batch, device))
+    tiny_config("gpt2", vocab_size=256, positions=64).save_pretrained(tmp_path / "gpt2")
+    config = resolve(
+        f"megalowbit.model.config={tmp_path / 'gpt2' / 'config.json'}", attention(flash_kernel.NAME),
+        "megalowbit.precision=bf16", "megalowbit.data.packing=documents",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="bounds of the documents in several rows"):
+        pretrain(config, ProcessIdentity(), run_dir=tmp_path / "flash", is_resume=False)
+    assert not kernel.calls
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -152,6 +153,7 @@ class _Workers:
     def __init__(self, tokenizer: Encoder, count: int, *, has_end: bool) -> None:
         self._start_message = pickle.dumps((tokenizer, has_end))
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._is_ending, self._start_or_end = False, threading.Lock()
         try:
             for _ in range(count):
                 self._processes.append(_start())
@@ -179,7 +181,10 @@ class _Workers:
                 raise self._failure
             answer = _answer(process, batch)
         except ENDED as error:
-            self._failure = self._name_document(process, batch)
+            another = self._start_another()
+            if another is None:
+                raise
+            self._failure = self._name_document(process, another, batch)
             raise self._failure from error
         finally:
             self._idle.put(process)
@@ -187,11 +192,20 @@ class _Workers:
             raise answer
         return answer
 
-    def _name_document(self, ended: subprocess.Popen[bytes], batch: Batch) -> UserError:
-        """The error for a process that has ended: a new one tokenises its documents one by one."""
-        process = _start()
-        self._processes.append(process)
+    def _start_another(self) -> subprocess.Popen[bytes] | None:
+        """A new process; None if all are being ended, and so the one that has ended did not crash."""
+        with self._start_or_end:
+            if self._is_ending:
+                return None
+            process = _start()
+            self._processes.append(process)
         self._begin(process)
+        return process
+
+    def _name_document(
+        self, ended: subprocess.Popen[bytes], process: subprocess.Popen[bytes], batch: Batch
+    ) -> UserError:
+        """The error for a process that has ended: a new `process` tokenises its documents one by one."""
         for text, place in zip(*batch, strict=True):
             try:
                 _answer(process, Batch([text], [place]))
@@ -206,8 +220,10 @@ class _Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._processes:  # first, because threads may wait for their answers
-            process.kill()
+        with self._start_or_end:  # no process starts from here on
+            self._is_ending = True
+            for process in self._processes:  # first, because threads may wait for their answers
+                process.kill()
         self._threads.shutdown(cancel_futures=True)
         self._end()
 

@@ -23,8 +23,8 @@ from megalowbit.engine.pipeline.micro_batches import Inputs, as_inputs_and_label
 from megalowbit.engine.pipeline.parts import batch_limits, causal_loss
 from megalowbit.errors import UserError
 from megalowbit.families.vocabulary import num_tokens
+from megalowbit.hf.batches.separate_documents import attention_within_documents
 from megalowbit.hf.losses.token_losses import sum_of_token_losses, sums_of_rows
-from megalowbit.hf.separate_documents import rows_of
 
 Batch = tuple[Inputs, Tensor]
 
@@ -180,7 +180,7 @@ def sums_of_losses(engine: Any, batches: Sequence[Mapping[str, Tensor]]) -> Tens
     size = num_tokens(module.config)
     trained, module.loss_fn = module.loss_fn, loss_of
     try:
-        with rows_of(batches[0]):
+        with attention_within_documents(batches[0], None):
             engine.eval_batch(
                 iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches)
             )

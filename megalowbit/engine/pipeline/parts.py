@@ -20,7 +20,7 @@ from megalowbit.errors import UserError
 from megalowbit.families.base import FULL, SLIDING, Family
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import num_tokens
-from megalowbit.hf.separate_documents import document_bounds, uses_flash_attention
+from megalowbit.hf.batches.separate_documents import document_bounds, uses_flash_attention
 from megalowbit.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from megalowbit.families.vocabulary import unpadded_size
+from megalowbit.hf.batches.separate_documents import attention_within_documents
 from megalowbit.hf.losses.chunked_cross_entropy import is_chunked, noted_losses
-from megalowbit.hf.separate_documents import rows_of
 from megalowbit.labels import IGNORED_LABEL
 
 
@@ -43,14 +43,14 @@ def sum_of_model_losses(run: Callable[..., Any], model: Any, batch: Mapping[str,
         run: the model, or an engine around it.
         model: a causal language model of transformers, in evaluation mode.
         batch: `input_ids` (batch, tokens); `labels` of that shape, the target of each position; perhaps
-            `position_ids`, see `rows_of`, and `document_bounds`.
+            `position_ids`, see `attention_within_documents`, and `document_bounds`.
 
     Returns:
         0-dim, float64.
     """
     inputs = {name: each for name, each in batch.items() if name != "labels"}
     targets = batch["labels"]
-    with rows_of(batch):
+    with attention_within_documents(batch, model.config):
         if not is_chunked(model):
             logits = run(**inputs, use_cache=False).logits
             return sum_of_token_losses(logits[..., : unpadded_size(model.config)], targets)

@@ -287,8 +287,8 @@ def _sums(engine: Any, batches: Sequence[Batch]) -> torch.Tensor:
     import torch
 
     from megalowbit.engine.pipeline.batch_reader import sums_of_losses
+    from megalowbit.hf.batches.upload import upload
     from megalowbit.hf.losses.token_losses import sum_of_model_losses
-    from megalowbit.hf.separate_documents import upload
 
     is_pipeline = engine.process_grid.pipeline_size > 1
     config = None if is_pipeline else engine.module.config

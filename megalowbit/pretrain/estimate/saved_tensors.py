@@ -29,7 +29,7 @@ from megalowbit.engine.pipeline.parts import (
     causal_loss,
     run_parts,
 )
-from megalowbit.hf.separate_documents import rows_of
+from megalowbit.hf.batches.separate_documents import attention_within_documents
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, share_inputs
 from megalowbit.layers.recipe import Recipe
@@ -218,7 +218,8 @@ def saved_for_backward(
     batch = {"input_ids": tokens, "labels": tokens}
     if has_documents:
         batch["position_ids"] = torch.zeros_like(tokens)
-    with hooks, with_largest, _skip_repeated_blocks(blocks, kept, recomputation), rows_of(batch):
+    within_documents = attention_within_documents(batch, None)
+    with hooks, with_largest, _skip_repeated_blocks(blocks, kept, recomputation), within_documents:
         loss = model(**batch).loss
     del loss
     return kept.nbytes + recomputation.nbytes
@@ -268,7 +269,8 @@ def saved_by_stage(
     with_largest = _with_largest_recipes(
         model, largest, lambda tensor: any(each.holds(tensor) for each in alive)
     )
-    with hooks, with_largest, _skip_repeated_blocks(of_model, kept), rows_of(batch):
+    within_documents = attention_within_documents(batch, None)
+    with hooks, with_largest, _skip_repeated_blocks(of_model, kept), within_documents:
         found = run_parts(parts, inputs, BlockInputs(model), run_blocks)
         output = found if isinstance(found, torch.Tensor) else found[0]
         if isinstance(parts[-1], Head):

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -122,3 +124,88 @@ def test_an_error_of_the_tokenizer_comes_from_its_process():
     tokenizer.eos_token_id = "no id"
     with pytest.raises(RuntimeError, match=r"a process that tokenises has failed:\n(.|\n)*ValueError"):
         list(encode_in_order(iter([batch(["a"]), batch(["b"])]), tokenizer, 2))
+
+
+class Sleeps(ByteTokenizer):
+    """Notes in a folder when it begins to sleep and when it wakes up; two documents end it at once."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def encode_batch(self, texts):
+        if "crash" in texts and len(texts) > 1:
+            os._exit(3)
+        if "sleep" in texts:
+            (self.folder / f"asleep {os.getpid()}").touch()
+            time.sleep(10)  # only a test that fails waits for this
+            (self.folder / f"awake {os.getpid()}").touch()
+        return super().encode_batch(texts)
+
+
+def wait_for(is_true):
+    end = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The processes."""
+    found, start = [], workers._start
+    monkeypatch.setattr(workers, "_start", lambda: found.append(start()) or found[-1])
+    return found
+
+
+def sleeping(folder):
+    return len(list(folder.glob("asleep *")))
+
+
+@pytest.mark.parametrize("error", [None, UserError("line 5 is damaged"), KeyboardInterrupt()])
+def test_processes_that_work_are_ended_and_no_others_start(started, tmp_path, error):
+    """Also: nothing waits for their answers, which come when they wake up."""
+
+    def batches():
+        yield batch(["a"])
+        yield from [batch(["sleep"])] * 2
+        wait_for(lambda: sleeping(tmp_path) == 2)
+        if error:
+            raise error
+        yield batch(["b"])
+
+    encoded = encode_in_order(batches(), Sleeps(tmp_path), 2)
+    if error:
+        with pytest.raises(type(error)):
+            next(encoded)
+    else:
+        assert next(encoded).ids.tolist() == [ord("a"), 0]
+        encoded.close()
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+    assert not list(tmp_path.glob("awake *"))
+
+
+@pytest.mark.parametrize("is_started", [True, False])
+def test_the_search_for_a_document_that_crashes_ends_with_the_pool(
+    started, monkeypatch, tmp_path, is_started
+):
+    begun, start = threading.Event(), workers._start
+
+    def slow_start():
+        if len(started) == 2:  # of the search
+            begun.set()
+            time.sleep(0 if is_started else 1)
+        return start()
+
+    monkeypatch.setattr(workers, "_start", slow_start)
+
+    def batches():
+        yield batch(["a"])
+        yield batch(["sleep", "crash"])
+        wait_for(lambda: sleeping(tmp_path) if is_started else begun.is_set())
+        raise UserError("line 5 is damaged")
+
+    with pytest.raises(UserError, match="line 5 is damaged"):
+        list(encode_in_order(batches(), Sleeps(tmp_path), 2))
+    assert len(started) == 3
+    assert all(process.returncode is not None for process in started)
+    assert not list(tmp_path.glob("awake *"))

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalowbit.families.registry import family
+from megalowbit.hf.batches.separate_documents import attention_within_documents
 from megalowbit.hf.losses import chunked_cross_entropy
 from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
-from megalowbit.hf.separate_documents import rows_of
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import recipe as recipe_of
@@ -66,7 +66,7 @@ def measured(config, recipe, *, every, is_chunked):
     tokens = torch.randint(config.vocab_size, (BATCH, TOKENS // BATCH))
     batch = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     with Held() as held:
-        with rows_of(batch):  # as in a run: without a mask
+        with attention_within_documents(batch, config):  # as in a run: without a mask
             loss = model(**batch).loss
         after_forward = held.now()
         loss.backward()

@@ -8,10 +8,10 @@ from tiny_models import KINDS, tiny_model
 
 from megalowbit.data.packing import DocumentRules
 from megalowbit.hf.activation_checkpointing import ActivationCheckpointingSettings, recompute_blocks
+from megalowbit.hf.batches.separate_documents import attention_within_documents
 from megalowbit.hf.generation import prepare_for_training
 from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.losses.token_losses import sum_of_model_losses
-from megalowbit.hf.separate_documents import rows_of
 
 END = 0
 LENGTHS = [[5, 1, 9, 3], [18], [1, 1, 7, 9]]  # of the documents in each row, end included
@@ -65,7 +65,7 @@ def test_logits_and_gradients_are_those_of_separate_documents(kind, attention, o
     if option == "chunked":
         chunk_cross_entropy(model)
     given = batch()
-    with rows_of(given):
+    with attention_within_documents(given, model.config):
         output = model(**given)
     output.loss.backward()  # outside, as in a run
     tolerance = 1e-5 if option == "chunked" else 1e-6  # losses are in fp32
@@ -95,7 +95,7 @@ def test_positions_that_restart_alone_would_leak(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_changes_nothing_in_other_documents(kind):
     model, given = make(kind), batch()
-    with rows_of(given), torch.no_grad():
+    with attention_within_documents(given, model.config), torch.no_grad():
         before = model(**given).logits
         given["input_ids"][0, 7] = given["input_ids"][0, 7] % 63 + 1  # in the third document
         after = model(**given).logits

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def rows_of(batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+def attention_within_documents(
+    batch: Mapping[str, Any], config: PretrainedConfig | None
+) -> AbstractContextManager[None]:
     """Context for forwards of batches like this one, without padding to attend to.
 
     Without `position_ids`, a row is one sequence. With them, a row has a document wherever they do not go on
@@ -23,10 +25,22 @@ def rows_of(batch: Mapping[str, Any]) -> AbstractContextManager[None]:
     transformers finds the same in the positions, but reads the device for that in each forward, so the host
     would wait for all earlier micro-batches. Flash attention needs no mask, but `document_bounds`.
 
+    Args:
+        batch: the arguments of the forward.
+        config: of the model whose forward gets the batch. None: of a pipeline, whose stages find documents in
+            the positions, or of an estimate, which has no flash attention.
+
     Raises:
         UserError: transformers has no function that finds documents by their positions.
+        ValueError: flash attention would cross documents, because the batch lacks their bounds.
     """
     needs_mask = "position_ids" in batch and "cu_seq_lens_q" not in batch
+    is_single = len(batch["input_ids"]) == 1  # transformers finds the documents in it
+    if needs_mask and not is_single and config is not None and uses_flash_attention(config):
+        raise ValueError(
+            "flash attention needs the bounds of the documents in several rows: add those of "
+            "document_bounds(position_ids) to the batch, as upload does"
+        )
     return _finding(_documents if needs_mask else None)
 
 
@@ -87,36 +101,3 @@ def document_bounds(position_ids: torch.Tensor) -> dict[str, Any]:
     bounds = torch.nn.functional.pad(starts, (0, 1), value=position_ids.numel()).int()
     longest = int(bounds.diff().max())
     return {f"cu_seq_lens_{of}": bounds for of in "qk"} | {f"max_length_{of}": longest for of in "qk"}
-
-
-def upload(
-    batch: Mapping[str, torch.Tensor], device: torch.device, config: PretrainedConfig | None = None
-) -> dict[str, Any]:
-    """The batch on a device; the host does not wait for a copy to a GPU, which starts from pinned memory.
-
-    Args:
-        batch: on the CPU.
-        device: of the result.
-        config: of a model whose forward gets the batch: with flash attention, `document_bounds` are added to
-            separate documents, and to a single row, in which transformers would look for documents. None: of
-            a pipeline, whose stages find them in the positions.
-    """
-    given: dict[str, Any] = dict(batch)
-    if config is not None and uses_flash_attention(config):
-        positions = batch.get("position_ids")
-        if positions is None and len(batch["input_ids"]) == 1:
-            positions = torch.arange(batch["input_ids"].shape[1])[None]
-        if positions is not None:
-            given |= document_bounds(positions)
-    is_pinned = copies_in_background(device)  # torch keeps pinned memory until the copies from it have ended
-    return {
-        name: (each.pin_memory() if is_pinned else each).to(device, non_blocking=is_pinned)
-        if isinstance(each, torch.Tensor)
-        else each
-        for name, each in given.items()
-    }
-
-
-def copies_in_background(device: torch.device) -> bool:
-    """Whether batches are copied to the device from pinned memory, while the host goes on."""
-    return device.type == "cuda"

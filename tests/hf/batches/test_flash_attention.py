@@ -14,11 +14,12 @@ from megalowbit.engine.pipeline.parts import BlockInputs, parts_of, run_parts
 from megalowbit.engine.process_start import FLASH_VARIABLE
 from megalowbit.errors import UserError
 from megalowbit.hf.activation_checkpointing import ActivationCheckpointingSettings, recompute_blocks
+from megalowbit.hf.batches.separate_documents import attention_within_documents, document_bounds
+from megalowbit.hf.batches.upload import upload
 from megalowbit.hf.generation import prepare_for_training
 from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.losses.token_losses import losses_of_rows, sum_of_model_losses
 from megalowbit.hf.model import random_model
-from megalowbit.hf.separate_documents import document_bounds, rows_of, upload
 
 END, CPU = 0, torch.device("cpu")
 LENGTHS = [[5, 1, 9, 3], [18], [1, 1, 7, 9]]  # of the documents in each row, end included
@@ -67,7 +68,7 @@ def test_logits_and_gradients_are_those_of_rows_with_a_mask(kernel, kind, is_rec
     for each in (with_mask, model):
         given = upload(batch(), CPU, each.config)
         labels = given.pop("labels")
-        with rows_of(given):
+        with attention_within_documents(given, each.config):
             logits.append(each(**given).logits)
         loss_of(logits[-1], labels).backward()  # outside, as in a run
     torch.testing.assert_close(logits[1], logits[0], **EXACT)
@@ -83,7 +84,10 @@ def test_losses_of_steps_rows_and_validation_are_those_with_a_mask(kernel, kind,
         if is_chunked:
             chunk_cross_entropy(model)
         given = upload(batch(), CPU, model.config)
-        with rows_of(given), losses_of_rows(model, given["labels"]) as sums_of:
+        with (
+            attention_within_documents(given, model.config),
+            losses_of_rows(model, given["labels"]) as sums_of,
+        ):
             output = model(**given, num_items_in_batch=torch.tensor(7.0))
         sums = sums_of(output)
         output.loss.backward()
@@ -101,13 +105,38 @@ def test_positions_alone_would_leak(kernel, kind):
     with_mask, model, given = make(kind, "sdpa"), make(kind, flash_kernel.NAME), batch()
     row = {name: each[:1] for name, each in given.items()}
     with torch.no_grad():
-        with rows_of(given):
+        with attention_within_documents(given, with_mask.config):
             expected = with_mask(**given).logits
         leaking, single = model(**given).logits, model(**row).logits
     assert kernel.calls == [None, None, BOUNDS[:5], BOUNDS[:5]]
     assert not torch.allclose(leaking, expected, atol=1e-4)
     assert torch.allclose(leaking[0, :5], expected[0, :5], rtol=1e-9)  # nothing is before the first document
     torch.testing.assert_close(single[0], expected[0], **EXACT)
+
+
+def test_rows_whose_bounds_are_missing_are_refused(kernel):
+    """Attention would cross documents, see above."""
+    with_mask, model, given = make("llama", "sdpa"), make("llama", flash_kernel.NAME), batch()
+    with pytest.raises(ValueError, match="bounds of the documents in several rows: add"):
+        attention_within_documents(given, model.config)
+    with torch.no_grad(), pytest.raises(ValueError, match="documents in several rows"):
+        sum_of_model_losses(model.eval(), model, given)
+    row = {name: each[:1] for name, each in given.items()}
+    one_position = {**given, "position_ids": row["position_ids"]}  # for all rows
+    with pytest.raises(ValueError, match="documents in several rows"):
+        attention_within_documents(one_position, model.config)
+    found = []
+    with torch.no_grad():
+        for each in (with_mask, model):  # in a single row, transformers finds them
+            found.append(sum_of_model_losses(each.eval(), each, row))
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)
+    for rows, config in (
+        (given, with_mask.config),
+        (given, None),
+        ({"input_ids": given["input_ids"]}, model.config),
+    ):
+        with attention_within_documents(rows, config):
+            pass
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,11 +148,11 @@ def test_the_device_is_not_read(kernel, kind, are_separate):
     row = {name: each[:1] for name, each in given.items()}
     for each in (given, row):
         uploaded = upload(each, torch.device("meta"), model.config)
-        with rows_of(uploaded):
+        with attention_within_documents(uploaded, model.config):
             model(**uploaded).loss.backward()
     assert all(each.is_meta for each in gradients(model).values())
     uploaded = upload(row, torch.device("meta"))
-    with rows_of(uploaded), pytest.raises(RuntimeError, match="meta"):
+    with attention_within_documents(uploaded, model.config), pytest.raises(RuntimeError, match="meta"):
         model(**uploaded)
 
 
@@ -192,9 +221,9 @@ def test_the_real_kernels_keep_documents_apart(kind, attention):
     found, expected = (upload(batch(), torch.device("cuda"), each.config) for each in (model, with_mask))
     labels = found.pop("labels")
     expected.pop("labels")
-    with rows_of(expected):
+    with attention_within_documents(expected, with_mask.config):
         reference = with_mask(**expected).logits
-    with rows_of(found):
+    with attention_within_documents(found, model.config):
         logits = model(**found).logits
     del found["cu_seq_lens_q"]
     with torch.no_grad():
