@@ -108,9 +108,8 @@ def corpus_digests(files: Sequence[Path], cache_dir: Path | None = None) -> list
         files: of the corpus, in their order.
         cache_dir: folder of the cache; None: remember nothing.
     """
-    stats = [file.stat() for file in files]
-    blocks, block = _blocks_of(each.st_size for each in stats)
-    facts = [[each.st_size, each.st_ino, each.st_mtime_ns, each.st_ctime_ns] for each in stats]
+    facts = [file_facts(file) for file in files]
+    blocks, block = _blocks_of(size for size, *_ in facts)
     names = [str(file.absolute()) for file in files]
     path = None if cache_dir is None else cache_dir / "digests" / f"{_key(names)}.json"
     known = _Digests(path, [blocks, block])
@@ -131,6 +130,17 @@ def corpus_digests(files: Sequence[Path], cache_dir: Path | None = None) -> list
         digests.append(digest)
     known.save()
     return digests
+
+
+def file_facts(file: Path) -> list[int]:
+    """Size, inode and both times of change in ns: while these stay, so does the content of a settled file."""
+    found = file.stat()
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def is_settled(facts: list[int]) -> bool:
+    """Whether a file of these facts is so old that any change from now on gives it another time."""
+    return time.time_ns() - max(facts[2:]) > NS_UNTIL_SETTLED
 
 
 def _blocks_of(sizes: Iterable[int]) -> tuple[int, int]:
@@ -174,7 +184,7 @@ class _Digests:
         """Note a digest, unless its file is so new that a change might keep its times."""
         self.entries.pop(name, None)
         self._is_new = True
-        if time.time_ns() - max(facts[2:]) > NS_UNTIL_SETTLED:
+        if is_settled(facts):
             self.entries[name] = facts, digest
 
     def save(self) -> None:

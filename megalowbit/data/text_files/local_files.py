@@ -6,6 +6,9 @@ A document is a `.txt` file, a line of a `.jsonl` file or a row of a `.parquet` 
 Text must be valid UTF-8. A byte, line or field that is not is a bad record: it stops the run with an error
 that names file and line, because nobody would notice silently missing text, unless `max_bad_records` allows
 leaving it out. Blank lines and empty texts within a file are not documents.
+
+A file that is edited between fingerprint and the end of reading is an error: otherwise the cache would keep
+its tokens under the fingerprint of the content before.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from megalowbit.data.cache import corpus_digests
-from megalowbit.data.corpus import BadRecords, Corpus
+from megalowbit.data.cache import corpus_digests, file_facts, is_settled
+from megalowbit.data.corpus import BadRecords, Corpus, CorpusChangedError
 from megalowbit.data.settings import COMPRESSIONS, GLOB, TEXT_KINDS, DataSettings, kind_of
 from megalowbit.data.text_files.lines import TextFile, jsonl_documents, text_documents
 from megalowbit.data.text_files.tables import arrow_documents, parquet_documents
@@ -64,6 +68,8 @@ class LocalCorpus(Corpus):
             _refuse_unreadable(file)
         self._reading: TextFile | None = None
         self._bytes_done = 0
+        self._facts: dict[Path, list[int]] = {}  # at the fingerprint
+        self._are_settled = True
 
     @classmethod
     def is_meant(cls, corpus: str) -> bool:
@@ -92,17 +98,44 @@ class LocalCorpus(Corpus):
 
     @cached_property
     def _num_bytes(self) -> int:
-        return max(1, sum(file.stat().st_size for file in self.files))
+        with _naming_files(self.path):
+            return max(1, sum(file.stat().st_size for file in self.files))
 
     @cached_property
     def fingerprint(self) -> str:  # it may read the files
         digest = hashlib.sha256(f"files {self.text_field!r}".encode())
         root = _root(self.path)
-        contents = corpus_digests(self.files, self._cache_dir)
-        for file, content in zip(self.files, contents, strict=True):
+        with _naming_files(self.path):
+            self._facts = {file: file_facts(file) for file in self.files}  # before their contents
+        self._are_settled = all(map(is_settled, self._facts.values()))
+        for file, content in zip(self.files, self._digests, strict=True):
             relative = _suffixes(file) if root is None else file.relative_to(root).as_posix()
             digest.update(f"{relative}\0{content}\0".encode())
         return digest.hexdigest()
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        return self._read_digests()
+
+    def _read_digests(self) -> list[str]:
+        with _naming_files(self.path):
+            return corpus_digests(self.files, self._cache_dir)
+
+    def check_unchanged(self) -> None:
+        if self._reading is None or self._reading.path not in self._facts:
+            return
+        file = self._reading.path
+        with _naming_files(self.path):
+            if file_facts(file) != self._facts[file]:
+                raise _changed(file)
+
+    def _check_digests(self) -> None:
+        """Find edits that have left the times of new files as they were at the fingerprint."""
+        if self._are_settled:
+            return
+        for file, before, now in zip(self.files, self._digests, self._read_digests(), strict=True):
+            if before != now:
+                raise _changed(file)
 
     def documents(self) -> Iterator[str]:
         self.bad_records.reset()
@@ -117,10 +150,12 @@ class LocalCorpus(Corpus):
             # from reading, because the consumer cannot raise here; the last two are a damaged .gz file's
             except (OSError, EOFError, zlib.error) as error:
                 raise _unreadable(path, error) from error
+            self.check_unchanged()
             if is_empty and self.bad_records.count == bad_before:
                 raise UserError(f"corpus file {path} contains no text: remove or replace it")
             self._reading = None
             self._bytes_done += file.size
+        self._check_digests()
 
 
 def _suffixes(file: Path) -> str:
@@ -199,6 +234,21 @@ def _refuse_unreadable(file: Path) -> None:
         raise _unreadable(file, error) from error
     if is_empty:
         raise UserError(f"corpus file {file} is empty: remove or replace it")
+
+
+@contextmanager
+def _naming_files(corpus: Path) -> Iterator[None]:
+    """Let errors of the file system name the file, which may be gone by now; else the corpus."""
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(Path(error.filename or corpus), error) from error
+
+
+def _changed(file: Path) -> CorpusChangedError:
+    return CorpusChangedError(
+        f"corpus file {file} changed while it was read: start again when nothing writes to it"
+    )
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:
