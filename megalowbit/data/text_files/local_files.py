@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,9 @@ from megalowbit.data.text_files.lines import TextFile, jsonl_documents, text_doc
 from megalowbit.data.text_files.tables import arrow_documents, parquet_documents
 from megalowbit.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+ANY_FOLDERS = "**"  # in a glob
 READERS: dict[str, Callable[[TextFile], Iterator[str]]] = {
     ".txt": text_documents,
     ".jsonl": jsonl_documents,
@@ -39,6 +43,9 @@ READERS: dict[str, Callable[[TextFile], Iterator[str]]] = {
 
 class LocalCorpus(Corpus):
     """A file, or all text files below a folder or that match a glob, in the order of their paths.
+
+    A file with several names (links, hard links) is read once, under the first of them. Links to folders are
+    followed only where a glob names them, not below a folder and not by `**`.
 
     Args:
         path: the file, folder or glob (`shards/*.jsonl.zst`, `**` for any folders).
@@ -189,25 +196,65 @@ def _find_files(path: Path) -> list[Path]:
     root = _root(path)
     assert root is not None
     found = _matches(path) if is_glob else _walk(path)
-    files = sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    files = sorted(set(found), key=lambda file: file.relative_to(root).as_posix())
     if not files:
         place = f"glob {path} matches" if is_glob else f"folder {path} has"
         raise UserError(f"corpus {place} no {', '.join(TEXT_KINDS)} files: name another")
     for file in files:
         if not file.is_file():
             raise UserError(f"corpus file {file} is not a regular file, or is a dangling link: remove it")
-    return files
+    return _each_once(path, files)
+
+
+def _each_once(path: Path, files: Sequence[Path]) -> list[Path]:
+    """The files without further names, links or hard links, of those before them."""
+    names: dict[tuple[int, int], Path] = {}
+    further = []
+    for file in files:
+        with _naming_files(path):
+            found = file.stat()
+        first = names.setdefault((found.st_dev, found.st_ino), file)
+        if first is not file:
+            further.append((file, first))
+    if further:
+        logger.warning(
+            "corpus %s: each file is read once, under the first of its names; %d further names are passed "
+            "over, such as %s for %s",
+            path,
+            len(further),
+            *further[0],
+        )
+    return list(names.values())
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """The text files that match a glob; folders and files of other kinds are passed over."""
-    for name in glob.glob(str(pattern), recursive=True):  # noqa: PTH207 - the pattern may be absolute
+    """The text files that match a glob; folders and files of other kinds are passed over.
+
+    `**` does not follow links to folders, which may form loops; other parts of the pattern do.
+    """
+    parts = pattern.parts
+    if ANY_FOLDERS in parts:
+        place = parts.index(ANY_FOLDERS)
+        rest = Path(*parts[place + 1 :]) if parts[place + 1 :] else Path("*")
+        for start in glob.glob(str(Path(*parts[:place]))):  # noqa: PTH207 - the pattern may be absolute
+            for folder, _ in _folders(Path(start)) if Path(start).is_dir() else ():
+                yield from _matches(Path(glob.escape(str(folder))) / rest)
+        return
+    for name in glob.glob(str(pattern)):  # noqa: PTH207
         if kind_of(name) is not None and not Path(name).is_dir():
             yield Path(name)
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    """All text files below a folder, except hidden ones; links to folders are not followed.
+    """All text files below a folder, except hidden ones; links to folders are not followed."""
+    for folder, names in _folders(path):
+        for name in names:
+            if not name.startswith(".") and kind_of(name) is not None:
+                yield folder / name
+
+
+def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A folder and all below it, except hidden ones and links, each with the names of its files.
 
     Raises:
         UserError: a folder cannot be read, so its text would be silently missing.
@@ -221,9 +268,10 @@ def _walk(path: Path) -> Iterator[Path]:
 
     for folder, subfolders, names in os.walk(path, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in names:
-            if not name.startswith(".") and kind_of(name) is not None:
-                yield Path(folder) / name
+        for link in (Path(folder) / name for name in subfolders):
+            if link.is_symlink():
+                logger.warning("corpus folder %s is a link and not followed: name it, if it is meant", link)
+        yield Path(folder), names
 
 
 def _refuse_unreadable(file: Path) -> None:
