@@ -40,6 +40,7 @@ NUM_BLOCKS = 256  # files up to 64 MiB are read completely
 TOTAL_BLOCKS = 4096  # of a corpus: 1 GiB
 FEWEST_BLOCKS = 4  # of a file
 NS_UNTIL_SETTLED = 2 * 10**9  # times in file systems may be as coarse as 2 s
+OF_MANIFEST = ("size", "digest")  # what a manifest says besides the facts of `build`
 LARGEST_MANIFEST = 2**16  # bytes
 WAIT_SECONDS = 3600.0
 SECONDS_BETWEEN_TRIES = 0.5
@@ -277,7 +278,7 @@ def journal_of(draft: Path) -> Path:
 
 def facts_of(path: Path) -> dict[str, Any]:
     """What `build` has returned for a file that `cached_file` has built; older files have nothing."""
-    return {key: value for key, value in _read_manifest(path).items() if key not in ("size", "digest")}
+    return {key: value for key, value in _read_manifest(path).items() if key not in OF_MANIFEST}
 
 
 def _manifest(path: Path) -> Path:
@@ -298,6 +299,9 @@ def _is_whole(path: Path) -> bool:
     try:
         known = _read_manifest(path)
     except (UserError, OSError):
+        return False
+    facts = [value for key, value in known.items() if key not in OF_MANIFEST]
+    if not all(type(value) is int and value >= 0 for value in facts):
         return False
     return (known.get("size"), known.get("digest")) == (path.stat().st_size, content_digest(path))
 

@@ -54,6 +54,11 @@ def lose_manifest(path):
     path.with_name("file.manifest.json").unlink()
 
 
+def spoil_facts(path):
+    manifest = path.with_name("file.manifest.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "bad_records": "x"}))
+
+
 def break_manifest(path):
     path.with_name("file.manifest.json").write_text("{")
 
@@ -62,7 +67,7 @@ def lie_in_manifest(path):
     path.with_name("file.manifest.json").write_text("[]")
 
 
-@pytest.mark.parametrize("damage", [flip, cut, lose_manifest, break_manifest, lie_in_manifest])
+@pytest.mark.parametrize("damage", [flip, cut, lose_manifest, break_manifest, lie_in_manifest, spoil_facts])
 def test_a_damaged_file_is_built_again_with_a_line_in_the_log(tmp_path, caplog, damage):
     build = Builder()
     path = cached_file(tmp_path / "file", build)
