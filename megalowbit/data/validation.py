@@ -89,8 +89,8 @@ class ValidationText:
         self._rules = rules or DocumentRules()
         if not self.count_tokens():
             raise UserError(
-                f"{name}: all tokens to predict are first tokens of documents, which data.eod_mask_loss leaves "
-                "out: use text with longer documents"
+                f"{name}: all tokens to predict are first tokens of documents, which data.eod_mask_loss "
+                "leaves out: use text with longer documents"
             )
         parts: tuple[Any, ...] = (fingerprint, sequence_length, self.num_predicted)
         if self._rules.are_separate or self._rules.masks_first:

@@ -113,7 +113,7 @@ def test_a_text_without_a_counted_token_is_refused():
         ValidationText(np.zeros(9, np.uint8), 4, **values)
     text = ValidationText(np.array([0, 0, 0, 0, 5, 0], np.uint8), 4, **values)
     assert text.count_tokens() == 1
-    with pytest.raises(UserError, match="data.eod_mask_loss"):
+    with pytest.raises(UserError, match=r"data\.eod_mask_loss"):
         text.limited(4)
 
 
