@@ -4,7 +4,8 @@ A file is written under a temporary name and then renamed, so readers never see 
 process builds it while others wait for a lock (`flock`, which NFS and Lustre support between nodes). On a
 file system without locks several may build the same file, which is safe, because they produce the same
 content. A manifest next to the file has its size and digest; a file that does not match is built again, and a
-warning is logged.
+warning is logged. Of a file above 64 MiB, each start compares a sample, and all of it if its inode or time is
+another than when all was compared last.
 `run_on_each_node_first` runs the work on one process of each node and raises errors on all processes, so that
 none waits for a process that has failed.
 """
@@ -19,6 +20,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,7 +42,13 @@ NUM_BLOCKS = 256  # files up to 64 MiB are read completely
 TOTAL_BLOCKS = 4096  # of a corpus: 1 GiB
 FEWEST_BLOCKS = 4  # of a file
 NS_UNTIL_SETTLED = 2 * 10**9  # times in file systems may be as coarse as 2 s
-OF_MANIFEST = ("size", "digest")  # what a manifest says besides the facts of `build`
+OF_MANIFEST = (
+    "size",
+    "digest",
+    "whole",
+    "inode",
+    "mtime_ns",
+)  # what a manifest says besides the facts of `build`
 LARGEST_MANIFEST = 2**16  # bytes
 WAIT_SECONDS = 3600.0
 SECONDS_BETWEEN_TRIES = 0.5
@@ -303,7 +311,25 @@ def _is_whole(path: Path) -> bool:
     facts = [value for key, value in known.items() if key not in OF_MANIFEST]
     if not all(type(value) is int and value >= 0 for value in facts):
         return False
-    return (known.get("size"), known.get("digest")) == (path.stat().st_size, content_digest(path))
+    found = path.stat()
+    if (known.get("size"), known.get("digest")) != (found.st_size, content_digest(path)):
+        return False
+    built = {"inode": found.st_ino, "mtime_ns": found.st_mtime_ns}
+    if "whole" not in known or known.items() >= built.items():
+        return True
+    logger.info("%s was copied or touched: all of it is compared with its manifest, once", path)
+    if known["whole"] != content_digest(path, blocks=sys.maxsize):
+        return False
+    try:
+        _write_manifest(path, known | built)
+    except OSError as error:
+        logger.info("%s cannot be written (%s): each start compares again", _manifest(path), error)
+    return True
+
+
+def _write_manifest(path: Path, content: dict[str, Any]) -> None:
+    with atomic_file(_manifest(path)) as note:
+        json.dump(content, note)
 
 
 def _move_into_place(draft: Path, path: Path, facts: dict[str, int]) -> None:
@@ -311,9 +337,13 @@ def _move_into_place(draft: Path, path: Path, facts: dict[str, int]) -> None:
         return  # without a lock, another process has finished first, and may be reading its file already
     with draft.open("rb+") as file:
         os.fsync(file.fileno())
+    found = draft.stat()
+    content: dict[str, Any] = {"size": found.st_size, "digest": content_digest(draft), **facts}
+    if found.st_size > NUM_BLOCKS * BLOCK_BYTES:  # the digest is of a sample
+        content |= {"whole": content_digest(draft, blocks=sys.maxsize)}
+        content |= {"inode": found.st_ino, "mtime_ns": found.st_mtime_ns}
     # The manifest first: a file without one would be built again, a manifest without a file is replaced.
-    with atomic_file(_manifest(path)) as note:
-        json.dump({"size": draft.stat().st_size, "digest": content_digest(draft), **facts}, note)
+    _write_manifest(path, content)
     draft.replace(path)
     sync(path.parent)
 
