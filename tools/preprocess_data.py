@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 from megalowbit.data.text_files.local_files import LocalCorpus
@@ -99,12 +101,18 @@ def tokenizer_of(name: str, *, parse_special_tokens: bool = False) -> Tokenizer:
     return FolderTokenizer(folder, parse_special_tokens=parse_special_tokens)
 
 
-def write_documents(options: argparse.Namespace, key: str, tokenizer: Tokenizer) -> str:
-    """Write the pair of files of one field; returns a line about it.
+def write_all(options: argparse.Namespace, tokenizer: Tokenizer) -> list[str]:
+    """Write the pairs of files of all fields, or none if there is an error; returns a line about each.
 
     Raises:
         UserError: the input cannot be read, has too many bad records or no text, or a file cannot be written.
     """
+    with ExitStack() as drafts:  # files get their names when it ends without an error
+        return [write_documents(options, key, tokenizer, drafts) for key in options.json_keys]
+
+
+def write_documents(options: argparse.Namespace, key: str, tokenizer: Tokenizer, drafts: ExitStack) -> str:
+    """Write the pair of files of one field, which has its name at the end of `drafts`."""
     corpus = LocalCorpus(options.input.expanduser(), text_field=key, max_bad_records=options.max_bad_records)
     prefix = options.output_prefix.expanduser()
     prefix = prefix.with_name(f"{prefix.name}_{key}_document")
@@ -112,7 +120,8 @@ def write_documents(options: argparse.Namespace, key: str, tokenizer: Tokenizer)
         prefix.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output-prefix {prefix}: {error.strerror}: name another folder") from error
-    with MegatronWriter(prefix, tokenizer.vocab_size) as writer, Progress(corpus) as progress:
+    writer = drafts.enter_context(MegatronWriter(prefix, tokenizer.vocab_size))
+    with Progress(corpus) as progress:
         encoded = encode_in_order(batches_of(corpus), tokenizer, options.workers, has_end=options.append_eod)
         for sizes, ids in encoded:
             start = 0
@@ -129,26 +138,44 @@ def write_documents(options: argparse.Namespace, key: str, tokenizer: Tokenizer)
     )
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Check what the parser does not.
+
+    Raises:
+        UserError: a value is not valid.
+    """
+    for flag, value, least in (
+        ("--workers", options.workers, 1),
+        ("--max-bad-records", options.max_bad_records, 0),
+    ):
+        if value is not None and value < least:
+            raise UserError(f"{flag} {value} is not valid: give {least} or more")
+    if not options.output_prefix.name:
+        raise UserError(
+            f"--output-prefix {shown(str(options.output_prefix))} names no file: give one, as data/web"
+        )
+    for key, count in Counter(options.json_keys).items():
+        if "/" in key:
+            raise UserError(f"--json-keys {shown(key)} cannot be in the name of a file: rename the field")
+        if count > 1:
+            raise UserError(f"--json-keys {shown(key)} is given {count} times: give it once")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         options = build_parser().parse_args(arguments)
-        for flag, value, least in (
-            ("--workers", options.workers, 1),
-            ("--max-bad-records", options.max_bad_records, 0),
-        ):
-            if value is not None and value < least:
-                raise UserError(f"{flag} {value} is not valid: give {least} or more")
+        check_options(options)
         tokenizer = tokenizer_of(options.tokenizer, parse_special_tokens=options.parse_special_tokens)
-        for key in options.json_keys:
-            print(write_documents(options, key, tokenizer))
+        for line in write_all(options, tokenizer):
+            print(line)
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
-        print("interrupted before the end: pairs of files not printed above are not written", file=sys.stderr)
+        print("interrupted before the end: not all files are written", file=sys.stderr)
         return EXIT_INTERRUPTED
     return 0
 

@@ -4,7 +4,8 @@ A file is written under a temporary name and then renamed, so readers never see 
 process builds it while others wait for a lock (`flock`, which NFS and Lustre support between nodes). On a
 file system without locks several may build the same file, which is safe, because they produce the same
 content. A manifest next to the file has its size and digest; a file that does not match is built again, and a
-warning is logged.
+warning is logged. Of a file above 64 MiB, each start compares a sample, and all of it if its inode or time is
+another than when all was compared last.
 `run_on_each_node_first` runs the work on one process of each node and raises errors on all processes, so that
 none waits for a process that has failed.
 """
@@ -19,6 +20,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,6 +42,13 @@ NUM_BLOCKS = 256  # files up to 64 MiB are read completely
 TOTAL_BLOCKS = 4096  # of a corpus: 1 GiB
 FEWEST_BLOCKS = 4  # of a file
 NS_UNTIL_SETTLED = 2 * 10**9  # times in file systems may be as coarse as 2 s
+OF_MANIFEST = (
+    "size",
+    "digest",
+    "whole",
+    "inode",
+    "mtime_ns",
+)  # what a manifest says besides the facts of `build`
 LARGEST_MANIFEST = 2**16  # bytes
 WAIT_SECONDS = 3600.0
 SECONDS_BETWEEN_TRIES = 0.5
@@ -108,9 +117,8 @@ def corpus_digests(files: Sequence[Path], cache_dir: Path | None = None) -> list
         files: of the corpus, in their order.
         cache_dir: folder of the cache; None: remember nothing.
     """
-    stats = [file.stat() for file in files]
-    blocks, block = _blocks_of(each.st_size for each in stats)
-    facts = [[each.st_size, each.st_ino, each.st_mtime_ns, each.st_ctime_ns] for each in stats]
+    facts = [file_facts(file) for file in files]
+    blocks, block = _blocks_of(size for size, *_ in facts)
     names = [str(file.absolute()) for file in files]
     path = None if cache_dir is None else cache_dir / "digests" / f"{_key(names)}.json"
     known = _Digests(path, [blocks, block])
@@ -131,6 +139,17 @@ def corpus_digests(files: Sequence[Path], cache_dir: Path | None = None) -> list
         digests.append(digest)
     known.save()
     return digests
+
+
+def file_facts(file: Path) -> list[int]:
+    """Size, inode and both times of change in ns: while these stay, so does the content of a settled file."""
+    found = file.stat()
+    return [found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def is_settled(facts: list[int]) -> bool:
+    """Whether a file of these facts is so old that any change from now on gives it another time."""
+    return time.time_ns() - max(facts[2:]) > NS_UNTIL_SETTLED
 
 
 def _blocks_of(sizes: Iterable[int]) -> tuple[int, int]:
@@ -174,7 +193,7 @@ class _Digests:
         """Note a digest, unless its file is so new that a change might keep its times."""
         self.entries.pop(name, None)
         self._is_new = True
-        if time.time_ns() - max(facts[2:]) > NS_UNTIL_SETTLED:
+        if is_settled(facts):
             self.entries[name] = facts, digest
 
     def save(self) -> None:
@@ -267,7 +286,7 @@ def journal_of(draft: Path) -> Path:
 
 def facts_of(path: Path) -> dict[str, Any]:
     """What `build` has returned for a file that `cached_file` has built; older files have nothing."""
-    return {key: value for key, value in _read_manifest(path).items() if key not in ("size", "digest")}
+    return {key: value for key, value in _read_manifest(path).items() if key not in OF_MANIFEST}
 
 
 def _manifest(path: Path) -> Path:
@@ -289,7 +308,28 @@ def _is_whole(path: Path) -> bool:
         known = _read_manifest(path)
     except (UserError, OSError):
         return False
-    return (known.get("size"), known.get("digest")) == (path.stat().st_size, content_digest(path))
+    facts = [value for key, value in known.items() if key not in OF_MANIFEST]
+    if not all(type(value) is int and value >= 0 for value in facts):
+        return False
+    found = path.stat()
+    if (known.get("size"), known.get("digest")) != (found.st_size, content_digest(path)):
+        return False
+    built = {"inode": found.st_ino, "mtime_ns": found.st_mtime_ns}
+    if "whole" not in known or known.items() >= built.items():
+        return True
+    logger.info("%s was copied or touched: all of it is compared with its manifest, once", path)
+    if known["whole"] != content_digest(path, blocks=sys.maxsize):
+        return False
+    try:
+        _write_manifest(path, known | built)
+    except OSError as error:
+        logger.info("%s cannot be written (%s): each start compares again", _manifest(path), error)
+    return True
+
+
+def _write_manifest(path: Path, content: dict[str, Any]) -> None:
+    with atomic_file(_manifest(path)) as note:
+        json.dump(content, note)
 
 
 def _move_into_place(draft: Path, path: Path, facts: dict[str, int]) -> None:
@@ -297,9 +337,13 @@ def _move_into_place(draft: Path, path: Path, facts: dict[str, int]) -> None:
         return  # without a lock, another process has finished first, and may be reading its file already
     with draft.open("rb+") as file:
         os.fsync(file.fileno())
+    found = draft.stat()
+    content: dict[str, Any] = {"size": found.st_size, "digest": content_digest(draft), **facts}
+    if found.st_size > NUM_BLOCKS * BLOCK_BYTES:  # the digest is of a sample
+        content |= {"whole": content_digest(draft, blocks=sys.maxsize)}
+        content |= {"inode": found.st_ino, "mtime_ns": found.st_mtime_ns}
     # The manifest first: a file without one would be built again, a manifest without a file is replaced.
-    with atomic_file(_manifest(path)) as note:
-        json.dump({"size": draft.stat().st_size, "digest": content_digest(draft), **facts}, note)
+    _write_manifest(path, content)
     draft.replace(path)
     sync(path.parent)
 

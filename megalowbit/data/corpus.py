@@ -22,6 +22,11 @@ from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+
+class CorpusChangedError(UserError):
+    """A file was edited after the fingerprint was taken, so the documents may be others."""
+
+
 MOST_NAMED = 20  # bad records named in the log; a broken corpus would otherwise fill it
 
 
@@ -95,11 +100,19 @@ class Corpus(ABC):
         """Counts the records that the last iteration of `documents` has left out."""
         return BadRecords()
 
+    def check_unchanged(self) -> None:  # noqa: B027 - most corpora have no files that others may edit
+        """Check that what `documents` has read so far is what the fingerprint says.
+
+        Raises:
+            CorpusChangedError: it may not be.
+        """
+
     @abstractmethod
     def documents(self) -> Iterator[str]:
         """Yield every non-empty document once.
 
         Raises:
+            CorpusChangedError: a file was edited between the fingerprint and the end of reading.
             UserError: a file cannot be read, or is not in the format that its name suggests, or has more bad
                 records than are allowed.
         """
@@ -247,6 +260,10 @@ class DocumentShare(Corpus):
     def place(self) -> str | None:
         """As in the whole corpus."""
         return self._corpus.place
+
+    def check_unchanged(self) -> None:
+        """Check the whole corpus."""
+        self._corpus.check_unchanged()
 
     def documents(self) -> Iterator[str]:
         """The documents of this side.

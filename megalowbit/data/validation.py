@@ -87,6 +87,11 @@ class ValidationText:
         self.tokens_fingerprint, self._tokens, self._check = fingerprint, tokens, check
         self.num_predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         self._rules = rules or DocumentRules()
+        if not self.count_tokens():
+            raise UserError(
+                f"{name}: all tokens to predict are first tokens of documents, which data.eod_mask_loss "
+                "leaves out: use text with longer documents"
+            )
         parts: tuple[Any, ...] = (fingerprint, sequence_length, self.num_predicted)
         if self._rules.are_separate or self._rules.masks_first:
             parts += (self._rules.end, self._rules.are_separate, self._rules.masks_first)

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import textwrap
 import threading
 import time
@@ -54,6 +55,11 @@ def lose_manifest(path):
     path.with_name("file.manifest.json").unlink()
 
 
+def spoil_facts(path):
+    manifest = path.with_name("file.manifest.json")
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "bad_records": "x"}))
+
+
 def break_manifest(path):
     path.with_name("file.manifest.json").write_text("{")
 
@@ -62,7 +68,7 @@ def lie_in_manifest(path):
     path.with_name("file.manifest.json").write_text("[]")
 
 
-@pytest.mark.parametrize("damage", [flip, cut, lose_manifest, break_manifest, lie_in_manifest])
+@pytest.mark.parametrize("damage", [flip, cut, lose_manifest, break_manifest, lie_in_manifest, spoil_facts])
 def test_a_damaged_file_is_built_again_with_a_line_in_the_log(tmp_path, caplog, damage):
     build = Builder()
     path = cached_file(tmp_path / "file", build)
@@ -74,6 +80,45 @@ def test_a_damaged_file_is_built_again_with_a_line_in_the_log(tmp_path, caplog, 
     assert str(path) in caplog.text
     cached_file(path, build)
     assert build.calls == 2
+
+
+def build_large(path):
+    with path.open("wb") as file:
+        file.truncate(cache.NUM_BLOCKS * cache.BLOCK_BYTES + 50_000_000)
+
+
+def overwrite_between_blocks(path):
+    with path.open("r+b") as file:
+        file.seek(cache.BLOCK_BYTES + 1000)  # blocks begin every 458,222 bytes
+        file.write(b"x" * 20_000)
+
+
+def test_damage_of_a_large_file_between_the_blocks_is_found(tmp_path, caplog):
+    path = cached_file(tmp_path / "file", build_large)
+    sampled = content_digest(path)
+    overwrite_between_blocks(path)
+    assert content_digest(path) == sampled
+    cached_file(path, build_large)
+    assert "damaged" in caplog.text
+    assert not any(path.read_bytes())
+
+
+def test_a_large_file_is_read_completely_once_after_it_was_copied(tmp_path, monkeypatch, caplog):
+    path = cached_file(tmp_path / "file", build_large)
+    read, digest = [], content_digest
+
+    def note(path, blocks=cache.NUM_BLOCKS):
+        read.append(blocks)
+        return digest(path, blocks)
+
+    monkeypatch.setattr(cache, "content_digest", note)
+    cached_file(path, build_large)
+    os.utime(path, (1e9, 1e9))
+    for _ in range(2):
+        cached_file(path, lambda _: pytest.fail("it is whole"))
+    assert read == [256, 256, sys.maxsize, 256]
+    assert cache.facts_of(path) == {}
+    assert "damaged" not in caplog.text
 
 
 def test_a_build_that_fails_leaves_nothing_behind(tmp_path):

@@ -106,6 +106,17 @@ def test_a_text_shorter_than_a_sequence_is_refused():
         numbered(7, 8)
 
 
+def test_a_text_without_a_counted_token_is_refused():
+    rules = DocumentRules(end=0, masks_first=True)
+    values = {"fingerprint": "f", "name": "ends", "rules": rules}
+    with pytest.raises(UserError, match="ends: all tokens to predict are first tokens of documents"):
+        ValidationText(np.zeros(9, np.uint8), 4, **values)
+    text = ValidationText(np.array([0, 0, 0, 0, 5, 0], np.uint8), 4, **values)
+    assert text.count_tokens() == 1
+    with pytest.raises(UserError, match=r"data\.eod_mask_loss"):
+        text.limited(4)
+
+
 def test_figures_of_a_text():
     loss = TextLoss(nats=200 * math.log(2), num_tokens=100, num_bytes=50)
     assert loss.loss == pytest.approx(2 * math.log(2))

@@ -6,25 +6,33 @@ A document is a `.txt` file, a line of a `.jsonl` file or a row of a `.parquet` 
 Text must be valid UTF-8. A byte, line or field that is not is a bad record: it stops the run with an error
 that names file and line, because nobody would notice silently missing text, unless `max_bad_records` allows
 leaving it out. Blank lines and empty texts within a file are not documents.
+
+A file that is edited between fingerprint and the end of reading is an error: otherwise the cache would keep
+its tokens under the fingerprint of the content before.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from megalowbit.data.cache import corpus_digests
-from megalowbit.data.corpus import BadRecords, Corpus
+from megalowbit.data.cache import corpus_digests, file_facts, is_settled
+from megalowbit.data.corpus import BadRecords, Corpus, CorpusChangedError
 from megalowbit.data.settings import COMPRESSIONS, GLOB, TEXT_KINDS, DataSettings, kind_of
 from megalowbit.data.text_files.lines import TextFile, jsonl_documents, text_documents
 from megalowbit.data.text_files.tables import arrow_documents, parquet_documents
 from megalowbit.errors import UserError
 
+logger = logging.getLogger(__name__)
+
+ANY_FOLDERS = "**"  # in a glob
 READERS: dict[str, Callable[[TextFile], Iterator[str]]] = {
     ".txt": text_documents,
     ".jsonl": jsonl_documents,
@@ -35,6 +43,9 @@ READERS: dict[str, Callable[[TextFile], Iterator[str]]] = {
 
 class LocalCorpus(Corpus):
     """A file, or all text files below a folder or that match a glob, in the order of their paths.
+
+    A file with several names (links, hard links) is read once, under the first of them. Links to folders are
+    followed only where a glob names them, not below a folder and not by `**`.
 
     Args:
         path: the file, folder or glob (`shards/*.jsonl.zst`, `**` for any folders).
@@ -64,6 +75,8 @@ class LocalCorpus(Corpus):
             _refuse_unreadable(file)
         self._reading: TextFile | None = None
         self._bytes_done = 0
+        self._facts: dict[Path, list[int]] = {}  # at the fingerprint
+        self._are_settled = True
 
     @classmethod
     def is_meant(cls, corpus: str) -> bool:
@@ -92,17 +105,44 @@ class LocalCorpus(Corpus):
 
     @cached_property
     def _num_bytes(self) -> int:
-        return max(1, sum(file.stat().st_size for file in self.files))
+        with _naming_files(self.path):
+            return max(1, sum(file.stat().st_size for file in self.files))
 
     @cached_property
     def fingerprint(self) -> str:  # it may read the files
         digest = hashlib.sha256(f"files {self.text_field!r}".encode())
         root = _root(self.path)
-        contents = corpus_digests(self.files, self._cache_dir)
-        for file, content in zip(self.files, contents, strict=True):
+        with _naming_files(self.path):
+            self._facts = {file: file_facts(file) for file in self.files}  # before their contents
+        self._are_settled = all(map(is_settled, self._facts.values()))
+        for file, content in zip(self.files, self._digests, strict=True):
             relative = _suffixes(file) if root is None else file.relative_to(root).as_posix()
             digest.update(f"{relative}\0{content}\0".encode())
         return digest.hexdigest()
+
+    @cached_property
+    def _digests(self) -> list[str]:
+        return self._read_digests()
+
+    def _read_digests(self) -> list[str]:
+        with _naming_files(self.path):
+            return corpus_digests(self.files, self._cache_dir)
+
+    def check_unchanged(self) -> None:
+        if self._reading is None or self._reading.path not in self._facts:
+            return
+        file = self._reading.path
+        with _naming_files(self.path):
+            if file_facts(file) != self._facts[file]:
+                raise _changed(file)
+
+    def _check_digests(self) -> None:
+        """Find edits that have left the times of new files as they were at the fingerprint."""
+        if self._are_settled:
+            return
+        for file, before, now in zip(self.files, self._digests, self._read_digests(), strict=True):
+            if before != now:
+                raise _changed(file)
 
     def documents(self) -> Iterator[str]:
         self.bad_records.reset()
@@ -117,10 +157,12 @@ class LocalCorpus(Corpus):
             # from reading, because the consumer cannot raise here; the last two are a damaged .gz file's
             except (OSError, EOFError, zlib.error) as error:
                 raise _unreadable(path, error) from error
+            self.check_unchanged()
             if is_empty and self.bad_records.count == bad_before:
                 raise UserError(f"corpus file {path} contains no text: remove or replace it")
             self._reading = None
             self._bytes_done += file.size
+        self._check_digests()
 
 
 def _suffixes(file: Path) -> str:
@@ -154,25 +196,65 @@ def _find_files(path: Path) -> list[Path]:
     root = _root(path)
     assert root is not None
     found = _matches(path) if is_glob else _walk(path)
-    files = sorted(found, key=lambda file: file.relative_to(root).as_posix())
+    files = sorted(set(found), key=lambda file: file.relative_to(root).as_posix())
     if not files:
         place = f"glob {path} matches" if is_glob else f"folder {path} has"
         raise UserError(f"corpus {place} no {', '.join(TEXT_KINDS)} files: name another")
     for file in files:
         if not file.is_file():
             raise UserError(f"corpus file {file} is not a regular file, or is a dangling link: remove it")
-    return files
+    return _each_once(path, files)
+
+
+def _each_once(path: Path, files: Sequence[Path]) -> list[Path]:
+    """The files without further names, links or hard links, of those before them."""
+    names: dict[tuple[int, int], Path] = {}
+    further = []
+    for file in files:
+        with _naming_files(path):
+            found = file.stat()
+        first = names.setdefault((found.st_dev, found.st_ino), file)
+        if first is not file:
+            further.append((file, first))
+    if further:
+        logger.warning(
+            "corpus %s: each file is read once, under the first of its names; %d further names are passed "
+            "over, such as %s for %s",
+            path,
+            len(further),
+            *further[0],
+        )
+    return list(names.values())
 
 
 def _matches(pattern: Path) -> Iterator[Path]:
-    """The text files that match a glob; folders and files of other kinds are passed over."""
-    for name in glob.glob(str(pattern), recursive=True):  # noqa: PTH207 - the pattern may be absolute
+    """The text files that match a glob; folders and files of other kinds are passed over.
+
+    `**` does not follow links to folders, which may form loops; other parts of the pattern do.
+    """
+    parts = pattern.parts
+    if ANY_FOLDERS in parts:
+        place = parts.index(ANY_FOLDERS)
+        rest = Path(*parts[place + 1 :]) if parts[place + 1 :] else Path("*")
+        for start in glob.glob(str(Path(*parts[:place]))):  # noqa: PTH207 - the pattern may be absolute
+            for folder, _ in _folders(Path(start)) if Path(start).is_dir() else ():
+                yield from _matches(Path(glob.escape(str(folder))) / rest)
+        return
+    for name in glob.glob(str(pattern)):  # noqa: PTH207
         if kind_of(name) is not None and not Path(name).is_dir():
             yield Path(name)
 
 
 def _walk(path: Path) -> Iterator[Path]:
-    """All text files below a folder, except hidden ones; links to folders are not followed.
+    """All text files below a folder, except hidden ones; links to folders are not followed."""
+    for folder, names in _folders(path):
+        for name in names:
+            if not name.startswith(".") and kind_of(name) is not None:
+                yield folder / name
+
+
+def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A folder and all below it, except hidden ones and links, each with the names of its files.
 
     Raises:
         UserError: a folder cannot be read, so its text would be silently missing.
@@ -186,9 +268,10 @@ def _walk(path: Path) -> Iterator[Path]:
 
     for folder, subfolders, names in os.walk(path, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in names:
-            if not name.startswith(".") and kind_of(name) is not None:
-                yield Path(folder) / name
+        for link in (Path(folder) / name for name in subfolders):
+            if link.is_symlink():
+                logger.warning("corpus folder %s is a link and not followed: name it, if it is meant", link)
+        yield Path(folder), names
 
 
 def _refuse_unreadable(file: Path) -> None:
@@ -199,6 +282,21 @@ def _refuse_unreadable(file: Path) -> None:
         raise _unreadable(file, error) from error
     if is_empty:
         raise UserError(f"corpus file {file} is empty: remove or replace it")
+
+
+@contextmanager
+def _naming_files(corpus: Path) -> Iterator[None]:
+    """Let errors of the file system name the file, which may be gone by now; else the corpus."""
+    try:
+        yield
+    except OSError as error:
+        raise _unreadable(Path(error.filename or corpus), error) from error
+
+
+def _changed(file: Path) -> CorpusChangedError:
+    return CorpusChangedError(
+        f"corpus file {file} changed while it was read: start again when nothing writes to it"
+    )
 
 
 def _unreadable(file: Path, error: Exception) -> UserError:

@@ -25,7 +25,8 @@ def parquet_documents(file: TextFile) -> Iterator[str]:
     with _errors_of(file, "parquet"), pyarrow.parquet.ParquetFile(file.path) as table:
         check_column(_where(file), file.text_field, table.schema_arrow)
         batches = table.iter_batches(batch_size=ROWS_PER_READ, columns=[file.text_field])
-        columns = (batch.column(0) for batch in batches)
+        # by name: for "a.b", pyarrow also reads the field b of a column a
+        columns = (batch.column(file.text_field) for batch in batches)
         yield from column_documents(columns, file)
 
 
@@ -76,6 +77,8 @@ def check_column(table: str, name: str, schema: Any) -> None:
 
     if name not in schema.names:
         raise UserError(f"{table}: {unknown_name('text_field', name, schema.names)}")
+    if schema.names.count(name) > 1:
+        raise UserError(f"{table}: {schema.names.count(name)} columns are named {name!r}: rename them")
     kind = schema.field(name).type
     values = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
     if values not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from megalowbit.data.cache import journal_of
-from megalowbit.data.corpus import Corpus
+from megalowbit.data.corpus import Corpus, CorpusChangedError
 from megalowbit.data.token_files.workers import Batch, Encoder, encode_in_order
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError
@@ -105,6 +105,7 @@ def write_tokens(
         Numbers of `documents`, `tokens`, `bad_records` and `empty_records`.
 
     Raises:
+        CorpusChangedError: the corpus was edited since its fingerprint was taken.
         UserError: the corpus cannot be read or contains no text, or a process was killed.
     """
     if tokenizer.eos_token_id is None:
@@ -121,7 +122,11 @@ def write_tokens(
         file.write(_header(tokenizer.dtype, 0))  # written again below, when the number of tokens is known
         file.seek(HEADER_BYTES + done.tokens * tokenizer.dtype.itemsize)
         file.truncate()
-        done = _append(file, corpus, tokenizer, draft, workers, done, progress)
+        try:
+            done = _append(file, corpus, tokenizer, draft, workers, done, progress)
+        except CorpusChangedError:
+            journal_of(draft).unlink(missing_ok=True)  # nothing of it may be continued
+            raise
         file.seek(0)
         file.write(_header(tokenizer.dtype, done.tokens))
     if not done.documents:
@@ -156,6 +161,7 @@ def _append(
         if time.monotonic() >= next_journal:
             file.flush()
             os.fsync(file.fileno())
+            corpus.check_unchanged()
             done.write(draft)
             next_journal = time.monotonic() + SECONDS_BETWEEN_JOURNALS
     return done

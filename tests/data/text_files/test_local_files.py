@@ -1,8 +1,10 @@
+import glob
 import gzip
 import itertools
 import json
 import os
 import tracemalloc
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -289,6 +291,68 @@ def test_a_glob_names_files_in_any_folders(tmp_path, monkeypatch):
     assert list(corpus.documents()) == ["a/1.txt", "a/2.txt"]
     with pytest.raises(UserError, match=r"corpus glob .*\*\.jsonl matches no \.txt, .*\.arrow files"):
         documents(tmp_path / "*.jsonl")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(
+            "**/*.txt",
+            "*/**/1.txt",
+            "a/**/*.txt",
+            "a/**",
+            "**",
+            "a/**/b/**/*.txt",
+            "**/**/2.*",
+            "**/[ab]/*.txt",
+        ),
+        *("**/.h/*.txt", "a**/*.txt", "*.txt/**/*.txt"),
+    ],
+)
+def test_a_glob_without_links_matches_what_the_standard_library_matches(tmp_path, monkeypatch, pattern):
+    for name in ("1", "a/1", "a/2", "a/b/1", "a/b/c/2", "b/a/b/2", "[ab]/1", "a/.h/1", ".h/2", "c.txt/1"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.txt").write_text(name)
+    monkeypatch.chdir(tmp_path)
+    matches = map(Path, glob.glob(pattern, recursive=True))  # noqa: PTH207 - another way than the corpus's
+    expected = sorted({file.resolve() for file in matches if file.is_file()})
+    for place in ("", f"{tmp_path}/"):
+        assert sorted(file.resolve() for file in LocalCorpus(Path(place + pattern)).files) == expected
+
+
+@pytest.mark.parametrize("pattern", ["", "**/*.txt", "**", "sub/**/*.txt", "*/**/*.txt"])
+def test_links_to_folders_are_not_followed_into_loops(tmp_path, caplog, pattern):
+    (tmp_path / "x" / "sub").mkdir(parents=True)
+    (tmp_path / "x" / "sub" / "a.txt").write_text("text")
+    for name in ("one", "two"):
+        (tmp_path / "x" / "sub" / name).symlink_to("..")
+    assert documents(tmp_path / "x" / pattern) == ["text"]
+    assert "sub/one is a link and not followed: name it, if it is meant" in caplog.text
+
+
+def test_a_glob_follows_the_links_that_it_names(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "a.txt").write_text("text")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "near").symlink_to(tmp_path / "far")
+    for pattern in ("near/*.txt", "*/a.txt", "near/**", "near"):
+        assert documents(tmp_path / "x" / pattern) == ["text"]
+    with pytest.raises(UserError, match=r"has no \.txt"):
+        documents(tmp_path / "x")
+
+
+@pytest.mark.parametrize("link", ["symlink_to", "hardlink_to"])
+@pytest.mark.parametrize("pattern", ["", "*.txt", "**/*.txt"])
+def test_a_file_with_several_names_is_read_once(tmp_path, caplog, link, pattern):
+    for name in ("b.txt", "c.txt"):
+        (tmp_path / name).write_text("equal")  # equal content is no equal file
+    for name in ("a.txt", "d.txt"):
+        getattr(tmp_path / name, link)(tmp_path / "b.txt")
+    corpus = LocalCorpus(tmp_path / pattern)
+    assert [file.name for file in corpus.files] == ["a.txt", "c.txt"]
+    assert list(corpus.documents()) == ["equal"] * 2
+    (line,) = caplog.messages
+    assert f"2 further names are passed over, such as {tmp_path}/b.txt for {tmp_path}/a.txt" in line
 
 
 def test_the_fingerprint_of_a_glob_follows_names_and_content_but_not_the_place(tmp_path):

@@ -51,6 +51,22 @@ def test_a_data_set_that_was_saved_to_disk_is_a_folder_of_arrow_files(tmp_path):
     assert documents(tmp_path / "saved") == TEXTS
 
 
+@pytest.mark.parametrize("order", [("a", "a.b"), ("a.b", "a")])
+def test_a_column_with_a_dot_in_its_name_is_no_field_of_another(tmp_path, order):
+    columns = {"a": [{"b": "field"}], "a.b": ["column"]}
+    pyarrow.parquet.write_table(
+        pyarrow.table({name: columns[name] for name in order}), tmp_path / "a.parquet"
+    )
+    assert documents(tmp_path / "a.parquet", text_field="a.b") == ["column"]
+
+
+def test_two_columns_of_the_same_name_are_refused(tmp_path):
+    table = pyarrow.table([["x"], ["y"]], names=["text", "text"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: 2 columns are named 'text': rename them"):
+        documents(tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize("content", [b"nothing", b"ARROW1 and no more", b"\xff\xff\xff\xff\x10\0\0\0"])
 def test_a_damaged_arrow_file_is_named(tmp_path, content):
     (tmp_path / "a.arrow").write_bytes(content)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 from forks import Forked, fork_server
 
 from megalowbit.data import cache
-from megalowbit.data.corpus import Corpus
+from megalowbit.data.corpus import Corpus, DocumentShare
 from megalowbit.data.packing import pack
+from megalowbit.data.text_files import local_files
+from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.token_files import build, workers
 from megalowbit.data.token_files.workers import encode_in_order
 from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer, train_bpe
@@ -156,6 +159,91 @@ def test_a_draft_that_does_not_match_its_journal_is_not_continued(
     assert np.array_equal(np.load(token_file(tmp_path)), ids_of(TEXTS))
 
 
+def write_jsonl(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder of two files of long ago, so that an edit gives them another time."""
+    monkeypatch.setattr(cache, "NS_UNTIL_SETTLED", -(10**9))
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for name, texts in (("a", TEXTS[:200]), ("b", TEXTS[200:])):
+        write_jsonl(folder / f"{name}.jsonl", texts)
+        os.utime(folder / f"{name}.jsonl", (1e9, 1e9))
+    return folder
+
+
+def edit_at(corpus, place, edit):
+    """Let `edit` happen just before document `place` is read."""
+    documents = corpus.documents
+
+    def edited():
+        for number, text in enumerate(documents()):
+            if number == place:
+                edit()
+            yield text
+
+    corpus.documents = edited
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda corpus: corpus, lambda corpus: DocumentShare(corpus, 1e-9, is_held_out=False)]
+)
+@pytest.mark.parametrize(
+    ("name", "place"), [("a.jsonl", 0), ("a.jsonl", 150), ("b.jsonl", 20), ("b.jsonl", 390)]
+)
+def test_a_file_edited_while_it_is_tokenised_leaves_no_tokens(
+    tmp_path, frequent_journals, files, name, place, wrap
+):
+    corpus, content = LocalCorpus(files), (files / name).read_text()
+    edit_at(corpus, place, lambda: (files / name).write_text(content.replace("document", "DOCUMENT")))
+    with pytest.raises(UserError, match=rf"{name} changed while it was read: start again"):
+        pack(wrap(corpus), ByteTokenizer(), 8, tmp_path)
+    assert list((tmp_path / "tokens").iterdir()) == []
+    (files / name).write_text(content)
+    pack(wrap(LocalCorpus(files)), ByteTokenizer(), 8, tmp_path)
+    assert np.array_equal(np.load(token_file(tmp_path)), ids_of(TEXTS))
+
+
+def test_an_edit_that_keeps_the_times_of_a_new_file_is_seen_too(tmp_path, frequent_journals, monkeypatch):
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    content = (tmp_path / "a.jsonl").read_text()
+    monkeypatch.setattr(local_files, "file_facts", lambda _: [0, 0, time.time_ns(), 0])
+    corpus = LocalCorpus(tmp_path / "a.jsonl")
+    monkeypatch.setattr(corpus, "check_unchanged", lambda: None)  # the times are as before
+    edit_at(corpus, 1, lambda: (tmp_path / "a.jsonl").write_text(content.replace("document", "DOCUMENT")))
+    with pytest.raises(UserError, match=r"a\.jsonl changed while it was read"):
+        pack(corpus, ByteTokenizer(), 8, tmp_path)
+    assert list((tmp_path / "tokens").iterdir()) == []
+
+
+def test_no_journal_is_written_of_an_edited_file(tmp_path, frequent_journals, monkeypatch, files):
+    """Otherwise a kill before the end of the file would leave what a later build continues."""
+    corpus, content = LocalCorpus(files), (files / "a.jsonl").read_text()
+    edit_at(corpus, 100, lambda: (files / "a.jsonl").write_text(content.replace("document", "DOCUMENT")))
+    written, write = [], build.Journal.write
+
+    def note(journal, draft):
+        written.append(journal.documents)
+        write(journal, draft)
+
+    monkeypatch.setattr(build.Journal, "write", note)
+    with pytest.raises(UserError, match="changed while it was read"):
+        pack(corpus, ByteTokenizer(), 8, tmp_path)
+    assert written == [16, 32, 48, 64, 80, 96]
+
+
+def test_a_file_that_is_gone_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    corpus = LocalCorpus(tmp_path)
+    (tmp_path / "a.txt").unlink()
+    for read in (lambda: corpus.fingerprint, lambda: corpus.share_read):
+        with pytest.raises(UserError, match=r"a\.txt cannot be read \(No such file or directory\)"):
+            read()
+
+
 def test_bad_records_of_a_cached_file_are_counted_against_a_smaller_limit(tmp_path):
     class Damaged(Documents):
         def documents(self):
@@ -202,7 +290,8 @@ PROGRAM = """
     import os, sys, time
     from pathlib import Path
     from megalowbit.data.packing import pack
-    from megalowbit.data.text_files.local_files import LocalCorpus
+    from megalowbit.data.text_files import local_files
+from megalowbit.data.text_files.local_files import LocalCorpus
     from megalowbit.data.token_files import build
     from megalowbit.data.tokenize import ByteTokenizer
 

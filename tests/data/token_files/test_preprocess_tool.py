@@ -75,7 +75,7 @@ def test_an_interrupt_is_one_line_and_leaves_no_files(tmp_path):
     os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
     output, _ = process.communicate(timeout=200)
     lines = [line for line in output.splitlines() if " tokens/s" not in line]  # of a slow machine's progress
-    assert lines == ["interrupted before the end: pairs of files not printed above are not written"]
+    assert lines == ["interrupted before the end: not all files are written"]
     assert process.returncode == 130
     assert list(out.iterdir()) == []
 
@@ -122,6 +122,20 @@ def test_bad_records_are_left_out_up_to_the_bound(tmp_path, source, capsys):
     assert contents(tmp_path / "out_text_document") == expected(TEXTS)
 
 
+def test_an_error_in_any_field_leaves_no_files(tmp_path, source, capsys):
+    arguments = ("--input", source, "--output-prefix", tmp_path / "out", "--tokenizer", "byte")
+    done = call_main(TOOL, *arguments, "--json-keys", "text", "missing", capsys=capsys)
+    check_refusal(done, "unknown text_field 'missing'")
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_field_is_written_once(tmp_path, source, capsys):
+    arguments = ("--input", source, "--output-prefix", tmp_path / "out", "--tokenizer", "byte")
+    done = call_main(TOOL, *arguments, "--json-keys", "text", "title", "text", capsys=capsys)
+    check_refusal(done, "--json-keys 'text' is given 2 times: give it once")
+    assert list(tmp_path.iterdir()) == [source]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -131,6 +145,9 @@ def test_bad_records_are_left_out_up_to_the_bound(tmp_path, source, capsys):
         ({"--max-bad-records": "-1"}, "--max-bad-records -1 is not valid: give 0 or more"),
         ({"--json-keys": "body"}, "a.jsonl, line 1: unknown text_field 'body'"),
         ({"--input": "nowhere.jsonl"}, "corpus nowhere.jsonl does not exist"),
+        ({"--json-keys": "a/b"}, "--json-keys 'a/b' cannot be in the name of a file: rename the field"),
+        ({"--output-prefix": ""}, "names no file: give one, as data/web"),
+        ({"--output-prefix": "/"}, "--output-prefix '/' names no file"),
         ({"--output-prefix": "/proc/none/out"}, "--output-prefix /proc/none/out_text_document: "),
     ],
 )
