@@ -50,13 +50,13 @@ class SourceLosses(Component):
         return cls(parts.loader, parts.engine.device)
 
     def startup_line(self) -> str:
-        """A line for each source: its share, and how often the run reads it."""
+        """A line for each source: its shares, and how often the run reads it."""
         lines = []
-        for name, share in self._loader.shares.items():
+        for name, shares in self._loader.planned_shares.items():
             source = self._loader.dataset.sources[name]
             epochs = self._loader.planned_epochs[name]
             lines.append(
-                f"source    {name}: {share:.4%} of the samples to come, from {source.name} of "
+                f"source    {name}: {shares}, from {source.name} of "
                 f"{source.num_samples:,} sequences, read {epochs:.4g} times in the whole run"
             )
         return "\n".join(lines)

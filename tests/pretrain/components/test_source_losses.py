@@ -182,7 +182,7 @@ def test_one_source_trains_as_one_corpus(resolve, blend, tmp_path):
     assert found[0].keys() - expected[0].keys() == {"loss/prose"}
 
 
-def test_a_resumed_run_repeats_a_blend_bit_for_bit(resolve, blend, taken, tmp_path):
+def test_a_resumed_run_repeats_a_blend_bit_for_bit(resolve, blend, taken, tmp_path, capsys):
     phases = [{"from_step": 5, "weights": {"prose": 1, "shout": 4}}]
     overrides = (
         *blend(phases=phases, prose={"weight": 0.61803}, shout={"weight": 0.38197}),
@@ -195,6 +195,8 @@ def test_a_resumed_run_repeats_a_blend_bit_for_bit(resolve, blend, taken, tmp_pa
         shutil.rmtree(tmp_path / "resumed" / name)
     for name in ("DONE", "summary.json"):
         (tmp_path / "resumed" / name).unlink()
+    line = "shout: 38.1970% of the samples until step 5, then 80.0000%; 53.8731% of the whole run, from "
+    assert line in capsys.readouterr().out
     read = list(taken)
     assert run(resolve(*overrides), tmp_path / "resumed", is_resume=True) == whole
     assert taken == [*read, *read[3 * PER_STEP :]]
