@@ -133,6 +133,17 @@ def test_a_source_without_a_sample_has_no_loss(resolve, blend, taken, tmp_path):
     assert all(row["loss/prose"] is not None for row in rows)
 
 
+def test_the_summary_has_the_last_loss_of_a_source_that_gives_no_more(resolve, blend, tmp_path):
+    phases = [{"from_step": 2, "weights": {"prose": 1, "shout": 0}}]
+    overrides = (*blend(phases=phases, **THREE_TO_ONE), "megalowbit.checkpoint.every=1")
+    rows = run(resolve(*overrides, "megalowbit.run.steps=3"), tmp_path / "run")
+    rows = run(resolve(*overrides, "megalowbit.run.steps=4"), tmp_path / "run", is_resume=True)
+    assert [row["loss/shout"] is None for row in rows] == [False, False, True, True]
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["sources"]
+    assert found["shout"]["loss"] == rows[1]["loss/shout"]
+    assert found["prose"]["loss"] == rows[3]["loss/prose"]
+
+
 def test_a_loss_that_is_not_finite_stays_in_its_source(build_job, blend):
     job = build_job(*blend(**THREE_TO_ONE))
     losses = job.find(SourceLosses)
