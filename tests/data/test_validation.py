@@ -375,6 +375,21 @@ def test_the_text_for_training_under_another_name_is_refused(documents, tmp_path
             count_samples(data(corpus, tmp_path, validation={"corpus": str(other)}))
 
 
+@pytest.mark.parametrize(("text_field", "expected"), [("content", DOCUMENTS[:50]), (None, DOCUMENTS[50:100])])
+def test_the_text_may_be_in_another_field_than_that_for_training(documents, tmp_path, text_field, expected):
+    held = tmp_path / "held.jsonl"
+    pairs = zip(DOCUMENTS[:50], DOCUMENTS[50:100], strict=True)
+    held.write_text("".join(json.dumps({"content": own, "text": other}) + "\n" for own, other in pairs))
+    chosen = data(documents, tmp_path, validation={"corpus": str(held), "text_field": text_field})
+    assert list(open_validation_corpus(chosen).documents()) == expected
+    assert list(open_corpus(chosen).documents()) == DOCUMENTS
+
+
+def test_a_field_of_a_share_is_refused():
+    with pytest.raises(ValueError, match=r"text_field has no effect here: set data\.text_field"):
+        ValidationSource(share=0.1, text_field="content")
+
+
 @pytest.mark.parametrize("share", [0, 1, -0.1, 1.5])
 def test_a_share_of_nothing_or_all_is_refused(share):
     with pytest.raises(ValueError, match="share"):
@@ -390,7 +405,11 @@ def test_a_share_of_nothing_or_all_is_refused(share):
             "^data.validation: corpus .*short.txt has 6 tokens, fewer than one",
         ),
         ({"corpus": "{folder}/documents.jsonl"}, "is the text for training: name other text, or set share"),
-        ({"split": "validation"}, "split = 'validation' needs a Hugging Face data set, and corpus .* is not"),
+        (
+            {"split": "validation"},
+            "split = 'validation' needs a Hugging Face data set, and corpus .* is not one: name the files of "
+            "that split in data.validation.corpus, or",
+        ),
         ({"share": 1e-9}, "share = 1e-09 holds out none of the 200 documents .*: raise it"),
     ],
 )

@@ -136,7 +136,7 @@ class Validation(Component):
         text, line = self._text, f"{self._num_tokens:,} tokens of {self._text.name}"
         if text.num_left_out:
             share = text.num_predicted / (text.num_predicted + text.num_left_out)
-            line += f" ({share:.2%} of it: {text.num_sequences:,} sequences, spread evenly)"
+            line += f", {share:.2%} of it in {text.num_sequences:,} evenly spread sequences"
         return line
 
     def is_due(self, step: int) -> bool:

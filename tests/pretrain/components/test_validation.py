@@ -224,7 +224,7 @@ def test_by_default_the_last_step_alone_is_evaluated_on_limited_tokens(resolve, 
     )
     assert list(of_validation(rows)) == [3]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]["tokens"] == 100
-    line = f"100 tokens of {tmp_path / 'held.txt'} (5.13% of it: 4 sequences, spread evenly), "
+    line = f"100 tokens of {tmp_path / 'held.txt'}, 5.13% of it in 4 evenly spread sequences, "
     assert f"{line}after the last step" in capsys.readouterr().out
 
 
