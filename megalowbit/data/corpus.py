@@ -175,8 +175,8 @@ class AllSources(Corpus):
 
     @property
     def name(self) -> str:
-        """The corpora by their own names."""
-        return "blend of " + ", ".join(each.name for each in self._corpora.values())
+        """The names of the sources: those of all their files would fill a page."""
+        return f"blend of {', '.join(self._corpora)}"
 
     @property
     def fingerprint(self) -> str:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from megalowbit.data.cache import run_on_each_node_first
 from megalowbit.data.corpus import AllSources, Corpus
-from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, next_part
+from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, describe_shares, next_part
 from megalowbit.data.order.permutation import sample_index
 from megalowbit.data.order.quota import QuotaOrder
 from megalowbit.data.packing import DocumentRules, Samples, best_fit, pack
@@ -230,6 +230,7 @@ class BlendedLoader(ShardedLoader):
         names: of the sources.
         parts: the plan so far.
         planned_epochs: how often each source will have been read at the end of the run.
+        planned_shares: describes the shares of each source from here on.
     """
 
     dataset: BlendedDataset
@@ -239,6 +240,7 @@ class BlendedLoader(ShardedLoader):
         self.names = tuple(dataset.sources)
         self.parts: list[PlanPart] = []
         self.planned_epochs: dict[str, float] = {}
+        self.planned_shares: dict[str, str] = {}
         self._counts = [0] * len(self.names)
         self._order: QuotaOrder | None = None
 
@@ -251,12 +253,6 @@ class BlendedLoader(ShardedLoader):
     def epochs(self) -> dict[str, float]:
         """How often each source has been read."""
         return {name: count / self.dataset.sources[name].num_samples for name, count in self.counts.items()}
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The shares of the next sample."""
-        weights = self.parts[-1].segments_from(self.position)[0].weights
-        return {name: weight / sum(weights) for name, weight in zip(self.names, weights, strict=True)}
 
     def plan(self, *, step: int, steps: int, samples_per_step: int) -> None:
         progress = Progress(
@@ -276,6 +272,7 @@ class BlendedLoader(ShardedLoader):
         self.planned_epochs = {
             name: float(count / size) for name, count, size in zip(self.names, planned, sizes, strict=True)
         }
+        self.planned_shares = dict(zip(self.names, describe_shares(part, progress), strict=True))
         given = [now - before for now, before in zip(self._counts, part.counts, strict=True)]
         self._order = QuotaOrder(part.segments, self.position, given)
 

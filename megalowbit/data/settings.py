@@ -83,7 +83,7 @@ class ValidationSource(SettingsModel):
     corpus: str | None = Field(
         default=None,
         min_length=1,
-        description="other text, named like `data.corpus`. Its text is in the column `data.text_field`, too",
+        description="other text, named like `data.corpus`",
     )
     corpus_config: str | None = Field(
         default=None, description="configuration of `corpus`, if it is a Hugging Face data set"
@@ -98,6 +98,11 @@ class ValidationSource(SettingsModel):
         default=None,
         description="`data.stream` of this corpus or split. A `share` is streamed if `data.corpus` is",
         json_schema_extra=unit("documents"),
+    )
+    text_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the field or column that holds its text. `null`: `data.text_field`",
     )
     share: float | None = Field(
         default=None,
@@ -114,6 +119,8 @@ class ValidationSource(SettingsModel):
             raise UserError("share is set, and also corpus or split: name one of them")
         if self.share is not None and self.stream is not None:
             raise UserError("share is of data.corpus, so stream has no effect here: set data.stream")
+        if self.share is not None and self.text_field is not None:
+            raise UserError("share is of data.corpus, so text_field has no effect here: set data.text_field")
         if self.share is None and self.corpus is None and self.split is None:
             raise UserError(
                 "it names no text: set corpus (other text), split (of a data set) or share (of the documents)"

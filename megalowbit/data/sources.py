@@ -211,14 +211,14 @@ def validation_settings(settings: DataSettings) -> DataSettings:
     split = settings.split if source.split is None else source.split
     update: dict[str, Any] = {**named, "split": split, "validation": None}
     if source.share is None:
-        update["stream"] = source.stream
+        update |= {"stream": source.stream, "text_field": source.text_field or settings.text_field}
     if source.share is None and source.corpus is not None:
         update |= {"sources": None, "phases": ()}
     other = settings.model_copy(update=update)
     if source.split is not None and not is_on_hub(other):
         raise UserError(
             f"split = {source.split!r} needs a Hugging Face data set, and corpus {other.corpus} is not one: "
-            "name another corpus, or set share"
+            "name the files of that split in data.validation.corpus, or set share"
         )
     if source.share is None and any(_is_trained_on(other, each) for each in sources_of(settings).values()):
         named = f"corpus {other.corpus}" if source.split is None else f"{other.corpus}, {other.split},"

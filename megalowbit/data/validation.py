@@ -7,6 +7,10 @@ the first is predicted exactly once, from at most `sequence_length` tokens befor
     the last one ends with the last token; it begins earlier if it would be shorter, and then ignores the
     predictions that the sequence before it has made
 
+With a limit, sequences are spread evenly over the text, with the same number of tokens left out around each,
+because the first tokens may all be of one document. Which tokens are predicted depends on the numbers of
+tokens alone, and no others are read.
+
 Sequences are numbered, and batch k always has the sequences k·size … (k+1)·size−1. Ranks share batches, not
 sequences: what depends on a batch, such as the scale of a tensor in FP4, is the same for any number of ranks.
 All batches have the same shape. The last one is filled with repetitions of its own sequences, whose
@@ -54,12 +58,13 @@ class ValidationText:
         sequence_length: tokens in a sequence.
         fingerprint: identifies the tokens.
         name: the user's name of the text.
-        limit: predict only so many tokens; None: all.
+        limit: predict only so many tokens, in sequences that are spread evenly over the text; None: all.
         check: as for `PackedDataset`; `count_bytes` calls it.
         rules: what batches make of documents; None: nothing.
 
     Attributes:
         tokens_fingerprint: identifies the tokens.
+        num_left_out: number of tokens after the first that are not predicted.
         num_predicted: number of tokens that are predicted, first tokens of documents included.
         fingerprint: identifies the sequences.
 
@@ -86,6 +91,7 @@ class ValidationText:
         self.name, self.sequence_length = name, sequence_length
         self.tokens_fingerprint, self._tokens, self._check = fingerprint, tokens, check
         self.num_predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+        self.num_left_out = len(tokens) - 1 - self.num_predicted
         self._rules = rules or DocumentRules()
         if not self.count_tokens():
             raise UserError(
@@ -93,12 +99,14 @@ class ValidationText:
                 "leaves out: use text with longer documents"
             )
         parts: tuple[Any, ...] = (fingerprint, sequence_length, self.num_predicted)
+        if self.num_left_out:  # earlier versions predicted the first tokens, whose loss is another one
+            parts += ("spread evenly",)
         if self._rules.are_separate or self._rules.masks_first:
             parts += (self._rules.end, self._rules.are_separate, self._rules.masks_first)
         self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
     def limited(self, limit: int | None) -> ValidationText:
-        """The same text, of which only the first `limit` tokens are predicted; None: all."""
+        """The same text, of which only `limit` tokens are predicted, evenly spread; None: all."""
         return ValidationText(
             self._tokens,
             self.sequence_length,
@@ -137,18 +145,35 @@ class ValidationText:
     def _sequence(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids and targets of a sequence."""
         length = self.sequence_length
-        first = number * length  # the token first + 1 is predicted first
-        last = min(first + length, self.num_predicted)
+        first, last = self._bounds(number)
         start = max(0, last - length)
         targets = np.full(length, IGNORED_LABEL)
         targets[first - start : last - start] = self._tokens[first + 1 : last + 1]
         return self._tokens[start : start + length].astype(np.int64), targets
 
+    def _bounds(self, number: int) -> tuple[int, int]:
+        """Sequence `number` predicts the tokens first + 1 … last."""
+        before = number * self.sequence_length  # tokens that the sequences before it predict
+        size = min(self.sequence_length, self.num_predicted - before)
+        left_out = self.num_left_out * (2 * number + 1) // (2 * self.num_sequences)  # before it
+        return before + left_out, before + left_out + size
+
+    def _blocks(self) -> list[tuple[int, int]]:
+        """The bounds of all sequences; of all together if no token is left out."""
+        if not self.num_left_out:
+            return [(0, self.num_predicted)]
+        return [self._bounds(number) for number in range(self.num_sequences)]
+
+    def _predicted(self, shift: int = 0) -> NDArray[Any]:
+        """The predicted tokens; or those that are `shift` places after them."""
+        found = [self._tokens[first + 1 + shift : last + 1 + shift] for first, last in self._blocks()]
+        return np.asarray(found[0]) if len(found) == 1 else np.concatenate(found)
+
     def count_tokens(self) -> int:
         """Number of tokens whose predictions count."""
         if not self._rules.masks_first:
             return self.num_predicted
-        return int((self._tokens[: self.num_predicted] != self._rules.end).sum())
+        return int((self._predicted(-1) != self._rules.end).sum())
 
     def count_bytes(self, tokenizer: Tokenizer) -> int:
         """Bytes of the text of the tokens whose predictions count; checks every token that is read.
@@ -157,9 +182,10 @@ class ValidationText:
             UserError: a token id is outside the vocabulary.
         """
         if self._check is not None:
-            self._check(self._tokens[: max(self.sequence_length, self.num_predicted + 1)], 0)
-        tokens = np.asarray(self._tokens[: self.num_predicted + 1])
-        before, ids = tokens[:-1], tokens[1:]
+            for first, last in self._blocks():
+                start = min(first, max(0, last - self.sequence_length))
+                self._check(self._tokens[start : max(start + self.sequence_length, last + 1)], start)
+        before, ids = self._predicted(-1), self._predicted()
         if self._rules.masks_first:
             is_counted = before != self._rules.end
             before, ids = before[is_counted], ids[is_counted]

@@ -3,7 +3,8 @@ import logging
 import numpy as np
 import pytest
 
-from megalowbit.data.corpus import BadRecords, TokenCorpus
+from megalowbit.data.corpus import AllSources, BadRecords, TokenCorpus
+from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.errors import UserError
 
 
@@ -56,3 +57,11 @@ def test_the_first_id_outside_the_vocabulary_is_named_by_its_place():
 def test_token_ids_are_no_text():
     with pytest.raises(UserError, match="corpus tokens consists of token ids, not text"):
         next(Tokens().documents())
+
+
+def test_a_blend_is_named_by_its_sources_and_not_by_their_files(tmp_path):
+    corpora = {}
+    for name in ("prose", "code"):
+        (tmp_path / f"{name}.txt").write_text(name)
+        corpora[name] = LocalCorpus(tmp_path / f"{name}.txt")
+    assert AllSources(corpora).name == "blend of prose, code"

@@ -1,7 +1,9 @@
 """Which tokens a text's sequences predict, whose text counts, and what is refused."""
 
+import hashlib
 import json
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -68,9 +70,52 @@ def test_each_token_after_the_first_is_predicted_once_by_the_one_before_it(lengt
         used = batch["input_ids"][counted.any(1)].tolist()
         assert rows == {tuple(row) for row in used}
         assert all(row == list(range(row[0], row[0] + length)) for row in batch["input_ids"].tolist())
-    last = length + more - 1 if limit is None else min(limit, length + more - 1)
-    assert sorted(seen) == list(range(1, last + 1))
-    assert text.num_predicted == last
+    last = length + more - 1
+    expected = last if limit is None else min(limit, last)
+    assert len(seen) == len(set(seen)) == text.num_predicted == expected
+    assert set(seen) <= set(range(1, last + 1))
+    check_spread(sorted(seen), last, length)
+    assert text.count_tokens() == expected
+    assert text.count_bytes(BYTES) == expected  # no id is 0
+
+
+def check_spread(places, last, length):
+    """The predicted tokens are runs of a sequence each, with equal gaps, half as long at both ends."""
+    count = math.ceil(len(places) / length)
+    runs = [places[number * length : (number + 1) * length] for number in range(count)]
+    assert all(run == list(range(run[0], run[0] + len(run))) for run in runs)
+    gaps = [later[0] - run[-1] - 1 for run, later in pairwise(runs)]
+    even = (last - len(places)) / count
+    assert all(abs(gap - even) < 1 for gap in gaps)
+    assert all(abs(gap - even / 2) < 1 for gap in (runs[0][0] - 1, last - runs[-1][-1]))
+
+
+def test_limited_tokens_are_of_documents_everywhere_and_no_others_are_read():
+    documents, size, limit = 50, 200, 640
+    ids = np.repeat(np.arange(1, documents + 1), size)
+    text = ValidationText(
+        ids, 32, fingerprint="f", name="", limit=limit, check=lambda ids, _: read.extend(ids)
+    )
+    read: list[int] = []
+    batches = [text.batch(number, 4) for number in range(text.num_batches(4))]
+    labels = torch.cat([each["labels"] for each in batches])
+    found = labels[labels != IGNORED_LABEL]
+    assert len(found) == limit
+    assert len(found.unique()) == 20  # 20 sequences of 32 tokens, each of another document
+    assert (found.min(), found.max()) == (2, 49)
+    text.count_bytes(BYTES)
+    assert len(read) == limit + 20  # and the one before each sequence
+
+
+def test_counts_with_a_limit_are_those_of_the_batches():
+    generator = np.random.default_rng(0)
+    ids = np.where(generator.random(3000) < 0.1, 0, generator.integers(1, 256, 3000)).astype(np.uint8)
+    rules = DocumentRules(end=0, are_separate=True, masks_first=True)
+    text = ValidationText(ids, 16, fingerprint="f", name="", limit=250, rules=rules)
+    batches = [text.batch(number, 3) for number in range(text.num_batches(3))]
+    labels = torch.cat([each["labels"] for each in batches])
+    assert text.count_tokens() == int((labels != IGNORED_LABEL).sum()) < 250
+    assert text.count_bytes(BYTES) == int((labels > 0).sum())
 
 
 def test_documents_are_apart_and_their_first_tokens_counted_or_not():
@@ -99,6 +144,9 @@ def test_only_what_a_loss_depends_on_is_in_the_fingerprint():
     assert whole.limited(None).fingerprint == whole.limited(100).fingerprint == whole.fingerprint
     assert whole.limited(20).limited(None).fingerprint == whole.fingerprint
     assert len({each.fingerprint for each in (whole, whole.limited(20), numbered(50, 9))}) == 3
+    # runs with a best checkpoint rely on it; with a limit it once was that of the first 20 tokens
+    assert whole.fingerprint == hashlib.sha256(repr(("f", 8, 49)).encode()).hexdigest()[:32]
+    assert whole.limited(20).fingerprint != hashlib.sha256(repr(("f", 8, 20)).encode()).hexdigest()[:32]
 
 
 def test_a_text_shorter_than_a_sequence_is_refused():
@@ -141,9 +189,11 @@ def test_bytes_are_those_of_the_documents(documents, tmp_path, kind):
     tokens = np.concatenate([end, *pieces])
     text = ValidationText(tokens, 32, fingerprint="", name="")
     assert text.count_bytes(tokenizer) == sum(len(each.encode()) for each in DOCUMENTS)
-    first = sum(map(len, pieces[:20]))  # of ten documents
-    expected = sum(len(each.encode()) for each in DOCUMENTS[:10])
-    assert text.limited(first).count_bytes(tokenizer) == expected
+    half = text.limited(len(tokens) // 2)
+    rows = [half.batch(number, 1)["labels"][0] for number in range(half.num_batches(1))]
+    predicted = np.concatenate([row[row != IGNORED_LABEL].numpy() for row in rows])
+    lengths = {int(each): tokenizer.count_bytes(np.array([each]), end) for each in np.unique(predicted)}
+    assert half.count_bytes(tokenizer) == sum(lengths[each] for each in predicted.tolist())
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
@@ -298,17 +348,22 @@ def test_ids_for_validation_are_those_of_the_text(documents, tmp_path):
             assert all(each.equal(expected[key]) for key, each in read.batch(number, 4).items())
 
 
-@pytest.mark.parametrize(("limit", "is_read"), [(None, True), (700, True), (699, False)])
-def test_every_id_that_is_read_is_checked_before_training(tmp_path, monkeypatch, limit, is_read):
+# 32 sequences of 32 tokens; number 11 begins with token 702
+@pytest.mark.parametrize(
+    ("limit", "place", "is_read"), [(None, 699, True), (1024, 702, True), (1024, 701, False)]
+)
+def test_every_id_that_is_read_is_checked_before_training(tmp_path, monkeypatch, limit, place, is_read):
     monkeypatch.setattr(megatron, "NUM_BLOCKS", 2)  # only the first and the last ids are checked when opened
     monkeypatch.setattr(megatron, "ID_BLOCK", 10)
     ids = np.ones(2000, np.int64)
-    ids[700] = 200
+    ids[place] = 200
     prefix = token_files(tmp_path / "held", ids)
     tokenizer = NoTokenizer(150)
     text = open_validation(data("stdlib", tmp_path, validation={"corpus": prefix}), tokenizer).limited(limit)
     if is_read:
-        message = r"^data\.validation: corpus .*held: token id 200 at position 700 of document 0 is outside"
+        message = (
+            rf"^data\.validation: corpus .*held: token id 200 at position {place} of document 0 is outside"
+        )
         with pytest.raises(UserError, match=message):
             text.count_bytes(tokenizer)
     else:
@@ -378,6 +433,21 @@ def test_what_is_trained_on_is_refused_before_it_is_tokenised(documents, tmp_pat
         count_samples(data(documents, tmp_path, validation={"corpus": str(tmp_path / "copy.jsonl")}))
 
 
+@pytest.mark.parametrize(("text_field", "expected"), [("content", DOCUMENTS[:50]), (None, DOCUMENTS[50:100])])
+def test_the_text_may_be_in_another_field_than_that_for_training(documents, tmp_path, text_field, expected):
+    held = tmp_path / "held.jsonl"
+    pairs = zip(DOCUMENTS[:50], DOCUMENTS[50:100], strict=True)
+    held.write_text("".join(json.dumps({"content": own, "text": other}) + "\n" for own, other in pairs))
+    chosen = data(documents, tmp_path, validation={"corpus": str(held), "text_field": text_field})
+    assert list(open_validation_corpus(chosen).documents()) == expected
+    assert list(open_corpus(chosen).documents()) == DOCUMENTS
+
+
+def test_a_field_of_a_share_is_refused():
+    with pytest.raises(ValueError, match=r"text_field has no effect here: set data\.text_field"):
+        ValidationSource(share=0.1, text_field="content")
+
+
 @pytest.mark.parametrize("share", [0, 1, -0.1, 1.5])
 def test_a_share_of_nothing_or_all_is_refused(share):
     with pytest.raises(ValueError, match="share"):
@@ -393,7 +463,11 @@ def test_a_share_of_nothing_or_all_is_refused(share):
             "^data.validation: corpus .*short.txt has 6 tokens, fewer than one",
         ),
         ({"corpus": "{folder}/documents.jsonl"}, "is the text for training: name other text, or set share"),
-        ({"split": "validation"}, "split = 'validation' needs a Hugging Face data set, and corpus .* is not"),
+        (
+            {"split": "validation"},
+            "split = 'validation' needs a Hugging Face data set, and corpus .* is not one: name the files of "
+            "that split in data.validation.corpus, or",
+        ),
         ({"share": 1e-9}, "share = 1e-09 holds out none of the 200 documents .*: raise it"),
     ],
 )

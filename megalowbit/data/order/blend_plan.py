@@ -142,6 +142,56 @@ def next_part(
     return part
 
 
+def describe_shares(part: PlanPart, progress: Progress) -> list[str]:
+    """For each source, `50.0000% of the samples until step 10, then 10.0000%; 30.0000% of the whole run`."""
+    end = progress.position + progress.left
+    segments = [each for each in part.segments_from(progress.position) if each.start < end] or [
+        part.segments[-1]
+    ]
+    total = sum(segments[0].weights)
+    changes = [
+        progress.step + (each.start - progress.position) // progress.samples_per_step for each in segments[1:]
+    ]
+    lines = []
+    for place, planned in enumerate(part.planned(end)):
+        shares = [f"{each.weights[place] / total:.4%}" for each in segments]
+        line = f"{shares[0]} of the samples"
+        if not changes:
+            lines.append(f"{line} to come")
+            continue
+        for step, share in zip(changes, shares[1:], strict=True):
+            line += f" until step {step}, then {share}"
+        lines.append(f"{line}; {float(planned / end):.4%} of the whole run")
+    return lines
+
+
+def describe_settings(settings: DataSettings, *, steps: int, samples_per_step: int) -> dict[str, str]:
+    """For each source, what it gives in a run that has not begun; no source is opened.
+
+    Args:
+        settings: with sources.
+        steps: of the run.
+        samples_per_step: over all ranks.
+    """
+    assert settings.sources is not None, "the caller has checked it"
+    sources = settings.sources
+    if any(each.weight is None for each in sources.values()):
+        weights = sum(each.weight or 0.0 for each in sources.values()) or 1.0
+        return {name: _describe_amount(each, weights) for name, each in sources.items()}
+    counts = (0,) * len(sources)
+    progress = Progress(step=0, steps=steps, samples_per_step=samples_per_step, position=0, counts=counts)
+    part = PlanPart(counts=counts, segments=_segments_of_weights(settings, progress), asked={})
+    return dict(zip(sources, describe_shares(part, progress), strict=True))
+
+
+def _describe_amount(source: BlendSource, weights: float) -> str:
+    if source.tokens is not None:
+        return f"{source.tokens:,} tokens"
+    if source.epochs is not None:
+        return f"{source.epochs:g} epochs"
+    return f"{(source.weight or 0.0) / weights:.4%} of the samples that tokens and epochs leave"
+
+
 def _asked(settings: DataSettings, progress: Progress) -> dict[str, Any]:
     assert settings.sources is not None, "the caller has checked it"
     names = ("weight", *AMOUNTS, "max_epochs")

@@ -48,7 +48,8 @@ class ValidationSettings(SettingsModel):
     tokens: int | None = Field(
         default=None,
         ge=1,
-        description="predict only so many tokens, the first ones. `null`: all",
+        description="predict only so many tokens, in sequences that are spread evenly over the text. "
+        "`null`: all",
         json_schema_extra=unit("tokens"),
     )
     micro_batch_size: int | None = Field(
@@ -131,8 +132,12 @@ class Validation(Component):
         return f"validate  {self.describe_text()}, {often}after the last step"
 
     def describe_text(self) -> str:
-        """`12,345 tokens of held.txt`."""
-        return f"{self._num_tokens:,} tokens of {self._text.name}"
+        """`12,345 tokens of held.txt`; with a limit, also how they are chosen."""
+        text, line = self._text, f"{self._num_tokens:,} tokens of {self._text.name}"
+        if text.num_left_out:
+            share = text.num_predicted / (text.num_predicted + text.num_left_out)
+            line += f", {share:.2%} of it in {text.num_sequences:,} evenly spread sequences"
+        return line
 
     def is_due(self, step: int) -> bool:
         """Whether the model is evaluated after `step`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megalowbit.data.settings import DataSettings
+from megalowbit.data.order.blend_plan import describe_settings
 from megalowbit.data.sources import is_on_hub, open_source, sources_of
 from megalowbit.data.tokenize import build_tokenizer
 from megalowbit.data.validation import describe_validation
@@ -64,7 +64,7 @@ def describe(config: PretrainConfig) -> str:
         + (SIZED_TO_FIT if config.is_sized_to_fit else ""),
         "configuration": json.dumps(config.to_dict(), indent=2),
         **_model_sections(config, recipe),
-        "data": f"{_corpora(config.settings.data)}; {_tokens(config)}"
+        "data": f"{_corpora(config)}; {_tokens(config)}"
         + ("" if not packing else f"\n{packing}")
         + ("" if text is None else f"\nvalidation: {text}"),
         **_memory_sections(config, recipe),
@@ -104,10 +104,17 @@ def padding_text(config: PretrainedConfig) -> str:
     return f"\nvocabulary: {size:,} tokens, padded to {config.vocab_size:,} rows" * is_padded
 
 
-def _corpora(settings: DataSettings) -> str:
-    """The names of the corpora for training, which are opened but not read."""
+def _corpora(config: PretrainConfig) -> str:
+    """The corpora for training, which are opened but not read, and what each source of a blend gives."""
+    settings, parts = config.settings.data, dict[str, str]()
+    if settings.sources is not None:
+        parts = describe_settings(
+            settings,
+            steps=config.settings.run.steps,
+            samples_per_step=config.parts.deepspeed["train_batch_size"],
+        )
     return "\n".join(
-        (f"{name}: " if name else "")
+        (f"{name}: {parts[name]}, from " if name else "")
         + (f"data set {each.corpus} (not downloaded)" if is_on_hub(each) else open_source(name, each).name)
         for name, each in sources_of(settings).items()
     )

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, next_part
+from megalowbit.data.order.blend_plan import (
+    PlanPart,
+    Progress,
+    check_history,
+    describe_settings,
+    describe_shares,
+    next_part,
+)
 from megalowbit.data.order.quota import QuotaOrder, Segment
 from megalowbit.data.settings import DataSettings
 from megalowbit.errors import UserError
@@ -55,6 +62,38 @@ def test_weights_are_the_numbers_that_were_written():
     assert segment == Segment(start=0, weights=(1, 2))
     (segment,) = plan(blend(a={"weight": 1e-05}, b={"weight": 3})).segments
     assert segment.weights == (1, 300_000)
+
+
+def test_shares_are_described_with_all_phases_to_come():
+    phases = [{"from_step": step, "weights": weights} for step, weights in (
+        (10, {"a": 9, "b": 1}), (60, {"a": 0, "b": 1}), (200, {"a": 1, "b": 0})
+    )]  # fmt: skip
+    chosen = blend(phases, a={"weight": 1}, b={"weight": 1})
+    first = plan(chosen)
+    # (10 · 0.5 + 50 · 0.1 + 40) / 100
+    expected = (
+        "50.0000% of the samples until step 10, then 10.0000% until step 60, then 100.0000%; "
+        "50.0000% of the whole run"
+    )
+    assert describe_shares(first, progress())[1] == expected
+    assert describe_settings(chosen, steps=100, samples_per_step=10)["b"] == expected
+    later = progress(50, counts=(410, 90))
+    assert describe_shares(plan(chosen, later, first), later) == [
+        "90.0000% of the samples until step 60, then 0.0000%; 50.0000% of the whole run",
+        "10.0000% of the samples until step 60, then 100.0000%; 50.0000% of the whole run",
+    ]
+    last = progress(70, counts=(500, 200))
+    assert describe_shares(plan(chosen, last, first), last)[1] == "100.0000% of the samples to come"
+
+
+def test_amounts_are_described_without_the_sizes_of_sources():
+    chosen = blend(a={"tokens": 12000}, b={"weight": 1}, c={"weight": 3}, d={"epochs": 1.5})
+    assert describe_settings(chosen, steps=100, samples_per_step=10) == {
+        "a": "12,000 tokens",
+        "b": "25.0000% of the samples that tokens and epochs leave",
+        "c": "75.0000% of the samples that tokens and epochs leave",
+        "d": "1.5 epochs",
+    }
 
 
 def test_phases_begin_at_their_steps():

@@ -133,6 +133,17 @@ def test_a_source_without_a_sample_has_no_loss(resolve, blend, taken, tmp_path):
     assert all(row["loss/prose"] is not None for row in rows)
 
 
+def test_the_summary_has_the_last_loss_of_a_source_that_gives_no_more(resolve, blend, tmp_path):
+    phases = [{"from_step": 2, "weights": {"prose": 1, "shout": 0}}]
+    overrides = (*blend(phases=phases, **THREE_TO_ONE), "megalowbit.checkpoint.every=1")
+    rows = run(resolve(*overrides, "megalowbit.run.steps=3"), tmp_path / "run")
+    rows = run(resolve(*overrides, "megalowbit.run.steps=4"), tmp_path / "run", is_resume=True)
+    assert [row["loss/shout"] is None for row in rows] == [False, False, True, True]
+    found = json.loads((tmp_path / "run" / "summary.json").read_text())["sources"]
+    assert found["shout"]["loss"] == rows[1]["loss/shout"]
+    assert found["prose"]["loss"] == rows[3]["loss/prose"]
+
+
 def test_a_loss_that_is_not_finite_stays_in_its_source(build_job, blend):
     job = build_job(*blend(**THREE_TO_ONE))
     losses = job.find(SourceLosses)
@@ -182,7 +193,7 @@ def test_one_source_trains_as_one_corpus(resolve, blend, tmp_path):
     assert found[0].keys() - expected[0].keys() == {"loss/prose"}
 
 
-def test_a_resumed_run_repeats_a_blend_bit_for_bit(resolve, blend, taken, tmp_path):
+def test_a_resumed_run_repeats_a_blend_bit_for_bit(resolve, blend, taken, tmp_path, capsys):
     phases = [{"from_step": 5, "weights": {"prose": 1, "shout": 4}}]
     overrides = (
         *blend(phases=phases, prose={"weight": 0.61803}, shout={"weight": 0.38197}),
@@ -195,6 +206,8 @@ def test_a_resumed_run_repeats_a_blend_bit_for_bit(resolve, blend, taken, tmp_pa
         shutil.rmtree(tmp_path / "resumed" / name)
     for name in ("DONE", "summary.json"):
         (tmp_path / "resumed" / name).unlink()
+    line = "shout: 38.1970% of the samples until step 5, then 80.0000%; 53.8731% of the whole run, from "
+    assert line in capsys.readouterr().out
     read = list(taken)
     assert run(resolve(*overrides), tmp_path / "resumed", is_resume=True) == whole
     assert taken == [*read, *read[3 * PER_STEP :]]

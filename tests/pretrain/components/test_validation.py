@@ -218,12 +218,14 @@ def test_validation_can_be_added_and_removed_when_a_run_is_resumed(resolve, held
     assert list(of_validation(added)) == list(of_validation(removed)) == [4]
 
 
-def test_by_default_the_last_step_alone_is_evaluated_on_limited_tokens(resolve, held, tmp_path):
+def test_by_default_the_last_step_alone_is_evaluated_on_limited_tokens(resolve, held, tmp_path, capsys):
     rows = run(
         resolve(held[0], "megalowbit.validation.tokens=100", "megalowbit.run.steps=3"), tmp_path / "run"
     )
     assert list(of_validation(rows)) == [3]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]["tokens"] == 100
+    line = f"100 tokens of {tmp_path / 'held.txt'}, 5.13% of it in 4 evenly spread sequences, "
+    assert f"{line}after the last step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

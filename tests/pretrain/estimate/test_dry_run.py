@@ -114,10 +114,17 @@ def test_sources_are_listed_and_not_downloaded(resolve, tmp_path):
     data = {"sources": sources, "sequence_length": 32, "validation": {"share": 0.1}}
     found = sections(describe(resolve(f"megalowbit.data={json.dumps(data)}")))["data"]
     assert found.splitlines() == [
-        f"own: {tmp_path / 'text.txt'} (documents not held out)",
-        "web: data set someone/some-text (not downloaded); 128 tokens per step on 1 process, 768 in 6 steps",
+        f"own: 2 epochs, from {tmp_path / 'text.txt'} (documents not held out)",
+        "web: 100.0000% of the samples that tokens and epochs leave, from data set someone/some-text (not "
+        "downloaded); 128 tokens per step on 1 process, 768 in 6 steps",
         "validation: data set someone/some-text, train (not downloaded)",
     ]
+    sources["own"] = {**sources["own"], "epochs": None, "weight": 1}
+    data["phases"] = [{"from_step": 2, "weights": {"web": 0, "own": 1}}]
+    found = sections(describe(resolve(f"megalowbit.data={json.dumps(data)}")))["data"]
+    assert (
+        "own: 25.0000% of the samples until step 2, then 100.0000%; 75.0000% of the whole run, from" in found
+    )
 
 
 @pytest.mark.parametrize(
