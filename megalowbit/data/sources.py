@@ -221,8 +221,8 @@ def validation_settings(settings: DataSettings) -> DataSettings:
             "name the files of that split in data.validation.corpus, or set share"
         )
     if source.share is None and any(_is_trained_on(other, each) for each in sources_of(settings).values()):
-        named = f"corpus {other.corpus}" if source.split is None else f"{other.corpus}, {other.split},"
-        raise UserError(f"{named} is the text for training: name other text, or set share")
+        held_out = f"corpus {other.corpus}" if source.split is None else f"{other.corpus}, {other.split},"
+        raise UserError(f"{held_out} is the text for training: name other text, or set share")
     return other
 
 
