@@ -290,8 +290,7 @@ PROGRAM = """
     import os, sys, time
     from pathlib import Path
     from megalowbit.data.packing import pack
-    from megalowbit.data.text_files import local_files
-from megalowbit.data.text_files.local_files import LocalCorpus
+    from megalowbit.data.text_files.local_files import LocalCorpus
     from megalowbit.data.token_files import build
     from megalowbit.data.tokenize import ByteTokenizer
 
