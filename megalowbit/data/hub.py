@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megalowbit.data.cache import cached_file
+from megalowbit.data.cache.built_files import cached_file
 from megalowbit.data.corpus import BadRecords, Corpus
 from megalowbit.data.settings import DataSettings, names_files
 from megalowbit.data.text_files.tables import check_column, column_documents

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import run_on_each_node_first
+from megalowbit.data.cache.node_first import run_on_each_node_first
 from megalowbit.data.corpus import AllSources, Corpus
 from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, describe_shares, next_part
 from megalowbit.data.order.permutation import sample_index

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import WAIT_SECONDS, cached_file, facts_of
+from megalowbit.data.cache.built_files import WAIT_SECONDS, cached_file, facts_of
 from megalowbit.data.corpus import Corpus, TokenCorpus
 from megalowbit.data.order.best_fit import BestFitPlan, best_fit_plan
 from megalowbit.data.settings import DataSettings

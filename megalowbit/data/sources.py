@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalowbit.data.cache import FEWEST_BLOCKS, content_digest
+from megalowbit.data.cache.digests import FEWEST_BLOCKS, content_digest
 from megalowbit.data.corpus import AllSources, Corpus, DocumentShare
 from megalowbit.data.hub import DEFAULT_CONFIG, HubCorpus, splits_overlap
 from megalowbit.data.settings import BLEND, TEXT_KINDS, DataSettings

@@ -24,7 +24,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import WAIT_SECONDS, cached_file
+from megalowbit.data.cache.built_files import WAIT_SECONDS, cached_file
 from megalowbit.data.corpus import Corpus
 from megalowbit.data.settings import (
     BPE_TOKENIZER,

@@ -366,7 +366,7 @@ def _describe_or_prepare(
 
         print(describe(config))
         return
-    from megalowbit.data.cache import reported_builds
+    from megalowbit.data.cache.build_lines import reported_builds
     from megalowbit.data.loader import count_samples
     from megalowbit.data.sources import places_of_samples
     from megalowbit.pretrain.checks import check_config

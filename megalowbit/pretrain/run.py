@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from megalowbit.config.deepspeed_json import load_json
-from megalowbit.data.cache import reported_builds
+from megalowbit.data.cache.build_lines import reported_builds
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhere
 from megalowbit.engine.parameters.full_weights import full_state_dict

@@ -210,9 +210,9 @@ def test_two_processes_build_one_cache_and_read_different_samples(tmp_path):
 def test_one_of_two_processes_reads_the_files_for_the_fingerprint_of_both(tmp_path):
     (tmp_path / "a.txt").write_text("some text of some length " * 40)
     counted = """
-    from megalowbit.data import cache
-    cache.NS_UNTIL_SETTLED, read, original = 0, [], cache.content_digest
-    cache.content_digest = lambda path, *blocks: read.append(path) or original(path, *blocks)
+    from megalowbit.data.cache import digests
+    digests.NS_UNTIL_SETTLED, read, original = 0, [], digests.content_digest
+    digests.content_digest = lambda path, *blocks: read.append(path) or original(path, *blocks)
     """
     shown = "print(sum(each.suffix == '.txt' for each in read))"
     outputs = run_two(tmp_path, tmp_path / "a.txt", before=counted, after=shown)

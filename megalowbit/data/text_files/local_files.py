@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from megalowbit.data.cache import corpus_digests, file_facts, is_settled
+from megalowbit.data.cache.digests import corpus_digests, file_facts, is_settled
 from megalowbit.data.corpus import BadRecords, Corpus, CorpusChangedError
 from megalowbit.data.settings import COMPRESSIONS, GLOB, TEXT_KINDS, DataSettings, kind_of
 from megalowbit.data.text_files.lines import TextFile, jsonl_documents, text_documents

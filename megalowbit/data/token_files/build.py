@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from megalowbit.data.cache import journal_of
+from megalowbit.data.cache.built_files import journal_of
 from megalowbit.data.corpus import Corpus, CorpusChangedError
 from megalowbit.data.token_files.workers import Batch, Encoder, encode_in_order
 from megalowbit.durable_files import atomic_file

@@ -41,7 +41,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalowbit.data.cache import NS_UNTIL_SETTLED, corpus_digests
+from megalowbit.data.cache.digests import NS_UNTIL_SETTLED, corpus_digests
 from megalowbit.data.corpus import TokenCorpus
 from megalowbit.data.settings import TOKEN_SUFFIXES, DataSettings, is_token_prefix
 from megalowbit.durable_files import atomic_file, sync

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megalowbit.data.cache import run_on_each_node_first
+from megalowbit.data.cache.node_first import run_on_each_node_first
 from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings

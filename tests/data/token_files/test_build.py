@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from forks import Forked, fork_server
 
-from megalowbit.data import cache
+from megalowbit.data.cache import built_files, digests
 from megalowbit.data.corpus import Corpus, DocumentShare
 from megalowbit.data.packing import pack
 from megalowbit.data.text_files import local_files
@@ -166,7 +166,7 @@ def write_jsonl(path, texts):
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """A folder of two files of long ago, so that an edit gives them another time."""
-    monkeypatch.setattr(cache, "NS_UNTIL_SETTLED", -(10**9))
+    monkeypatch.setattr(digests, "NS_UNTIL_SETTLED", -(10**9))
     folder = tmp_path / "files"
     folder.mkdir()
     for name, texts in (("a", TEXTS[:200]), ("b", TEXTS[200:])):
@@ -258,7 +258,7 @@ def test_bad_records_of_a_cached_file_are_counted_against_a_smaller_limit(tmp_pa
     corpus = Damaged(texts)
     corpus.bad_records.limit = 2
     pack(corpus, ByteTokenizer(), 8, tmp_path)
-    assert cache.facts_of(token_file(tmp_path)) == {
+    assert built_files.facts_of(token_file(tmp_path)) == {
         "documents": 2, "tokens": 92, "bad_records": 2, "empty_records": 0
     }  # fmt: skip
     corpus.bad_records.limit = 1
@@ -360,7 +360,7 @@ class Kills:
         files = list(self.tokens.glob("*.npy"))
         for path in files:
             assert np.array_equal(np.load(path), self.expected)
-            assert cache._is_whole(path)
+            assert built_files._is_whole(path)
         journals = self.tokens.glob(".*.partial.json")
         return bool(files), max([json.loads(path.read_text())["documents"] for path in journals], default=0)
 

@@ -1,0 +1,1 @@
+"""What takes long to compute: built once, kept in `data.cache_dir`, and checked before each use."""

@@ -1,0 +1,110 @@
+"""Builds of one file at the same time: one works, and the others wait, take its place, or give up."""
+
+import errno
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from megalowbit.data.cache import build_lock
+from megalowbit.data.cache.built_files import cached_file
+from megalowbit.errors import TransientError
+
+TIMEOUT = 90
+
+
+class Builder:
+    def __init__(self, content=b"tokens" * 100):
+        self.content = content
+        self.calls = 0
+
+    def __call__(self, path):
+        self.calls += 1
+        path.write_bytes(self.content)
+
+
+def test_one_of_several_builds_and_the_others_wait(tmp_path):
+    build, seen = Builder(os.urandom(1 << 20)), []
+
+    def slowly(path):
+        time.sleep(0.3)
+        build(path)
+
+    def use():
+        seen.append(cached_file(tmp_path / "file", slowly).read_bytes())
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert seen == [build.content] * 4
+    assert build.calls == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "file.manifest.json"]
+
+
+def test_without_file_locks_builds_at_the_same_time_do_not_disturb_each_other(tmp_path, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(build_lock.fcntl, "flock", refuse)
+    barrier = threading.Barrier(4)
+    content = os.urandom(1 << 20)
+    seen = []
+
+    def build(path):
+        barrier.wait(TIMEOUT)  # all have found nothing, and now all write
+        path.write_bytes(content)
+
+    def use():
+        seen.append(cached_file(tmp_path / "file", build).read_bytes())
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert seen == [content] * 4
+    assert "has no file locks" in caplog.text
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "file.manifest.json", ".file.lock"}
+
+
+def test_waiting_ends_with_a_line_that_names_the_builder(tmp_path):
+    is_building, may_end = threading.Event(), threading.Event()
+
+    def build(path):
+        is_building.set()
+        may_end.wait(TIMEOUT)
+        path.write_bytes(b"tokens")
+
+    builder = threading.Thread(target=cached_file, args=(tmp_path / "file", build))
+    builder.start()
+    assert is_building.wait(TIMEOUT)
+    message = rf"file is still being built by process {os.getpid()} on .* after 0\.2 s"
+    with pytest.raises(TransientError, match=message):
+        cached_file(tmp_path / "file", Builder(), timeout=0.2)
+    may_end.set()
+    builder.join(TIMEOUT)
+    assert cached_file(tmp_path / "file", Builder(), timeout=0.2).read_bytes() == b"tokens"
+
+
+def test_who_waits_for_a_killed_builder_takes_its_place(tmp_path):
+    ready, go = os.pipe()
+    child = os.fork()
+    if child == 0:  # builds until it is killed
+        cached_file(tmp_path / "file", lambda path: (os.write(go, b"x"), time.sleep(TIMEOUT)))
+        os._exit(0)
+    os.read(ready, 1)
+    build, seen = Builder(), []
+    waiting = threading.Thread(target=lambda: seen.append(cached_file(tmp_path / "file", build)))
+    waiting.start()
+    time.sleep(0.2)
+    assert not build.calls
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    waiting.join(TIMEOUT)
+    assert seen
+    assert build.calls == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "file.manifest.json"]
