@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from megalowbit.data.cache.built_files import cached_file
+from megalowbit.data.cache.built_files import WAIT_SECONDS, cached_file
 from megalowbit.data.corpus import BadRecords, Corpus
 from megalowbit.data.settings import DataSettings, names_files
 from megalowbit.data.text_files.tables import check_column, column_documents
@@ -54,6 +54,7 @@ class HubCorpus(Corpus):
         max_bad_records: how many rows may be left out because they are not text.
         stream: read it from the network without a copy: `"all"` documents, or only the first so many.
         cache_dir: folder of the cache, where fingerprints are kept; None: they are not.
+        timeout: seconds to wait for another process that hashes the same rows.
 
     Raises:
         UserError: the data set, configuration, split or column does not exist or cannot be reached, or the
@@ -70,6 +71,7 @@ class HubCorpus(Corpus):
         max_bad_records: int = 0,
         stream: int | Literal["all"] | None = None,
         cache_dir: Path | None = None,
+        timeout: float = WAIT_SECONDS,
     ) -> None:
         self.dataset_name = dataset_name
         self.config = config
@@ -78,7 +80,7 @@ class HubCorpus(Corpus):
         self.stream = stream
         self.bad_records = BadRecords(max_bad_records)
         self.record = "row 1"
-        self._cache_dir = cache_dir
+        self._cache_dir, self._timeout = cache_dir, timeout
         self._num_read = 0
         if stream is None:
             self._rows = self._load()
@@ -99,6 +101,7 @@ class HubCorpus(Corpus):
             max_bad_records=settings.max_bad_records,
             stream=settings.stream,
             cache_dir=settings.cache_dir,
+            timeout=settings.build_timeout,
         )
 
     @property
@@ -228,7 +231,7 @@ class HubCorpus(Corpus):
             logger.info("hashing the text of %s, once", self.name)
             draft.write_text(self._hash_rows(), encoding="utf-8")
 
-        kept = cached_file(self._cache_dir / FINGERPRINTS / f"{key}.txt", write)
+        kept = cached_file(self._cache_dir / FINGERPRINTS / f"{key}.txt", write, timeout=self._timeout)
         return kept.read_text(encoding="utf-8")
 
     def _hash_rows(self) -> str:

@@ -13,13 +13,14 @@ import pyarrow.parquet
 import pytest
 from quick_cases import slow_except
 
+from megalowbit.data.cache.build_lock import build_lock
 from megalowbit.data.hub import HubCorpus
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import open_corpus
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.tokenize import ByteTokenizer
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError
 
 ROWS = [{"text": f"document {number}", "number": number} for number in range(2000)]
 
@@ -90,6 +91,23 @@ def test_rows_are_hashed_once(dataset, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(HubCorpus, "_hash_rows", lambda self: pytest.fail("rows are hashed again"))
     assert HubCorpus(str(dataset), cache_dir=tmp_path).fingerprint == first
     assert HubCorpus(str(dataset), cache_dir=tmp_path, split="train[:50%]").fingerprint == of_half
+
+
+def test_waiting_for_a_process_that_hashes_the_rows_ends_after_the_timeout(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr(LocalCorpus, "is_meant", lambda corpus: False)  # else it is a local folder
+    monkeypatch.setattr(HubCorpus, "is_meant", lambda corpus: True)
+    more = {"cache_dir": tmp_path / "cache", "build_timeout": 0.2}
+
+    def opened():
+        return open_corpus(DataSettings(corpus=str(dataset), sequence_length=8, **more))
+
+    first = opened().fingerprint
+    (kept,) = (tmp_path / "cache" / "data_sets").glob("*.txt")
+    kept.unlink()
+    message = r"still being built by process \d+ on .* after 0\.2 s: raise data\.build_timeout"
+    with build_lock(kept, timeout=1), pytest.raises(TransientError, match=message):
+        print(opened().fingerprint)
+    assert opened().fingerprint == first
 
 
 @pytest.fixture
