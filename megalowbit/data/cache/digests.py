@@ -58,7 +58,7 @@ def corpus_digests(files: Sequence[Path], cache_dir: Path | None = None) -> list
     damaged, or impossible to write.
 
     Not detected: a change of a file that is not read completely, if it keeps the size and affects none of the
-    blocks. If the time of such a file has changed, and its digest has not, a warning says so.
+    blocks. If the time of such a file has changed, but neither its inode nor its digest, a warning says so.
 
     Args:
         files: of the corpus, in their order.
@@ -74,7 +74,9 @@ def corpus_digests(files: Sequence[Path], cache_dir: Path | None = None) -> list
         before, digest = known.entries.get(name, ([], ""))
         if before != each:
             found = content_digest(file, blocks, block)
-            if digest == found and each[0] > blocks * block and before[2] != each[2]:
+            # another inode is another file: each node's own copy, under one name in a cache that they share
+            is_same_file = digest == found and before[1] == each[1]
+            if is_same_file and each[0] > blocks * block and before[2] != each[2]:
                 logger.warning(
                     "%s has a new time, but its size and the %d blocks that are read are as before: if it "
                     "was edited, cached tokens and checkpoints are of the old content",

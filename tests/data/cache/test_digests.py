@@ -142,6 +142,23 @@ def test_a_new_time_without_new_content_is_reported_if_not_all_is_read(tmp_path,
     assert not caplog.text
 
 
+def test_copies_of_one_name_on_several_nodes_do_not_look_edited(tmp_path, settled, caplog):
+    """A folder renamed to and fro stands for the disks of two nodes, which share the cache."""
+    nodes, corpus = (tmp_path / "first", tmp_path / "second"), tmp_path / "corpus"
+    for number, node in enumerate(nodes):
+        node.mkdir()
+        with (node / "a.txt").open("wb") as file:
+            file.truncate(70 * 2**20)
+        os.utime(node / "a.txt", ns=(number, number))
+    found = set()
+    for node in nodes * 2:
+        node.rename(corpus)
+        found |= set(corpus_digests([corpus / "a.txt"], tmp_path))
+        corpus.rename(node)
+    assert len(found) == 1
+    assert not caplog.text
+
+
 def test_a_file_that_has_just_changed_is_not_remembered(tmp_path):
     (file,) = write_files(tmp_path / "a", 1, 1000)
     (digest,) = corpus_digests([file], tmp_path)
