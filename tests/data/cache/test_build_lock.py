@@ -1,10 +1,13 @@
 """Builds of one file at the same time: one works, and the others wait, take its place, or give up."""
 
 import errno
+import fcntl
 import os
 import signal
 import threading
 import time
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -49,7 +52,7 @@ def test_without_file_locks_builds_at_the_same_time_do_not_disturb_each_other(tm
     def refuse(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(build_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     barrier = threading.Barrier(4)
     content = os.urandom(1 << 20)
     seen = []
@@ -108,3 +111,49 @@ def test_who_waits_for_a_killed_builder_takes_its_place(tmp_path):
     assert seen
     assert build.calls == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "file.manifest.json"]
+
+
+# Locks belong to open files, not to processes, so one process can play several in a fixed order.
+
+
+def test_who_locks_a_file_that_has_lost_its_name_does_not_build(tmp_path, monkeypatch):
+    path, second, flock = tmp_path / "file", Builder(), fcntl.flock
+    with ExitStack() as first, ExitStack() as third:
+        assert first.enter_context(build_lock.build_lock(path, timeout=0))
+
+        def flock_late(file, operation):
+            """The second has opened the lock's file; the first ends, and a third begins to build."""
+            monkeypatch.setattr(fcntl, "flock", flock)
+            first.close()
+            assert third.enter_context(build_lock.build_lock(path, timeout=0))
+            flock(file, operation)  # no other process has this file
+
+        monkeypatch.setattr(fcntl, "flock", flock_late)
+        with pytest.raises(TransientError, match="is still being built"):
+            cached_file(path, second, timeout=0)
+        assert not second.calls
+    cached_file(path, second, timeout=0)
+    assert second.calls == 1
+
+
+def test_the_lock_is_held_until_its_file_has_lost_its_name(tmp_path, monkeypatch):
+    path, unlink, builders = tmp_path / "file", Path.unlink, []
+
+    def begin(number):
+        try:
+            others.enter_context(build_lock.build_lock(path, timeout=0))
+        except TransientError:
+            return
+        builders.append(number)
+
+    def unlink_late(lock, missing_ok=False):
+        """A second process tries to build just before the first removes the lock's file."""
+        monkeypatch.setattr(Path, "unlink", unlink)
+        begin(2)
+        unlink(lock, missing_ok)
+
+    with ExitStack() as others:
+        with build_lock.build_lock(path, timeout=0):
+            monkeypatch.setattr(Path, "unlink", unlink_late)
+        begin(3)
+        assert builders == [3]
