@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalowbit.data.cache.digests import digest_of
 from megalowbit.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -182,7 +183,7 @@ class AllSources(Corpus):
     def fingerprint(self) -> str:
         """Depends on the corpora and their order."""
         parts = ("all", *(each.fingerprint for each in self._corpora.values()))
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     @property
     def share_read(self) -> float | None:
@@ -244,7 +245,7 @@ class DocumentShare(Corpus):
     def fingerprint(self) -> str:
         """Depends on the corpus, the share and the side."""
         parts = ("share", self._corpus.fingerprint, self._share, self._is_held_out)
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return digest_of(parts)
 
     @property
     def bad_records(self) -> BadRecords:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megalowbit.data.cache.built_files import WAIT_SECONDS, cached_file
+from megalowbit.data.cache.digests import digest_of, key_of
 from megalowbit.data.corpus import BadRecords, Corpus
 from megalowbit.data.settings import DataSettings, names_files
 from megalowbit.data.text_files.tables import check_column, column_documents
@@ -184,8 +185,8 @@ class HubCorpus(Corpus):
 
     @property
     def _origin_file(self) -> Path | None:
-        key = hashlib.sha256(repr((self.dataset_name, self.config)).encode()).hexdigest()[:32]
-        return self._cache_dir and self._cache_dir / FINGERPRINTS / f"stream-{key}.json"
+        name = f"stream-{key_of((self.dataset_name, self.config))}.json"
+        return self._cache_dir and self._cache_dir / FINGERPRINTS / name
 
     def _known_origin(self) -> str | None:
         """What `_keep_origin` has kept; None if there is nothing."""
@@ -219,13 +220,13 @@ class HubCorpus(Corpus):
     def fingerprint(self) -> str:  # it reads the rows
         if self.stream is not None:
             stream = ("stream", self._origin, self.config, self.split, self.text_field, self.stream)
-            return hashlib.sha256(repr(stream).encode()).hexdigest()
+            return digest_of(stream)
         files = [Path(file["filename"]) for file in self._rows.cache_files]
         if self._cache_dir is None or not files:
             return self._hash_rows()
         facts = [(str(file), (found := file.stat()).st_size, found.st_mtime_ns) for file in files]
         parts = (facts, self.dataset_name, self.config, self.split, self.text_field, len(self._rows))
-        key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        key = key_of(parts)
 
         def write(draft: Path) -> None:
             logger.info("hashing the text of %s, once", self.name)
@@ -265,9 +266,9 @@ class HubCorpus(Corpus):
         while True:
             try:
                 table = next(tables, None)
-            except (
-                Exception
-            ) as error:  # of the library that reads: datasets, fsspec, pyarrow, a client of HTTP
+            except MemoryError:  # not the data set's fault
+                raise
+            except Exception as error:  # datasets, fsspec, pyarrow and clients of HTTP have many kinds
                 raise self._not_read(error, num_rows) from error
             if table is None:
                 return

@@ -13,7 +13,6 @@ plan and position; with them a resumed run need not choose again from the beginn
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megalowbit.data.cache.digests import key_of
 from megalowbit.data.cache.node_first import run_on_each_node_first
 from megalowbit.data.corpus import AllSources, Corpus
 from megalowbit.data.order.blend_plan import PlanPart, Progress, check_history, describe_shares, next_part
@@ -74,8 +74,7 @@ class BlendedDataset:
     @property
     def fingerprint(self) -> str:
         """Identifies the sources and their tokens."""
-        parts = [(name, each.fingerprint) for name, each in self.sources.items()]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        return key_of([(name, each.fingerprint) for name, each in self.sources.items()])
 
 
 class ShardedLoader(Iterator[dict[str, torch.Tensor]]):

@@ -31,6 +31,7 @@ import torch
 from numpy.typing import NDArray
 
 from megalowbit.data.cache.built_files import WAIT_SECONDS, cached_file, facts_of
+from megalowbit.data.cache.digests import key_of
 from megalowbit.data.corpus import Corpus, TokenCorpus
 from megalowbit.data.order.best_fit import BestFitPlan, best_fit_plan
 from megalowbit.data.settings import DataSettings
@@ -266,8 +267,7 @@ def _madvise() -> Any:
 
 def best_fit_key(packed: PackedDataset) -> str:
     """Identifies the plan of these tokens."""
-    parts = (BEST_FIT_FORMAT, packed.fingerprint)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    return key_of((BEST_FIT_FORMAT, packed.fingerprint))
 
 
 def best_fit(
@@ -310,8 +310,7 @@ def pack(
     """
     if isinstance(corpus, TokenCorpus):
         return _in_place(corpus, tokenizer, sequence_length, needs_ends=needs_ends)
-    parts = (PACKING_FORMAT, corpus.fingerprint, tokenizer.fingerprint)
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    key = key_of((PACKING_FORMAT, corpus.fingerprint, tokenizer.fingerprint))
     path = cached_file(
         cache_dir / "tokens" / f"{key}.npy",
         lambda draft: write_tokens(corpus, tokenizer, draft, workers=workers),

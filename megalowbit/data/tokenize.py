@@ -25,6 +25,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megalowbit.data.cache.built_files import WAIT_SECONDS, cached_file
+from megalowbit.data.cache.digests import key_of
 from megalowbit.data.corpus import Corpus
 from megalowbit.data.settings import (
     BPE_TOKENIZER,
@@ -307,8 +308,7 @@ def train_bpe(
     `timeout` is how many seconds to wait while another process trains it. If the corpus is too small for
     `vocab_size`, the vocabulary is smaller. `parse_special_tokens` is that of `BPETokenizer`.
     """
-    parts = (BPE_FORMAT, tokenizers.__version__, vocab_size, corpus.fingerprint)
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    key = key_of((BPE_FORMAT, tokenizers.__version__, vocab_size, corpus.fingerprint))
 
     def build(path: Path) -> None:
         logger.info("training a BPE of %d tokens on %s, once", vocab_size, corpus.name)

@@ -22,7 +22,6 @@ predicted here either.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megalowbit.data.cache.digests import key_of
 from megalowbit.data.corpus import Corpus
 from megalowbit.data.packing import DocumentRules, pack
 from megalowbit.data.settings import DataSettings
@@ -103,7 +103,7 @@ class ValidationText:
             parts += ("spread evenly",)
         if self._rules.are_separate or self._rules.masks_first:
             parts += (self._rules.end, self._rules.are_separate, self._rules.masks_first)
-        self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+        self.fingerprint = key_of(parts)
 
     def limited(self, limit: int | None) -> ValidationText:
         """The same text, of which only `limit` tokens are predicted, evenly spread; None: all."""

@@ -32,9 +32,8 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 # the values that torch accepts as deterministic; the first is the faster one
 CUBLAS_VARIABLE, DETERMINISTIC_CUBLAS = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-FLASH_VARIABLE = (
-    "FLASH_ATTENTION_DETERMINISTIC"  # transformers reads it; the kernels know no setting of torch
-)
+# transformers reads it; the kernels know no setting of torch
+FLASH_VARIABLE = "FLASH_ATTENTION_DETERMINISTIC"
 NOT_DETERMINISTIC = r"(.+?) does not have a deterministic implementation"
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -207,6 +208,27 @@ def test_a_later_file_of_another_kind_is_a_one_line_error(tmp_path, library, con
         read += corpus.documents()
     assert "\n" not in str(caught.value)
     assert not isinstance(caught.value, TransientError)
+
+
+@pytest.mark.parametrize(
+    ("stream", "remedy"), [("all", "fix the data set"), (None, "remove it from the cache")]
+)
+def test_only_what_is_wrong_with_the_data_set_is_blamed_on_it(tmp_path, library, monkeypatch, stream, remedy):
+    corpus = HubCorpus(write(tmp_path / "set"), stream=stream)
+
+    def raising(error):
+        def rows(**_):
+            raise error
+            yield
+
+        return lambda *_: SimpleNamespace(iter=rows)
+
+    monkeypatch.setattr(type(corpus._rows), "with_format", raising(ValueError("odd")))
+    with pytest.raises(UserError, match=rf"cannot be read after row 0 \(odd\): {remedy}"):
+        list(corpus.documents())
+    monkeypatch.setattr(type(corpus._rows), "with_format", raising(MemoryError("full")))
+    with pytest.raises(MemoryError, match=r"^full$"):
+        list(corpus.documents())
 
 
 def test_without_a_network_only_text_that_is_in_the_cache_is_used(tmp_path, library, monkeypatch, caplog):

@@ -27,13 +27,8 @@ from megalowbit.json_text import parse_json, read_text
 
 logger = logging.getLogger(__name__)
 
-OF_MANIFEST = (
-    "size",
-    "digest",
-    "whole",
-    "inode",
-    "mtime_ns",
-)  # what a manifest says besides the facts of `build`
+# What a manifest says besides the facts of `build`.
+OF_MANIFEST = ("size", "digest", "whole", "inode", "mtime_ns")
 LARGEST_MANIFEST = 2**16  # bytes
 WAIT_SECONDS = 3600.0
 

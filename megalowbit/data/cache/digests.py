@@ -26,6 +26,16 @@ FEWEST_BLOCKS = 4  # of a file
 NS_UNTIL_SETTLED = 2 * 10**9  # times in file systems may be as coarse as 2 s
 
 
+def digest_of(parts: object) -> str:
+    """SHA-256 of values of plain types: it is equal in all processes and runs if the values are."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def key_of(parts: object) -> str:
+    """The first 128 bits of `digest_of`: a short name of what is made of these values."""
+    return digest_of(parts)[:32]
+
+
 def content_digest(path: Path, blocks: int = NUM_BLOCKS, block: int = BLOCK_BYTES) -> str:
     """SHA-256 of a file's size and content; of a large file, only evenly spaced blocks with both ends.
 
@@ -67,7 +77,7 @@ def corpus_digests(files: Sequence[Path], cache_dir: Path | None = None) -> list
     facts = [file_facts(file) for file in files]
     blocks, block = _blocks_of(size for size, *_ in facts)
     names = [str(file.absolute()) for file in files]
-    path = None if cache_dir is None else cache_dir / "digests" / f"{_key(names)}.json"
+    path = None if cache_dir is None else cache_dir / "digests" / f"{key_of(names)}.json"
     known = _Digests(path, [blocks, block])
     digests = []
     for file, name, each in zip(files, names, facts, strict=True):
@@ -110,10 +120,6 @@ def _blocks_of(sizes: Iterable[int]) -> tuple[int, int]:
     return blocks, min(BLOCK_BYTES, max(2, TOTAL_BLOCKS * BLOCK_BYTES // (blocks * len(counts))))
 
 
-def _key(names: Sequence[str]) -> str:
-    return hashlib.sha256(repr(names).encode()).hexdigest()[:32]
-
-
 class _Digests:
     """Digests of files with the facts for which they hold.
 
@@ -133,7 +139,7 @@ class _Digests:
             return
         try:
             found = parse_json(path.read_text(encoding="utf-8"), str(path))
-            if found["rule"] == rule and found["check"] == _key([repr(found["files"])]):
+            if found["rule"] == rule and found["check"] == key_of([repr(found["files"])]):
                 self.entries = {name: (facts, digest) for name, (facts, digest) in found["files"].items()}
         except (UserError, OSError, ValueError, TypeError, KeyError) as error:
             logger.info("%s is damaged (%s): the corpus is read again", path, error)
@@ -149,7 +155,7 @@ class _Digests:
         if self._path is None or not self._is_new or not self.entries:
             return
         files = {name: list(each) for name, each in self.entries.items()}
-        content = {"rule": self._rule, "files": files, "check": _key([repr(files)])}
+        content = {"rule": self._rule, "files": files, "check": key_of([repr(files)])}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_file(self._path) as file:

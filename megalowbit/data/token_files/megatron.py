@@ -58,9 +58,8 @@ LARGEST_SEQUENCE = 2**31 - 1
 NUM_BLOCKS = 256
 TABLE_BLOCK = 2**10  # entries; tables of up to 256 Ki entries are checked completely
 ID_BLOCK = 2**14  # ids; up to 4 Mi of them are checked completely
-DOCUMENTS_WITH_END = (
-    1000  # as many documents are looked at, evenly spaced, for the warning that none has an end
-)
+# As many documents are looked at, evenly spaced, for the warning that none has an end.
+DOCUMENTS_WITH_END = 1000
 DOCUMENTS_AT_ONCE = 2**14  # bounds the pages that are mapped while all documents are looked at
 ENTRIES_PER_WRITE = 2**20
 
@@ -140,8 +139,12 @@ class MegatronIndex(NamedTuple):
         for start, stop in evenly_spaced(count, TABLE_BLOCK):
             sizes = entries(file, self.sizes, start, stop).astype(np.int64)
             pointers = entries(file, self.pointers, start, min(stop + 1, count))
-            for what, values, most in (("size", sizes, LARGEST_SEQUENCE), ("pointer", pointers, num_bytes)):
-                wrong = np.flatnonzero((values < 0) | (values > most))
+            # sizes have no upper bound here: the pointers that follow from them have one
+            for what, values, is_wrong in (
+                ("size", sizes, sizes < 0),
+                ("pointer", pointers, (pointers < 0) | (pointers > num_bytes)),
+            ):
+                wrong = np.flatnonzero(is_wrong)
                 if len(wrong):
                     raise UserError(
                         f"{path}: {what} {values[wrong[0]]} of sequence {start + wrong[0]} is outside the "

@@ -77,9 +77,7 @@ class AtomicCheckpointEngine(TorchCheckpointEngine):
                 hashing = HashingFile(file)
                 try:
                     torch.save(content, cast(IO[bytes], hashing))
-                except (
-                    RuntimeError
-                ) as error:  # if a disk is full, torch complains about positions in a zip file
+                except RuntimeError as error:  # on a full disk torch names positions in a zip file
                     raise hashing.failure or error from error
             self._facts[path] = hashing.facts(path)
 

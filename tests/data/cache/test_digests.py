@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalowbit.data.cache import digests as module
-from megalowbit.data.cache.digests import content_digest, corpus_digests
+from megalowbit.data.cache.digests import content_digest, corpus_digests, digest_of, key_of
 
 
 def test_the_digest_sees_every_byte_of_a_file_up_to_64_mib(tmp_path):
@@ -55,6 +55,13 @@ def bytes_read_by(work):
 def settled(monkeypatch):
     """Lets new files be remembered at once."""
     monkeypatch.setattr(module, "NS_UNTIL_SETTLED", 0)
+
+
+def test_keys_name_the_same_values_in_every_version():
+    """Cached files and checkpoints are found by them; computed with sha256sum."""
+    expected = "06d8949c738d66d0ba58a20471beb4850e7d102027540c8abdf64a098375f3de"
+    assert digest_of((1, "a", None)) == expected
+    assert key_of((1, "a", None)) == expected[:32]
 
 
 def write_files(folder, count, size):
