@@ -8,7 +8,9 @@ several corpora, each of its own kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,10 @@ from megalowbit.data.stdlib import STDLIB, StdlibCorpus
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.token_files.megatron import MegatronCorpus
 from megalowbit.errors import UserError, file_system_error
+
+logger = logging.getLogger(__name__)
+
+NOTABLE_SHARE = 0.01  # of the bytes of held-out text; fewer copies hardly change its loss
 
 
 class Source(Protocol):
@@ -119,51 +125,67 @@ def open_validation_corpus(settings: DataSettings) -> Corpus:
 def check_held_out(held_out: Corpus, corpora: Iterable[Corpus]) -> None:
     """Check that the text for validation is not known to be trained on.
 
+    A file that is in both is refused. Copies, wherever they are and whatever they are called (also Megatron's
+    `.bin` with another `.idx`), are refused if they are a notable part of the text; fewer, such as a licence
+    in many folders, are a warning.
+
+    Not noticed: equal documents in files that differ (parts of a file, another format or compression), in
+    splits, configurations or data sets of other names, and in a file and a data set.
+
     Args:
         held_out: the text for validation.
         corpora: what is trained on.
 
     Raises:
-        UserError: it is, or a part of it; the message names what.
+        UserError: it is, or a part of it, and the message names what; or a file cannot be read.
     """
     if isinstance(held_out, DocumentShare):  # training leaves its documents out, by their text
         return
+    corpora = tuple(corpora)
     for corpus in corpora:
-        if (shared := shared_documents(held_out, corpus)) is not None:
+        if _have_common_rows(held_out, corpus):
             raise UserError(
-                f"data.validation: {shared} is the text for training, in corpus {corpus.name}: name other "
-                "text, move it elsewhere, or set share"
+                f"data.validation: {held_out.name} is the text for training, in corpus {corpus.name}: name "
+                "other text, or set share"
             )
+    with _naming_the_file():
+        equal = _equal_files(held_out.files, [file for corpus in corpora for file in corpus.files])
+        if not equal:
+            return
+        same = [file for file, other in equal.items() if file.samefile(other)]
+        part, whole = (sum(file.stat().st_size for file in files) for files in (equal, held_out.files))
+    file = (same or [*equal])[0]
+    shown = str(file) if file == equal[file] else f"{file} (equal to {equal[file]})"
+    if same or part >= NOTABLE_SHARE * whole:
+        raise UserError(
+            f"data.validation: {shown} is the text for training: name other text, move it elsewhere, or set "
+            "share"
+        )
+    logger.warning(
+        "data.validation: files equal to files for training: %d of %d, %.2g %% of the bytes, such as %s",
+        len(equal),
+        len(held_out.files),
+        100 * part / whole,
+        shown,
+    )
 
 
-def shared_documents(one: Corpus, other: Corpus) -> str | None:
-    """What `one` has in common with `other`, for messages; None: nothing, as far as is known.
+def _have_common_rows(one: Corpus, other: Corpus) -> bool:
+    """Whether fingerprints are equal, or splits of one data set have rows in common.
 
-    Known are equal fingerprints, rows of splits of one data set, and files of equal content, wherever they
-    are and whatever they are called: copies, links, Megatron's `.bin` with another `.idx`. Of a file above
-    1 MiB, its size and four blocks decide. A split of a length that is not known is taken to have all rows
-    that it may have, and a stream all rows of its split.
-
-    Not noticed: equal documents in files that differ (parts of a file, another format or compression), in
-    splits, configurations or data sets of other names, and in a file and a data set.
-
-    Raises:
-        UserError: a file cannot be read.
+    A split of a length that is not known is taken to have all rows that it may have, and a stream all rows of
+    its split.
     """
     if isinstance(one, HubCorpus) and isinstance(other, HubCorpus):
         is_same_set = (one.dataset_name, one.config_name) == (other.dataset_name, other.config_name)
         lengths = {**one.split_lengths, **other.split_lengths}
         if is_same_set and splits_overlap(one.split, other.split, lengths) is not False:
-            return f"data set {one.name}"
-    if one.fingerprint == other.fingerprint:
-        return one.name
-    for file, equal in _equal_files(one, other):
-        return str(file) if file == equal else f"{file} (equal to {equal})"
-    return None
+            return True
+    return one.fingerprint == other.fingerprint
 
 
 def is_same_text(one: Corpus, other: Corpus) -> bool:
-    """Whether two sources have the same documents, as far as is known; see `shared_documents`.
+    """Whether two sources have the same documents, as far as is known; see `check_held_out`.
 
     Raises:
         UserError: a file cannot be read.
@@ -179,19 +201,36 @@ def is_same_text(one: Corpus, other: Corpus) -> bool:
     if isinstance(one, LocalCorpus) and isinstance(other, LocalCorpus) and one.text_field != other.text_field:
         return False
     count = len(one.files)
-    return 0 < count == len(other.files) == len(list(_equal_files(one, other)))
+    with _naming_the_file():
+        return 0 < count == len(other.files) == len(_equal_files(one.files, other.files))
 
 
-def _equal_files(one: Corpus, other: Corpus) -> Iterator[tuple[Path, Path]]:
-    """The files of `one` with equal files of `other`; only those are read whose sizes are equal."""
+def _equal_files(files: Sequence[Path], others: Sequence[Path]) -> dict[Path, Path]:
+    """Each of `files` that is equal to one of `others`, with that one: with itself, if it is one of them.
+
+    Only files are read whose sizes are equal.
+    """
+    facts, known = ({file: file.stat() for file in each} for each in (files, others))
+    sizes = {each.st_size for each in facts.values()} & {each.st_size for each in known.values()}
+    equal: dict[tuple[Any, ...], Path] = {}
+    for file, found in known.items():
+        if found.st_size in sizes:
+            digest = content_digest(file, FEWEST_BLOCKS)
+            equal |= {(digest,): file, (digest, found.st_dev, found.st_ino): file}
+    pairs = {}
+    for file, found in facts.items():
+        if found.st_size in sizes:
+            digest = content_digest(file, FEWEST_BLOCKS)
+            same = equal.get((digest, found.st_dev, found.st_ino), equal.get((digest,)))
+            pairs |= {} if same is None else {file: same}
+    return pairs
+
+
+@contextmanager
+def _naming_the_file() -> Iterator[None]:
+    """Let errors of the file system name the file."""
     try:
-        sizes, others = ({file: file.stat().st_size for file in each.files} for each in (one, other))
-        if not (equal := {*sizes.values()} & {*others.values()}):
-            return
-        known = {content_digest(file, FEWEST_BLOCKS): file for file, size in others.items() if size in equal}
-        for file, size in sizes.items():
-            if size in equal and (found := known.get(content_digest(file, FEWEST_BLOCKS))) is not None:
-                yield file, found
+        yield
     except OSError as error:
         message = f"corpus file {error.filename} cannot be read ({error.strerror or error}): fix it"
         raise file_system_error(message, error) from error

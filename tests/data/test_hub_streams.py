@@ -344,7 +344,7 @@ def test_a_configuration_that_the_library_has_chosen_is_known(tmp_path, library,
     (tmp_path / "set" / "README.md").write_text(card)
     held = {"corpus": folder, "corpus_config": "plain", "split": "train[:5]"}
     more = {"sequence_length": 8, "cache_dir": tmp_path / "cache"}
-    with pytest.raises(UserError, match=r"data set .*/plain/train.* is the text for training"):
+    with pytest.raises(UserError, match=r"set/plain/train.* is the text for training"):
         count_samples(DataSettings(corpus=folder, validation=held, **more))
 
 

@@ -266,7 +266,7 @@ def test_a_file_for_validation_inside_the_folder_for_training_is_refused(tmp_pat
     corpus["cache_dir"] = tmp_path / "cache"
     for held in (folder / "held.txt", folder / "h*.txt"):
         settings = DataSettings(sequence_length=8, validation={"corpus": str(held)}, **corpus)
-        with pytest.raises(UserError, match=r"held\.txt is the text for training, in corpus"):
+        with pytest.raises(UserError, match=r"held\.txt is the text for training: name other"):
             build_loader(settings, micro_batch_size=1, rank=0, world_size=1)
     (folder / "held.txt").rename(tmp_path / "held.txt")
     held = {"corpus": str(tmp_path / "held.txt")}
@@ -406,6 +406,30 @@ def test_a_copy_of_one_file_for_training_is_refused(tmp_path, kind):
     held.unlink()
     held.write_bytes(text[::-1])
     assert count_samples(chosen) > 0
+
+
+@pytest.mark.parametrize("kind", ["copy", "link"])
+def test_few_copies_are_a_warning_unless_they_are_the_file_itself(tmp_path, caplog, kind):
+    texts, held = tmp_path / "texts", tmp_path / "held"
+    for number, folder in enumerate((texts, held)):
+        folder.mkdir()
+        (folder / "a.txt").write_text(f"{number} own text. " * 100)
+    (texts / "LICENSE.txt").write_text("N/A")
+    (texts / "more.txt").write_text("N/A")  # a copy does not hide the file itself
+    chosen = data(texts, tmp_path, validation={"corpus": str(held)})
+    if kind == "link":
+        (held / "LICENSE.txt").symlink_to(texts / "LICENSE.txt")
+        with pytest.raises(
+            UserError, match=r"held/LICENSE\.txt \(equal to .*texts/LICENSE\.txt\) is the text"
+        ):
+            count_samples(chosen)
+        return
+    (held / "LICENSE.txt").write_text("N/A")
+    assert count_samples(chosen) > 0
+    assert "files equal to files for training: 1 of 2, 0.25 % of the bytes, such as" in caplog.text
+    (held / "a.txt").write_text("x" * 290)  # 3 of 293 bytes
+    with pytest.raises(UserError, match=r"held/LICENSE\.txt \(equal to .*\) is the text for training"):
+        count_samples(chosen)
 
 
 @pytest.mark.parametrize("is_blend", [False, True])
