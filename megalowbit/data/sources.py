@@ -110,14 +110,14 @@ def open_source(name: str, settings: DataSettings) -> Corpus:
         raise type(error)(f"data.sources.{name}: {error}") from error
 
 
-def open_validation_corpus(settings: DataSettings) -> Corpus:
-    """Open the text for validation that `settings.validation` names.
+def open_validation_corpus(settings: DataSettings, *, is_training: bool = True) -> Corpus:
+    """Open the text for validation that `settings.validation` names; arguments as `validation_settings`.
 
     Raises:
         UserError: it does not exist or cannot be used, or it is the text for training.
     """
     assert settings.validation is not None, "the caller has checked it"
-    corpus = open_corpus(validation_settings(settings))
+    corpus = open_corpus(validation_settings(settings, is_training=is_training))
     share = settings.validation.share
     return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
 
@@ -236,8 +236,13 @@ def _naming_the_file() -> Iterator[None]:
         raise file_system_error(message, error) from error
 
 
-def validation_settings(settings: DataSettings) -> DataSettings:
+def validation_settings(settings: DataSettings, *, is_training: bool = True) -> DataSettings:
     """The settings of the corpus that `settings.validation` names, or of which it takes a share.
+
+    Args:
+        settings: of the run.
+        is_training: refuse the text for training. Without training, its loss shows how far it is below that
+            of other text.
 
     Raises:
         UserError: it is the text for training, or has no splits.
@@ -259,7 +264,8 @@ def validation_settings(settings: DataSettings) -> DataSettings:
             f"split = {source.split!r} needs a Hugging Face data set, and corpus {other.corpus} is not one: "
             "name the files of that split in data.validation.corpus, or set share"
         )
-    if source.share is None and any(_is_trained_on(other, each) for each in sources_of(settings).values()):
+    is_checked = is_training and source.share is None
+    if is_checked and any(_is_trained_on(other, each) for each in sources_of(settings).values()):
         held_out = f"corpus {other.corpus}" if source.split is None else f"{other.corpus}, {other.split},"
         raise UserError(f"{held_out} is the text for training: name other text, or set share")
     return other

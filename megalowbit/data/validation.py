@@ -226,7 +226,11 @@ class TextLoss:
 
 
 def open_validation(
-    settings: DataSettings, tokenizer: Tokenizer, trained_on: Iterable[Corpus] = ()
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    trained_on: Iterable[Corpus] = (),
+    *,
+    is_training: bool = True,
 ) -> ValidationText | None:
     """The text for validation, tokenised or from the cache; None: the settings name none. Not collective.
 
@@ -234,6 +238,7 @@ def open_validation(
         settings: which text.
         tokenizer: of the model.
         trained_on: corpora that must not have files of the text.
+        is_training: refuse text that the settings also name for training.
 
     Raises:
         UserError: it cannot be read, is shorter than one sequence, or is the text for training.
@@ -241,7 +246,7 @@ def open_validation(
     if settings.validation is None:
         return None
     with _naming_the_section():
-        corpus = open_validation_corpus(settings)
+        corpus = open_validation_corpus(settings, is_training=is_training)
         check_held_out(corpus, trained_on)
         found = pack(
             corpus,
