@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalowbit.data.cache.digests import FEWEST_BLOCKS, content_digest
+from megalowbit.data.cache.digests import corpus_digests
 from megalowbit.data.corpus import AllSources, Corpus, DocumentShare
 from megalowbit.data.hub import DEFAULT_CONFIG, HubCorpus, splits_overlap
 from megalowbit.data.settings import BLEND, TEXT_KINDS, DataSettings
@@ -122,7 +122,7 @@ def open_validation_corpus(settings: DataSettings, *, is_training: bool = True) 
     return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
 
 
-def check_held_out(held_out: Corpus, corpora: Iterable[Corpus]) -> None:
+def check_held_out(held_out: Corpus, corpora: Iterable[Corpus], cache_dir: Path | None) -> None:
     """Check that the text for validation is not known to be trained on.
 
     A file that is in both is refused. Copies, wherever they are and whatever they are called (also Megatron's
@@ -135,6 +135,7 @@ def check_held_out(held_out: Corpus, corpora: Iterable[Corpus]) -> None:
     Args:
         held_out: the text for validation.
         corpora: what is trained on.
+        cache_dir: folder of the cache, which remembers digests of files; None: remember nothing.
 
     Raises:
         UserError: it is, or a part of it, and the message names what; or a file cannot be read.
@@ -149,7 +150,7 @@ def check_held_out(held_out: Corpus, corpora: Iterable[Corpus]) -> None:
                 "other text, or set share"
             )
     with _naming_the_file():
-        equal = _equal_files(held_out.files, [file for corpus in corpora for file in corpus.files])
+        equal = _equal_files(held_out.files, [file for corpus in corpora for file in corpus.files], cache_dir)
         if not equal:
             return
         same = [file for file, other in equal.items() if file.samefile(other)]
@@ -184,7 +185,7 @@ def _have_common_rows(one: Corpus, other: Corpus) -> bool:
     return one.fingerprint == other.fingerprint
 
 
-def is_same_text(one: Corpus, other: Corpus) -> bool:
+def is_same_text(one: Corpus, other: Corpus, cache_dir: Path | None) -> bool:
     """Whether two sources have the same documents, as far as is known; see `check_held_out`.
 
     Raises:
@@ -202,27 +203,28 @@ def is_same_text(one: Corpus, other: Corpus) -> bool:
         return False
     count = len(one.files)
     with _naming_the_file():
-        return 0 < count == len(other.files) == len(_equal_files(one.files, other.files))
+        return 0 < count == len(other.files) == len(_equal_files(one.files, other.files, cache_dir))
 
 
-def _equal_files(files: Sequence[Path], others: Sequence[Path]) -> dict[Path, Path]:
+def _equal_files(files: Sequence[Path], others: Sequence[Path], cache_dir: Path | None) -> dict[Path, Path]:
     """Each of `files` that is equal to one of `others`, with that one: with itself, if it is one of them.
 
-    Only files are read whose sizes are equal.
+    Only files are read whose sizes are equal, at most 1 GiB in all, and once; see `corpus_digests`.
     """
     facts, known = ({file: file.stat() for file in each} for each in (files, others))
     sizes = {each.st_size for each in facts.values()} & {each.st_size for each in known.values()}
+    facts, known = (
+        {file: found for file, found in each.items() if found.st_size in sizes} for each in (facts, known)
+    )
+    both = tuple({**facts, **known})
+    digests = dict(zip(both, corpus_digests(both, cache_dir), strict=True))
     equal: dict[tuple[Any, ...], Path] = {}
     for file, found in known.items():
-        if found.st_size in sizes:
-            digest = content_digest(file, FEWEST_BLOCKS)
-            equal |= {(digest,): file, (digest, found.st_dev, found.st_ino): file}
-    pairs = {}
+        equal |= {(digests[file],): file, (digests[file], found.st_dev, found.st_ino): file}
+    pairs: dict[Path, Path] = {}
     for file, found in facts.items():
-        if found.st_size in sizes:
-            digest = content_digest(file, FEWEST_BLOCKS)
-            same = equal.get((digest, found.st_dev, found.st_ino), equal.get((digest,)))
-            pairs |= {} if same is None else {file: same}
+        same = equal.get((digests[file], found.st_dev, found.st_ino), equal.get((digests[file],)))
+        pairs |= {} if same is None else {file: same}
     return pairs
 
 

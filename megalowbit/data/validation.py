@@ -247,7 +247,7 @@ def open_validation(
         return None
     with _naming_the_section():
         corpus = open_validation_corpus(settings, is_training=is_training)
-        check_held_out(corpus, trained_on)
+        check_held_out(corpus, trained_on, settings.cache_dir)
         found = pack(
             corpus,
             tokenizer,

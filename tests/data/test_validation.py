@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from launchers import training_text
 from megalowbit.data import packing
+from megalowbit.data.cache import digests
 from megalowbit.data.loader import build_loader, count_samples
 from megalowbit.data.packing import DocumentRules
 from megalowbit.data.settings import DataSettings, ValidationSource
@@ -430,6 +431,23 @@ def test_few_copies_are_a_warning_unless_they_are_the_file_itself(tmp_path, capl
     (held / "a.txt").write_text("x" * 290)  # 3 of 293 bytes
     with pytest.raises(UserError, match=r"held/LICENSE\.txt \(equal to .*\) is the text for training"):
         count_samples(chosen)
+
+
+def test_files_are_compared_with_those_for_training_once(tmp_path, monkeypatch):
+    read, original = [], digests.content_digest
+    monkeypatch.setattr(digests, "NS_UNTIL_SETTLED", 0)
+    monkeypatch.setattr(digests, "content_digest", lambda *each: read.append(each[0]) or original(*each))
+    sources = {}
+    for name in ("a", "b", "held"):  # of equal sizes
+        (tmp_path / f"{name}.txt").write_text(f"{name[0]} some text " * 99)
+        sources[name] = {"corpus": str(tmp_path / f"{name}.txt"), "weight": 1}
+    held = {"corpus": sources.pop("held")["corpus"]}
+    chosen = DataSettings(sources=sources, sequence_length=8, cache_dir=tmp_path / "c", validation=held)
+    count_samples(chosen)
+    assert read
+    read.clear()
+    count_samples(chosen)
+    assert not [file for file in read if file.suffix == ".txt"]
 
 
 @pytest.mark.parametrize("is_blend", [False, True])
