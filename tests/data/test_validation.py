@@ -371,6 +371,29 @@ def test_every_id_that_is_read_is_checked_before_training(tmp_path, monkeypatch,
         text.count_bytes(tokenizer)
 
 
+def test_opening_reads_no_further_than_to_the_first_label():
+    class Recorded:
+        def __init__(self, ids):
+            self.ids, self.read = ids, 0
+
+        def __len__(self):
+            return len(self.ids)
+
+        def __getitem__(self, places):
+            self.read += len(self.ids[places])
+            return self.ids[places]
+
+    rules = DocumentRules(end=0, masks_first=True)
+    tokens = np.zeros(10**6, np.uint16)
+    tokens[100_000] = 1
+    recorded = Recorded(tokens)
+    text = ValidationText(recorded, 32, fingerprint="f", name="ids", rules=rules)
+    assert recorded.read < 200_000
+    assert text.count_tokens() == 1
+    with pytest.raises(UserError, match="all tokens to predict are first tokens of documents"):
+        ValidationText(np.zeros(10**6, np.uint16), 32, fingerprint="f", name="ids", rules=rules)
+
+
 def test_no_share_of_token_ids_is_held_out(tmp_path):
     prefix = token_files(tmp_path / "ids", np.ones(500, np.int64))
     chosen = data(prefix, tmp_path, validation={"share": 0.2})
