@@ -191,6 +191,7 @@ def is_same_text(one: Corpus, other: Corpus, cache_dir: Path | None) -> bool:
     Raises:
         UserError: a file cannot be read.
     """
+    one, other = (each.whole if isinstance(each, DocumentShare) else each for each in (one, other))
     if one.fingerprint == other.fingerprint:
         return True
     if isinstance(one, HubCorpus) and isinstance(other, HubCorpus):
