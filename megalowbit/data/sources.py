@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from megalowbit.data.cache.digests import corpus_digests
 from megalowbit.data.corpus import AllSources, Corpus, DocumentShare
-from megalowbit.data.hub import DEFAULT_CONFIG, HubCorpus, splits_overlap
+from megalowbit.data.hub import DEFAULT_CONFIG, HubCorpus, split_read, splits_overlap
 from megalowbit.data.settings import BLEND, TEXT_KINDS, DataSettings
 from megalowbit.data.stdlib import STDLIB, StdlibCorpus
 from megalowbit.data.text_files.local_files import LocalCorpus
@@ -174,13 +174,14 @@ def check_held_out(held_out: Corpus, corpora: Iterable[Corpus], cache_dir: Path 
 def _have_common_rows(one: Corpus, other: Corpus) -> bool:
     """Whether fingerprints are equal, or splits of one data set have rows in common.
 
-    A split of a length that is not known is taken to have all rows that it may have, and a stream all rows of
-    its split.
+    A split of a length that is not known is taken to have all rows that it may have, and a stream those of
+    `split_read`.
     """
     if isinstance(one, HubCorpus) and isinstance(other, HubCorpus):
         is_same_set = (one.dataset_name, one.config_name) == (other.dataset_name, other.config_name)
         lengths = {**one.split_lengths, **other.split_lengths}
-        if is_same_set and splits_overlap(one.split, other.split, lengths) is not False:
+        first, second = (split_read(each.split, each.stream, each.bad_records.limit) for each in (one, other))
+        if is_same_set and splits_overlap(first, second, lengths) is not False:
             return True
     return one.fingerprint == other.fingerprint
 
@@ -281,7 +282,10 @@ def _is_trained_on(held_out: DataSettings, trained: DataSettings) -> bool:
     if not is_on_hub(trained):
         return True
     configs = {each.corpus_config or DEFAULT_CONFIG for each in (held_out, trained)}
-    return len(configs) == 1 and splits_overlap(held_out.split, trained.split, {}) is True
+    first, second = (
+        split_read(each.split, each.stream, each.max_bad_records) for each in (held_out, trained)
+    )
+    return len(configs) == 1 and splits_overlap(first, second, {}) is True
 
 
 def places_of_samples(settings: DataSettings) -> list[str]:
