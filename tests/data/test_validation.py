@@ -456,6 +456,13 @@ def test_few_copies_are_a_warning_unless_they_are_the_file_itself(tmp_path, capl
         count_samples(chosen)
 
 
+def test_another_field_of_a_file_for_training_is_refused(documents, tmp_path):
+    held = tmp_path / "link.jsonl"
+    held.symlink_to(documents)
+    with pytest.raises(UserError, match="is the text for training"):
+        count_samples(data(documents, tmp_path, validation={"corpus": str(held), "text_field": "other"}))
+
+
 def test_files_are_compared_with_those_for_training_once(tmp_path, monkeypatch):
     read, original = [], digests.content_digest
     monkeypatch.setattr(digests, "NS_UNTIL_SETTLED", 0)
