@@ -236,6 +236,11 @@ class DocumentShare(Corpus):
         self._corpus, self._share, self._is_held_out = corpus, share, is_held_out
 
     @property
+    def whole(self) -> Corpus:
+        """All documents."""
+        return self._corpus
+
+    @property
     def name(self) -> str:
         """The corpus, and which part of it."""
         part = "held-out documents" if self._is_held_out else "documents not held out"

@@ -302,6 +302,15 @@ class HubCorpus(Corpus):
             yield column
 
 
+def split_read(split: str, stream: int | Literal["all"] | None, max_bad_records: int) -> str:
+    """The part of a split that has the rows read, in the library's notation, unless rows are empty.
+
+    A stream of so many documents has so many first rows if none of them is left out.
+    """
+    is_part = isinstance(stream, int) and not max_bad_records and re.fullmatch(r"\w+", split) is not None
+    return f"{split}[:{stream}]" if is_part else split
+
+
 def splits_overlap(one: str, other: str, lengths: Mapping[str, int]) -> bool | None:
     """Whether two splits of a data set have rows in common; None: that depends on lengths not known.
 

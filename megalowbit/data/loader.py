@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -432,7 +433,7 @@ def count_samples(settings: DataSettings) -> int:
 
 def _open(settings: DataSettings) -> tuple[Samples | BlendedDataset, Tokenizer, ValidationText | None]:
     corpora = {name: (open_source(name, each), each) for name, each in sources_of(settings).items()}
-    _check_different({name: corpus for name, (corpus, _) in corpora.items()})
+    _check_different({name: corpus for name, (corpus, _) in corpora.items()}, settings.cache_dir)
     whole = (
         AllSources({name: each for name, (each, _) in corpora.items()})
         if settings.sources
@@ -465,10 +466,10 @@ def _samples(corpus: Corpus, tokenizer: Tokenizer, settings: DataSettings) -> Sa
     return best_fit(packed, tokenizer, settings.cache_dir, timeout=settings.build_timeout)
 
 
-def _check_different(corpora: Mapping[str, Corpus]) -> None:
+def _check_different(corpora: Mapping[str, Corpus], cache_dir: Path) -> None:
     """Reject the same text under two names, whose losses and epochs would be counted apart."""
     for (name, each), (other, another) in itertools.combinations(corpora.items(), 2):
-        if is_same_text(each, another):
+        if is_same_text(each, another, cache_dir):
             raise UserError(
                 f"data.sources.{name} and data.sources.{other} are the same text: leave one of them out"
             )

@@ -8,18 +8,24 @@ several corpora, each of its own kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from megalowbit.data.cache.digests import FEWEST_BLOCKS, content_digest
+from megalowbit.data.cache.digests import corpus_digests
 from megalowbit.data.corpus import AllSources, Corpus, DocumentShare
-from megalowbit.data.hub import DEFAULT_CONFIG, HubCorpus, splits_overlap
+from megalowbit.data.hub import DEFAULT_CONFIG, HubCorpus, split_read, splits_overlap
 from megalowbit.data.settings import BLEND, TEXT_KINDS, DataSettings
 from megalowbit.data.stdlib import STDLIB, StdlibCorpus
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.token_files.megatron import MegatronCorpus
 from megalowbit.errors import UserError, file_system_error
+
+logger = logging.getLogger(__name__)
+
+NOTABLE_SHARE = 0.01  # of the bytes of held-out text; fewer copies hardly change its loss
 
 
 class Source(Protocol):
@@ -104,70 +110,89 @@ def open_source(name: str, settings: DataSettings) -> Corpus:
         raise type(error)(f"data.sources.{name}: {error}") from error
 
 
-def open_validation_corpus(settings: DataSettings) -> Corpus:
-    """Open the text for validation that `settings.validation` names.
+def open_validation_corpus(settings: DataSettings, *, is_training: bool = True) -> Corpus:
+    """Open the text for validation that `settings.validation` names; arguments as `validation_settings`.
 
     Raises:
         UserError: it does not exist or cannot be used, or it is the text for training.
     """
     assert settings.validation is not None, "the caller has checked it"
-    corpus = open_corpus(validation_settings(settings))
+    corpus = open_corpus(validation_settings(settings, is_training=is_training))
     share = settings.validation.share
     return corpus if share is None else DocumentShare(corpus, share, is_held_out=True)
 
 
-def check_held_out(held_out: Corpus, corpora: Iterable[Corpus]) -> None:
+def check_held_out(held_out: Corpus, corpora: Iterable[Corpus], cache_dir: Path | None) -> None:
     """Check that the text for validation is not known to be trained on.
 
-    Args:
-        held_out: the text for validation.
-        corpora: what is trained on.
-
-    Raises:
-        UserError: it is, or a part of it; the message names what.
-    """
-    if isinstance(held_out, DocumentShare):  # training leaves its documents out, by their text
-        return
-    for corpus in corpora:
-        if (shared := shared_documents(held_out, corpus)) is not None:
-            raise UserError(
-                f"data.validation: {shared} is the text for training, in corpus {corpus.name}: name other "
-                "text, move it elsewhere, or set share"
-            )
-
-
-def shared_documents(one: Corpus, other: Corpus) -> str | None:
-    """What `one` has in common with `other`, for messages; None: nothing, as far as is known.
-
-    Known are equal fingerprints, rows of splits of one data set, and files of equal content, wherever they
-    are and whatever they are called: copies, links, Megatron's `.bin` with another `.idx`. Of a file above
-    1 MiB, its size and four blocks decide. A split of a length that is not known is taken to have all rows
-    that it may have, and a stream all rows of its split.
+    A file that is in both is refused. Copies, wherever they are and whatever they are called (also Megatron's
+    `.bin` with another `.idx`), are refused if they are a notable part of the text; fewer, such as a licence
+    in many folders, are a warning.
 
     Not noticed: equal documents in files that differ (parts of a file, another format or compression), in
     splits, configurations or data sets of other names, and in a file and a data set.
 
+    Args:
+        held_out: the text for validation.
+        corpora: what is trained on.
+        cache_dir: folder of the cache, which remembers digests of files; None: remember nothing.
+
     Raises:
-        UserError: a file cannot be read.
+        UserError: it is, or a part of it, and the message names what; or a file cannot be read.
+    """
+    if isinstance(held_out, DocumentShare):  # training leaves its documents out, by their text
+        return
+    corpora = tuple(corpora)
+    for corpus in corpora:
+        if _have_common_rows(held_out, corpus):
+            raise UserError(
+                f"data.validation: {held_out.name} is the text for training, in corpus {corpus.name}: name "
+                "other text, or set share"
+            )
+    with _naming_the_file():
+        equal = _equal_files(held_out.files, [file for corpus in corpora for file in corpus.files], cache_dir)
+        if not equal:
+            return
+        same = [file for file, other in equal.items() if file.samefile(other)]
+        part, whole = (sum(file.stat().st_size for file in files) for files in (equal, held_out.files))
+    file = (same or [*equal])[0]
+    shown = str(file) if file == equal[file] else f"{file} (equal to {equal[file]})"
+    if same or part >= NOTABLE_SHARE * whole:
+        raise UserError(
+            f"data.validation: {shown} is the text for training: name other text, move it elsewhere, or set "
+            "share"
+        )
+    logger.warning(
+        "data.validation: files equal to files for training: %d of %d, %.2g %% of the bytes, such as %s",
+        len(equal),
+        len(held_out.files),
+        100 * part / whole,
+        shown,
+    )
+
+
+def _have_common_rows(one: Corpus, other: Corpus) -> bool:
+    """Whether fingerprints are equal, or splits of one data set have rows in common.
+
+    A split of a length that is not known is taken to have all rows that it may have, and a stream those of
+    `split_read`.
     """
     if isinstance(one, HubCorpus) and isinstance(other, HubCorpus):
         is_same_set = (one.dataset_name, one.config_name) == (other.dataset_name, other.config_name)
         lengths = {**one.split_lengths, **other.split_lengths}
-        if is_same_set and splits_overlap(one.split, other.split, lengths) is not False:
-            return f"data set {one.name}"
-    if one.fingerprint == other.fingerprint:
-        return one.name
-    for file, equal in _equal_files(one, other):
-        return str(file) if file == equal else f"{file} (equal to {equal})"
-    return None
+        first, second = (split_read(each.split, each.stream, each.bad_records.limit) for each in (one, other))
+        if is_same_set and splits_overlap(first, second, lengths) is not False:
+            return True
+    return one.fingerprint == other.fingerprint
 
 
-def is_same_text(one: Corpus, other: Corpus) -> bool:
-    """Whether two sources have the same documents, as far as is known; see `shared_documents`.
+def is_same_text(one: Corpus, other: Corpus, cache_dir: Path | None) -> bool:
+    """Whether two sources have the same documents, as far as is known; see `check_held_out`.
 
     Raises:
         UserError: a file cannot be read.
     """
+    one, other = (each.whole if isinstance(each, DocumentShare) else each for each in (one, other))
     if one.fingerprint == other.fingerprint:
         return True
     if isinstance(one, HubCorpus) and isinstance(other, HubCorpus):
@@ -179,26 +204,49 @@ def is_same_text(one: Corpus, other: Corpus) -> bool:
     if isinstance(one, LocalCorpus) and isinstance(other, LocalCorpus) and one.text_field != other.text_field:
         return False
     count = len(one.files)
-    return 0 < count == len(other.files) == len(list(_equal_files(one, other)))
+    with _naming_the_file():
+        return 0 < count == len(other.files) == len(_equal_files(one.files, other.files, cache_dir))
 
 
-def _equal_files(one: Corpus, other: Corpus) -> Iterator[tuple[Path, Path]]:
-    """The files of `one` with equal files of `other`; only those are read whose sizes are equal."""
+def _equal_files(files: Sequence[Path], others: Sequence[Path], cache_dir: Path | None) -> dict[Path, Path]:
+    """Each of `files` that is equal to one of `others`, with that one: with itself, if it is one of them.
+
+    Only files are read whose sizes are equal, at most 1 GiB in all, and once; see `corpus_digests`.
+    """
+    facts, known = ({file: file.stat() for file in each} for each in (files, others))
+    sizes = {each.st_size for each in facts.values()} & {each.st_size for each in known.values()}
+    facts, known = (
+        {file: found for file, found in each.items() if found.st_size in sizes} for each in (facts, known)
+    )
+    both = tuple({**facts, **known})
+    digests = dict(zip(both, corpus_digests(both, cache_dir), strict=True))
+    equal: dict[tuple[Any, ...], Path] = {}
+    for file, found in known.items():
+        equal |= {(digests[file],): file, (digests[file], found.st_dev, found.st_ino): file}
+    pairs: dict[Path, Path] = {}
+    for file, found in facts.items():
+        same = equal.get((digests[file], found.st_dev, found.st_ino), equal.get((digests[file],)))
+        pairs |= {} if same is None else {file: same}
+    return pairs
+
+
+@contextmanager
+def _naming_the_file() -> Iterator[None]:
+    """Let errors of the file system name the file."""
     try:
-        sizes, others = ({file: file.stat().st_size for file in each.files} for each in (one, other))
-        if not (equal := {*sizes.values()} & {*others.values()}):
-            return
-        known = {content_digest(file, FEWEST_BLOCKS): file for file, size in others.items() if size in equal}
-        for file, size in sizes.items():
-            if size in equal and (found := known.get(content_digest(file, FEWEST_BLOCKS))) is not None:
-                yield file, found
+        yield
     except OSError as error:
         message = f"corpus file {error.filename} cannot be read ({error.strerror or error}): fix it"
         raise file_system_error(message, error) from error
 
 
-def validation_settings(settings: DataSettings) -> DataSettings:
+def validation_settings(settings: DataSettings, *, is_training: bool = True) -> DataSettings:
     """The settings of the corpus that `settings.validation` names, or of which it takes a share.
+
+    Args:
+        settings: of the run.
+        is_training: refuse the text for training. Without training, its loss shows how far it is below that
+            of other text.
 
     Raises:
         UserError: it is the text for training, or has no splits.
@@ -220,7 +268,8 @@ def validation_settings(settings: DataSettings) -> DataSettings:
             f"split = {source.split!r} needs a Hugging Face data set, and corpus {other.corpus} is not one: "
             "name the files of that split in data.validation.corpus, or set share"
         )
-    if source.share is None and any(_is_trained_on(other, each) for each in sources_of(settings).values()):
+    is_checked = is_training and source.share is None
+    if is_checked and any(_is_trained_on(other, each) for each in sources_of(settings).values()):
         held_out = f"corpus {other.corpus}" if source.split is None else f"{other.corpus}, {other.split},"
         raise UserError(f"{held_out} is the text for training: name other text, or set share")
     return other
@@ -233,7 +282,10 @@ def _is_trained_on(held_out: DataSettings, trained: DataSettings) -> bool:
     if not is_on_hub(trained):
         return True
     configs = {each.corpus_config or DEFAULT_CONFIG for each in (held_out, trained)}
-    return len(configs) == 1 and splits_overlap(held_out.split, trained.split, {}) is True
+    first, second = (
+        split_read(each.split, each.stream, each.max_bad_records) for each in (held_out, trained)
+    )
+    return len(configs) == 1 and splits_overlap(first, second, {}) is True
 
 
 def places_of_samples(settings: DataSettings) -> list[str]:

@@ -49,6 +49,8 @@ from megalowbit.labels import IGNORED_LABEL
 
 Batch = Mapping[str, torch.Tensor]
 
+TOKENS_AT_ONCE = 2**16  # looked at
+
 
 class ValidationText:
     """Sequences and their targets, by the number of the batch.
@@ -93,7 +95,7 @@ class ValidationText:
         self.num_predicted = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         self.num_left_out = len(tokens) - 1 - self.num_predicted
         self._rules = rules or DocumentRules()
-        if not self.count_tokens():
+        if not self._has_labels():
             raise UserError(
                 f"{name}: all tokens to predict are first tokens of documents, which data.eod_mask_loss "
                 "leaves out: use text with longer documents"
@@ -169,6 +171,16 @@ class ValidationText:
         found = [self._tokens[first + 1 + shift : last + 1 + shift] for first, last in self._blocks()]
         return np.asarray(found[0]) if len(found) == 1 else np.concatenate(found)
 
+    def _has_labels(self) -> bool:
+        """Whether any prediction counts; reads no further than to the first one."""
+        if not self._rules.masks_first:
+            return self.num_predicted > 0
+        return any(
+            bool((self._tokens[start : min(start + TOKENS_AT_ONCE, last)] != self._rules.end).any())
+            for first, last in self._blocks()
+            for start in range(first, last, TOKENS_AT_ONCE)
+        )
+
     def count_tokens(self) -> int:
         """Number of tokens whose predictions count."""
         if not self._rules.masks_first:
@@ -226,7 +238,11 @@ class TextLoss:
 
 
 def open_validation(
-    settings: DataSettings, tokenizer: Tokenizer, trained_on: Iterable[Corpus] = ()
+    settings: DataSettings,
+    tokenizer: Tokenizer,
+    trained_on: Iterable[Corpus] = (),
+    *,
+    is_training: bool = True,
 ) -> ValidationText | None:
     """The text for validation, tokenised or from the cache; None: the settings name none. Not collective.
 
@@ -234,6 +250,7 @@ def open_validation(
         settings: which text.
         tokenizer: of the model.
         trained_on: corpora that must not have files of the text.
+        is_training: refuse text that the settings also name for training.
 
     Raises:
         UserError: it cannot be read, is shorter than one sequence, or is the text for training.
@@ -241,8 +258,8 @@ def open_validation(
     if settings.validation is None:
         return None
     with _naming_the_section():
-        corpus = open_validation_corpus(settings)
-        check_held_out(corpus, trained_on)
+        corpus = open_validation_corpus(settings, is_training=is_training)
+        check_held_out(corpus, trained_on, settings.cache_dir)
         found = pack(
             corpus,
             tokenizer,

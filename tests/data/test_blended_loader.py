@@ -270,7 +270,10 @@ def test_the_same_text_twice_and_a_missing_file_are_refused_by_name(tmp_path):
         )
 
 
-def test_a_file_and_its_folder_are_the_same_text_but_other_columns_and_more_files_are_not(tmp_path):
+@pytest.mark.parametrize("validation", [None, {"share": 0.2}])
+def test_a_file_and_its_folder_are_the_same_text_but_other_columns_and_more_files_are_not(
+    tmp_path, validation
+):
     (tmp_path / "folder").mkdir()
     rows = [json.dumps({"text": f"question {n}", "answer": f"yes, {n}"}) + "\n" for n in range(50)]
     (tmp_path / "folder" / "b.jsonl").write_text("".join(rows))
@@ -279,7 +282,10 @@ def test_a_file_and_its_folder_are_the_same_text_but_other_columns_and_more_file
 
     def count(**more):
         sources = {"x": one, "y": {**other, **more}}
-        return count_samples(DataSettings(sources=sources, sequence_length=8, cache_dir=tmp_path / "cache"))
+        chosen = DataSettings(
+            sources=sources, sequence_length=8, cache_dir=tmp_path / "cache", validation=validation
+        )
+        return count_samples(chosen)
 
     with pytest.raises(UserError, match=r"data\.sources\.x and data\.sources\.y are the same text"):
         count()

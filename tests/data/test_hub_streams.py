@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -355,6 +356,24 @@ def test_a_stream_and_a_copy_have_the_same_rows(tmp_path, library, as_names, tra
             count_samples(DataSettings(**chosen, validation=validation, **more))
 
 
+@pytest.mark.parametrize(("start", "max_bad_records", "is_refused"), [(20, 0, 0), (19, 0, 1), (20, 3, 1)])
+def test_the_first_documents_of_a_stream_are_its_first_rows(
+    tmp_path, library, as_names, start, max_bad_records, is_refused
+):
+    folder, more = write(tmp_path / "set", TEXTS[:40]), {"max_bad_records": max_bad_records}
+    held = {"corpus": folder, "split": "train", "stream": 20}
+    chosen = DataSettings(
+        corpus=folder,
+        split=f"train[{start}:]",
+        validation=held,
+        sequence_length=8,
+        cache_dir=tmp_path / "cache",
+        **more,
+    )
+    with pytest.raises(UserError, match="is the text for training") if is_refused else nullcontext():
+        assert count_samples(chosen) > 0
+
+
 def test_a_configuration_that_the_library_has_chosen_is_known(tmp_path, library, as_names):
     folder = write(tmp_path / "set", TEXTS[:40])
     names = "train-*.jsonl", "test.jsonl"
@@ -366,7 +385,7 @@ def test_a_configuration_that_the_library_has_chosen_is_known(tmp_path, library,
     (tmp_path / "set" / "README.md").write_text(card)
     held = {"corpus": folder, "corpus_config": "plain", "split": "train[:5]"}
     more = {"sequence_length": 8, "cache_dir": tmp_path / "cache"}
-    with pytest.raises(UserError, match=r"data set .*/plain/train.* is the text for training"):
+    with pytest.raises(UserError, match=r"set/plain/train.* is the text for training"):
         count_samples(DataSettings(corpus=folder, validation=held, **more))
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from launchers import training_text
 from megalowbit.data import packing
+from megalowbit.data.cache import digests
 from megalowbit.data.loader import build_loader, count_samples
 from megalowbit.data.packing import DocumentRules
 from megalowbit.data.settings import DataSettings, ValidationSource
@@ -266,7 +267,7 @@ def test_a_file_for_validation_inside_the_folder_for_training_is_refused(tmp_pat
     corpus["cache_dir"] = tmp_path / "cache"
     for held in (folder / "held.txt", folder / "h*.txt"):
         settings = DataSettings(sequence_length=8, validation={"corpus": str(held)}, **corpus)
-        with pytest.raises(UserError, match=r"held\.txt is the text for training, in corpus"):
+        with pytest.raises(UserError, match=r"held\.txt is the text for training: name other"):
             build_loader(settings, micro_batch_size=1, rank=0, world_size=1)
     (folder / "held.txt").rename(tmp_path / "held.txt")
     held = {"corpus": str(tmp_path / "held.txt")}
@@ -370,6 +371,29 @@ def test_every_id_that_is_read_is_checked_before_training(tmp_path, monkeypatch,
         text.count_bytes(tokenizer)
 
 
+def test_opening_reads_no_further_than_to_the_first_label():
+    class Recorded:
+        def __init__(self, ids):
+            self.ids, self.read = ids, 0
+
+        def __len__(self):
+            return len(self.ids)
+
+        def __getitem__(self, places):
+            self.read += len(self.ids[places])
+            return self.ids[places]
+
+    rules = DocumentRules(end=0, masks_first=True)
+    tokens = np.zeros(10**6, np.uint16)
+    tokens[100_000] = 1
+    recorded = Recorded(tokens)
+    text = ValidationText(recorded, 32, fingerprint="f", name="ids", rules=rules)
+    assert recorded.read < 200_000
+    assert text.count_tokens() == 1
+    with pytest.raises(UserError, match="all tokens to predict are first tokens of documents"):
+        ValidationText(np.zeros(10**6, np.uint16), 32, fingerprint="f", name="ids", rules=rules)
+
+
 def test_no_share_of_token_ids_is_held_out(tmp_path):
     prefix = token_files(tmp_path / "ids", np.ones(500, np.int64))
     chosen = data(prefix, tmp_path, validation={"share": 0.2})
@@ -406,6 +430,54 @@ def test_a_copy_of_one_file_for_training_is_refused(tmp_path, kind):
     held.unlink()
     held.write_bytes(text[::-1])
     assert count_samples(chosen) > 0
+
+
+@pytest.mark.parametrize("kind", ["copy", "link"])
+def test_few_copies_are_a_warning_unless_they_are_the_file_itself(tmp_path, caplog, kind):
+    texts, held = tmp_path / "texts", tmp_path / "held"
+    for number, folder in enumerate((texts, held)):
+        folder.mkdir()
+        (folder / "a.txt").write_text(f"{number} own text. " * 100)
+    (texts / "LICENSE.txt").write_text("N/A")
+    (texts / "more.txt").write_text("N/A")  # a copy does not hide the file itself
+    chosen = data(texts, tmp_path, validation={"corpus": str(held)})
+    if kind == "link":
+        (held / "LICENSE.txt").symlink_to(texts / "LICENSE.txt")
+        with pytest.raises(
+            UserError, match=r"held/LICENSE\.txt \(equal to .*texts/LICENSE\.txt\) is the text"
+        ):
+            count_samples(chosen)
+        return
+    (held / "LICENSE.txt").write_text("N/A")
+    assert count_samples(chosen) > 0
+    assert "files equal to files for training: 1 of 2, 0.25 % of the bytes, such as" in caplog.text
+    (held / "a.txt").write_text("x" * 290)  # 3 of 293 bytes
+    with pytest.raises(UserError, match=r"held/LICENSE\.txt \(equal to .*\) is the text for training"):
+        count_samples(chosen)
+
+
+def test_another_field_of_a_file_for_training_is_refused(documents, tmp_path):
+    held = tmp_path / "link.jsonl"
+    held.symlink_to(documents)
+    with pytest.raises(UserError, match="is the text for training"):
+        count_samples(data(documents, tmp_path, validation={"corpus": str(held), "text_field": "other"}))
+
+
+def test_files_are_compared_with_those_for_training_once(tmp_path, monkeypatch):
+    read, original = [], digests.content_digest
+    monkeypatch.setattr(digests, "NS_UNTIL_SETTLED", 0)
+    monkeypatch.setattr(digests, "content_digest", lambda *each: read.append(each[0]) or original(*each))
+    sources = {}
+    for name in ("a", "b", "held"):  # of equal sizes
+        (tmp_path / f"{name}.txt").write_text(f"{name[0]} some text " * 99)
+        sources[name] = {"corpus": str(tmp_path / f"{name}.txt"), "weight": 1}
+    held = {"corpus": sources.pop("held")["corpus"]}
+    chosen = DataSettings(sources=sources, sequence_length=8, cache_dir=tmp_path / "c", validation=held)
+    count_samples(chosen)
+    assert read
+    read.clear()
+    count_samples(chosen)
+    assert not [file for file in read if file.suffix == ".txt"]
 
 
 @pytest.mark.parametrize("is_blend", [False, True])

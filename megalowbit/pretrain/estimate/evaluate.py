@@ -208,7 +208,7 @@ def _text_only(
             world_size=world_size,
             seed=settings.seed,
             tokenizer=tokenizer,
-            validation=open_validation(settings, tokenizer),
+            validation=open_validation(settings, tokenizer, is_training=False),
         )
 
     fingerprint: Callable[[ShardedLoader], str] = lambda loader: (  # noqa: E731

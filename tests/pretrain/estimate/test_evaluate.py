@@ -71,6 +71,9 @@ def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path,
     assert figures(evaluated(run / "hf", tmp_path)) == recorded[4]
     plain = evaluated(run, tmp_path, "megalowbit.recipe=bf16")
     assert plain["validation/loss"] == plain["validation/bf16_loss"] == recorded[4]["validation/bf16_loss"]
+    (tmp_path / "text.txt").write_text(TEXT)  # the text for training may be evaluated, too
+    trained_on = evaluated(run, tmp_path, f"megalowbit.data.validation.corpus={tmp_path / 'text.txt'}")
+    assert figures(trained_on) == recorded[4]
 
 
 def test_packing_and_padding_are_those_of_the_run(tmp_path):
