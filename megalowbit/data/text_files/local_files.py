@@ -215,12 +215,14 @@ def _find_files(path: Path) -> list[Path]:
 
 def _each_once(path: Path, files: Sequence[Path]) -> list[Path]:
     """The files without further names, links or hard links, of those before them."""
-    names: dict[tuple[int, int], Path] = {}
+    names: dict[tuple[int, int] | Path, Path] = {}
     further = []
     for file in files:
         with _naming_files(path):
             found = file.stat()
-        first = names.setdefault((found.st_dev, found.st_ino), file)
+            # some network file systems give different files one inode number
+            identity = (found.st_dev, found.st_ino) if found.st_nlink > 1 else file.resolve()
+        first = names.setdefault(identity, file)
         if first is not file:
             further.append((file, first))
     if further:
