@@ -4,7 +4,7 @@ A file is written under a temporary name and then renamed, so readers never see 
 process builds it while others wait for a lock (`build_lock`). On a file system without locks several may
 build the same file, which is safe, because they produce the same content. A manifest next to the file has its
 size and digest; a file that does not match is built again, and a warning is logged. Of a file above 64 MiB,
-each start compares a sample, and all of it if its inode or time is another than when all was compared last.
+each start compares a sample, and all of it if its time is another than when all was compared last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megalowbit.json_text import parse_json, read_text
 
 logger = logging.getLogger(__name__)
 
-# What a manifest says besides the facts of `build`.
+# What a manifest says besides the facts of `build`; "inode" is of earlier versions.
 OF_MANIFEST = ("size", "digest", "whole", "inode", "mtime_ns")
 LARGEST_MANIFEST = 2**16  # bytes
 WAIT_SECONDS = 3600.0
@@ -128,16 +128,34 @@ def _is_whole(path: Path) -> bool:
     found = path.stat()
     if (known.get("size"), known.get("digest")) != (found.st_size, content_digest(path)):
         return False
-    built = {"inode": found.st_ino, "mtime_ns": found.st_mtime_ns}
-    if "whole" not in known or known.items() >= built.items():
+    if "whole" not in known or known.get("mtime_ns") == found.st_mtime_ns:
         return True
-    logger.info("%s was copied or touched: all of it is compared with its manifest, once", path)
+    if not _is_noted(path, known):  # before a long reading whose result could not be noted
+        return True
+    logger.info(
+        "%s was copied or touched: all of it is compared with its manifest, once; if that takes long, "
+        "run --prepare-data before the job",
+        path,
+    )
     if known["whole"] != content_digest(path, blocks=sys.maxsize):
         return False
+    _is_noted(path, known | {"mtime_ns": found.st_mtime_ns})
+    return True
+
+
+def _is_noted(path: Path, content: dict[str, Any]) -> bool:
+    """Write the manifest of a copied file; warn if that is not possible."""
     try:
-        _write_manifest(path, known | built)
+        _write_manifest(path, content)
     except OSError as error:
-        logger.info("%s cannot be written (%s): each start compares again", _manifest(path), error)
+        logger.warning(
+            "%s was copied or touched, and starts compare only a sample of it, because %s cannot be written "
+            "(%s)",
+            path,
+            _manifest(path),
+            error.strerror or error,
+        )
+        return False
     return True
 
 
@@ -155,7 +173,7 @@ def _move_into_place(draft: Path, path: Path, facts: dict[str, int]) -> None:
     content: dict[str, Any] = {"size": found.st_size, "digest": content_digest(draft), **facts}
     if found.st_size > NUM_BLOCKS * BLOCK_BYTES:  # the digest is of a sample
         content |= {"whole": content_digest(draft, blocks=sys.maxsize)}
-        content |= {"inode": found.st_ino, "mtime_ns": found.st_mtime_ns}
+        content |= {"mtime_ns": found.st_mtime_ns}
     # The manifest first: a file without one would be built again, a manifest without a file is replaced.
     _write_manifest(path, content)
     draft.replace(path)

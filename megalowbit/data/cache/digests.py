@@ -111,6 +111,25 @@ def is_settled(facts: list[int]) -> bool:
     return time.time_ns() - max(facts[2:]) > NS_UNTIL_SETTLED
 
 
+def read_note(note: Path) -> str | None:
+    """What a note in `cache_dir/digests` says; None: there is none that can be read."""
+    try:
+        return note.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def write_note(note: Path, content: str) -> str | None:
+    """Write a note; return what prevents it."""
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(note) as file:
+            file.write(content)
+    except OSError as error:
+        return f"{note} cannot be written ({error.strerror or error})"
+    return None
+
+
 def _blocks_of(sizes: Iterable[int]) -> tuple[int, int]:
     """How many blocks of each file are read, and their bytes."""
     counts = [min(NUM_BLOCKS, -(-size // BLOCK_BYTES)) for size in sizes]

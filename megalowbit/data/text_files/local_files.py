@@ -133,8 +133,15 @@ class LocalCorpus(Corpus):
             return
         file = self._reading.path
         with _naming_files(self.path):
-            if file_facts(file) != self._facts[file]:
-                raise _changed(file)
+            now = file_facts(file)
+        (size, _, mtime, _), before = now, self._facts[file]
+        if now == before:
+            return
+        # links, permissions and copies to another place change the inode or the time of its change alone
+        number = self.files.index(file)
+        if (size, mtime) != (before[0], before[2]) or self._digests[number] != self._read_digests()[number]:
+            raise _changed(file)
+        self._facts[file] = now
 
     def _check_digests(self) -> None:
         """Find edits that have left the times of new files as they were at the fingerprint."""
@@ -208,12 +215,14 @@ def _find_files(path: Path) -> list[Path]:
 
 def _each_once(path: Path, files: Sequence[Path]) -> list[Path]:
     """The files without further names, links or hard links, of those before them."""
-    names: dict[tuple[int, int], Path] = {}
+    names: dict[tuple[int, int] | Path, Path] = {}
     further = []
     for file in files:
         with _naming_files(path):
             found = file.stat()
-        first = names.setdefault((found.st_dev, found.st_ino), file)
+            # some network file systems give different files one inode number
+            identity = (found.st_dev, found.st_ino) if found.st_nlink > 1 else file.resolve()
+        first = names.setdefault(identity, file)
         if first is not file:
             further.append((file, first))
     if further:

@@ -41,10 +41,18 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megalowbit.data.cache.digests import NS_UNTIL_SETTLED, corpus_digests
+from megalowbit.data.cache.digests import (
+    NS_UNTIL_SETTLED,
+    corpus_digests,
+    file_facts,
+    is_settled,
+    key_of,
+    read_note,
+    write_note,
+)
 from megalowbit.data.corpus import TokenCorpus
 from megalowbit.data.settings import TOKEN_SUFFIXES, DataSettings, is_token_prefix
-from megalowbit.durable_files import atomic_file, sync
+from megalowbit.durable_files import sync
 from megalowbit.errors import UserError, file_system_error
 
 logger = logging.getLogger(__name__)
@@ -58,8 +66,7 @@ LARGEST_SEQUENCE = 2**31 - 1
 NUM_BLOCKS = 256
 TABLE_BLOCK = 2**10  # entries; tables of up to 256 Ki entries are checked completely
 ID_BLOCK = 2**14  # ids; up to 4 Mi of them are checked completely
-# As many documents are looked at, evenly spaced, for the warning that none has an end.
-DOCUMENTS_WITH_END = 1000
+DOCUMENTS_WITH_END = 1000  # are looked at, evenly spaced, for the warning that none has an end
 DOCUMENTS_AT_ONCE = 2**14  # bounds the pages that are mapped while all documents are looked at
 ENTRIES_PER_WRITE = 2**20
 
@@ -297,40 +304,57 @@ class MegatronCorpus(TokenCorpus):
         """The first document that has tokens and does not end with the id; None: there is none.
 
         `cache_dir/digests` notes for which sizes, inodes and times of the files there is none, and the files
-        are not read again while these stay.
+        are not read again while these stay. If that cannot be noted, only blocks of documents are looked at.
         """
-        stats = [path.stat() for path in (self.bin, self.idx)]
-        times = [time for each in stats for time in (each.st_mtime_ns, each.st_ctime_ns)]
-        state = repr((times, [(each.st_size, each.st_ino) for each in stats], eos_token_id))
-        name = hashlib.sha256(f"{self.prefix.absolute()} {eos_token_id}".encode()).hexdigest()[:32]
-        note = self._cache_dir and self._cache_dir / "digests" / f"{name}.ends.txt"
-        if note is not None and _content_of(note) == state:
+        with self._opened(self.bin):
+            facts = [file_facts(path) for path in (self.bin, self.idx)]
+        # the state is in the name: mounts of one folder may give the files different inodes
+        state = repr((str(self.prefix.absolute()), facts, eos_token_id))
+        note = self._cache_dir and self._cache_dir / "digests" / f"{key_of(state)}.ends.txt"
+        if note is not None and read_note(note) == state:
             return None
-        logger.info("%s: looking at the ends of all %d documents, once", self.name, self.num_documents)
-        for start in range(0, self.num_documents, DOCUMENTS_AT_ONCE):
-            bounds = self._bounds(start, min(start + DOCUMENTS_AT_ONCE, self.num_documents))
-            with_tokens = np.flatnonzero(bounds[1:] > bounds[:-1])
-            # a map for each block: pages stay in the process until their map is closed
-            ends = np.memmap(self.bin, self.index.dtype, "r")[bounds[1:][with_tokens] - 1]
-            without = with_tokens[ends != eos_token_id]
-            if len(without):
-                return start + int(without[0])
-        if note is not None and time.time_ns() - max(times) > NS_UNTIL_SETTLED:
-            _write_note(note, state)
+        is_noted = note is not None and all(map(is_settled, facts))
+        count, blocks = self.num_documents, evenly_spaced(self.num_documents, TABLE_BLOCK)
+        if max(max(each[2:]) for each in facts) > time.time_ns() + NS_UNTIL_SETTLED:
+            problem: str | None = "the files have a time in the future: touch them"
+        else:  # before a long work whose result could not be noted
+            problem = write_note(note, "") if note is not None and is_noted else None
+        if problem is not None:
+            some = f"{min(count, NUM_BLOCKS * TABLE_BLOCK)} of {count}"
+            logger.warning("%s: starts look at the ends of %s documents: %s", self.name, some, problem)
+        else:
+            logger.info(
+                "%s: looking at the ends of all %d documents; --prepare-data does, too", self.name, count
+            )
+            starts = range(0, count, DOCUMENTS_AT_ONCE)
+            blocks = ((start, min(start + DOCUMENTS_AT_ONCE, count)) for start in starts)
+        for start, stop in blocks:
+            if (number := self._without_end_within(start, stop, eos_token_id)) is not None:
+                return number
+        if note is not None and is_noted and problem is None:
+            write_note(note, state)
         return None
+
+    def _without_end_within(self, start: int, stop: int, eos_token_id: int) -> int | None:
+        bounds = self._bounds(start, stop)
+        with_tokens = np.flatnonzero(bounds[1:] > bounds[:-1])
+        # a map for each block: pages stay in the process until their map is closed
+        with self._opened(self.bin) as file:
+            ends = np.memmap(file, self.index.dtype, "r")[bounds[1:][with_tokens] - 1]
+        without = with_tokens[ends != eos_token_id]
+        return start + int(without[0]) if len(without) else None
 
     def _bounds(self, start: int, stop: int) -> NDArray[np.int64]:
         """First tokens of the documents start … stop-1, and the end of the last one: (stop - start + 1,)."""
         count, documents = len(self.index.sizes), self.index.documents
         with self._opened(self.idx) as file:
             sequences = entries(file, documents, start, stop + 1)
+            pointers = np.memmap(file, "<i8", "r", HEADER.size + self.index.sizes.nbytes, (count,))
         bounds = np.full(len(sequences), len(self.tokens), np.int64)
         is_inside = (sequences >= 0) & (sequences < count)
-        pointers = np.memmap(self.idx, "<i8", "r", HEADER.size + self.index.sizes.nbytes, (count,))
         bounds[is_inside] = pointers[sequences[is_inside]] // self.index.dtype.itemsize
-        wrong = np.flatnonzero(
-            (sequences < 0) | (sequences > count) | (bounds < 0) | (bounds > len(self.tokens))
-        )
+        is_wrong = (sequences < 0) | (sequences > count) | (bounds < 0) | (bounds > len(self.tokens))
+        wrong = np.flatnonzero(is_wrong)
         if not len(wrong):
             wrong = 1 + np.flatnonzero(bounds[1:] < bounds[:-1])
         if len(wrong):
@@ -366,7 +390,7 @@ class MegatronCorpus(TokenCorpus):
             with path.open("rb") as file:
                 yield file
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise _unreadable(Path(error.filename or path), error) from error
 
     def _token_of(self, sequence: int) -> int:
         """Index of the first token of a sequence; `sequence` may be one after the last."""
@@ -472,23 +496,6 @@ def _flush(file: IO[bytes]) -> None:
 
 def _prefix(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in (BIN, IDX) else path
-
-
-def _content_of(note: Path) -> str | None:
-    """What a note says; None: there is none that can be read."""
-    try:
-        return note.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _write_note(note: Path, content: str) -> None:
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(note) as file:
-            file.write(content)
-    except OSError as error:
-        logger.info("%s cannot be written (%s): each start looks at all documents again", note, error)
 
 
 def _unreadable(path: Path, error: OSError) -> UserError:

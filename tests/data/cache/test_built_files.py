@@ -1,8 +1,10 @@
 """Cached files that are built, damaged, copied, and continued after a failed build."""
 
+import errno
 import json
 import logging
 import os
+import shutil
 import sys
 
 import pytest
@@ -94,8 +96,9 @@ def test_damage_of_a_large_file_between_the_blocks_is_found(tmp_path, caplog):
     assert not any(path.read_bytes())
 
 
-def test_a_large_file_is_read_completely_once_after_it_was_copied(tmp_path, monkeypatch, caplog):
-    path = cached_file(tmp_path / "file", build_large)
+@pytest.fixture
+def blocks_read(monkeypatch):
+    """The numbers of blocks of which digests are taken."""
     read, digest = [], content_digest
 
     def note(path, blocks=built_files.NUM_BLOCKS):
@@ -103,13 +106,47 @@ def test_a_large_file_is_read_completely_once_after_it_was_copied(tmp_path, monk
         return digest(path, blocks)
 
     monkeypatch.setattr(built_files, "content_digest", note)
+    return read
+
+
+def test_a_large_file_is_read_completely_once_after_its_time_has_changed(tmp_path, caplog, blocks_read):
+    path = cached_file(tmp_path / "file", build_large)
+    blocks_read.clear()
     cached_file(path, build_large)
     os.utime(path, (1e9, 1e9))
     for _ in range(2):
         cached_file(path, lambda _: pytest.fail("it is whole"))
-    assert read == [256, 256, sys.maxsize, 256]
+    assert blocks_read == [256, 256, sys.maxsize, 256]
     assert built_files.facts_of(path) == {}
     assert "damaged" not in caplog.text
+
+
+def test_a_copy_that_keeps_the_time_is_not_read_completely(tmp_path, blocks_read):
+    path = cached_file(tmp_path / "file", build_large)
+    copy = tmp_path / "copies" / "file"
+    copy.parent.mkdir()
+    for name in (path.name, f"{path.name}.manifest.json"):
+        shutil.copy2(tmp_path / name, copy.parent / name)
+    blocks_read.clear()
+    cached_file(copy, lambda _: pytest.fail("it is whole"))
+    assert blocks_read == [256]
+
+
+def test_a_sample_is_trusted_with_a_warning_if_the_manifest_cannot_be_written(
+    tmp_path, monkeypatch, caplog, blocks_read
+):
+    path = cached_file(tmp_path / "file", build_large)
+    os.utime(path, (1e9, 1e9))
+
+    def refuse(_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(built_files, "atomic_file", refuse)
+    blocks_read.clear()
+    cached_file(path, lambda _: pytest.fail("it is whole"))
+    assert blocks_read == [256]
+    assert "starts compare only a sample of it" in caplog.text
+    assert "Read-only file system" in caplog.text
 
 
 def test_a_build_that_fails_leaves_nothing_behind(tmp_path):

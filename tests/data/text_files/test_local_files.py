@@ -355,6 +355,21 @@ def test_a_file_with_several_names_is_read_once(tmp_path, caplog, link, pattern)
     assert f"2 further names are passed over, such as {tmp_path}/b.txt for {tmp_path}/a.txt" in line
 
 
+def test_files_that_share_an_inode_number_are_all_read(tmp_path, monkeypatch):
+    """As some network file systems give them."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "c.txt").symlink_to("b.txt")
+    stat = Path.stat
+
+    def collide(path, **options):
+        mode, _, *others = stat(path, **options)
+        return os.stat_result((mode, 7, *others))
+
+    monkeypatch.setattr(Path, "stat", collide)
+    assert [file.name for file in LocalCorpus(tmp_path).files] == ["a.txt", "b.txt"]
+
+
 def test_the_fingerprint_of_a_glob_follows_names_and_content_but_not_the_place(tmp_path):
     for place in ("one", "two"):
         (tmp_path / place / "a").mkdir(parents=True)

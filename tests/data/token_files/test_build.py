@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -204,6 +205,40 @@ def test_a_file_edited_while_it_is_tokenised_leaves_no_tokens(
     assert list((tmp_path / "tokens").iterdir()) == []
     (files / name).write_text(content)
     pack(wrap(LocalCorpus(files)), ByteTokenizer(), 8, tmp_path)
+    assert np.array_equal(np.load(token_file(tmp_path)), ids_of(TEXTS))
+
+
+def replace_by_a_copy(path):
+    shutil.copy2(path, path.with_name("copy"))
+    path.with_name("copy").replace(path)
+
+
+def edit_and_restore_its_time(path):
+    found = path.stat()
+    path.write_text(path.read_text().replace("document", "DOCUMENT"))
+    os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.link(path, path.with_name("link")),
+        lambda path: path.chmod(0o640),
+        replace_by_a_copy,
+        edit_and_restore_its_time,
+    ],
+)
+def test_only_a_change_of_content_counts_if_inode_or_status_are_new(
+    tmp_path, frequent_journals, files, change
+):
+    corpus = LocalCorpus(files)
+    corpus.fingerprint  # noqa: B018 - it takes the facts of the files
+    edit_at(corpus, 150, lambda: (time.sleep(0.02), change(files / "a.jsonl")))
+    if change is edit_and_restore_its_time:
+        with pytest.raises(UserError, match=r"a\.jsonl changed while it was read"):
+            pack(corpus, ByteTokenizer(), 8, tmp_path)
+        return
+    pack(corpus, ByteTokenizer(), 8, tmp_path)
     assert np.array_equal(np.load(token_file(tmp_path)), ids_of(TEXTS))
 
 

@@ -2,10 +2,12 @@
 
 import json
 import logging
+import os
 import struct
 import subprocess
 import sys
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -255,7 +257,7 @@ def test_documents_of_several_sequences_end_where_the_last_of_them_does(tmp_path
 
 
 def test_all_documents_are_looked_at_once_for_each_state_of_the_files(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(megatron, "NS_UNTIL_SETTLED", -(10**12))
+    monkeypatch.setattr(megatron, "is_settled", lambda _: True)
     write(tmp_path / "ids", [1, 0], [2, 0], [3, 0])
     caplog.set_level(logging.INFO)
 
@@ -269,6 +271,10 @@ def test_all_documents_are_looked_at_once_for_each_state_of_the_files(tmp_path, 
     (note,) = cache.glob("digests/*.ends.txt")
     note.write_bytes(b"\xff")
     assert [looks(cache), looks(cache)] == [1, 0]
+    with monkeypatch.context() as patch:  # another mount
+        patch.setattr(megatron, "file_facts", lambda file: [file.stat().st_size, 7, 0, 0])
+        assert [looks(cache), looks(cache)] == [1, 0]
+    assert looks(cache) == 0
     write(tmp_path / "ids", [1, 0], [2, 0], [0])  # other files
     assert looks(cache) == 1
     write(tmp_path / "ids", [1, 0], [2, 9], [3, 0])
@@ -283,13 +289,29 @@ def test_files_that_may_still_change_within_their_times_are_looked_at_again(tmp_
     assert not list((tmp_path / "cache").glob("digests/*.ends.txt"))
 
 
-def test_documents_are_looked_at_without_a_cache_that_can_be_written(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(megatron, "NS_UNTIL_SETTLED", -(10**12))
-    write(tmp_path / "ids", [1, 0], [2, 0])
-    (tmp_path / "cache").write_text("no folder")
-    with caplog.at_level(logging.INFO):
-        kept_apart(tmp_path / "ids", tmp_path / "cache")
-    assert "each start looks at all documents again" in caplog.text
+@pytest.mark.parametrize("problem", ["cache", "future"])
+def test_a_sample_of_documents_is_looked_at_if_nothing_can_be_noted(tmp_path, monkeypatch, caplog, problem):
+    monkeypatch.setattr(megatron, "TABLE_BLOCK", 2)
+    monkeypatch.setattr(megatron, "NUM_BLOCKS", 3)
+    prefix, cache = tmp_path / "ids", tmp_path / "cache"
+    if problem == "cache":
+        monkeypatch.setattr(megatron, "is_settled", lambda _: True)
+        cache.write_text("no folder")
+    for place, is_seen in ((10, True), (3, False)):
+        write(prefix, *([1, 9 if number == place else 0] for number in range(20)))
+        if problem == "future":
+            os.utime(tmp_path / "ids.bin", (4e9, 4e9))
+        with pytest.raises(UserError, match="document 10 ") if is_seen else nullcontext():
+            MegatronCorpus(prefix, cache_dir=cache).check_tokens(256, 0, needs_ends=True)
+    assert caplog.text.count("starts look at the ends of 6 of 20 documents") == 2
+
+
+def test_files_that_vanish_while_ends_are_looked_at_are_named(tmp_path):
+    write(tmp_path / "ids", [1, 0])
+    corpus = MegatronCorpus(tmp_path / "ids")
+    corpus.idx.unlink()
+    with pytest.raises(UserError, match=r"ids\.idx cannot be read \(No such file"):
+        corpus.check_tokens(256, 0, needs_ends=True)
 
 
 def test_a_damaged_index_between_the_checked_blocks_is_named(tmp_path, monkeypatch):
