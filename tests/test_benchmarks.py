@@ -212,7 +212,7 @@ def test_launch_overhead_compares_with_tritons_launcher_and_counts_launches():
     printed = run("launch_overhead.py", "--rounds", "3", "--threads", "1", "--recipe", "nvfp4")
     row = next(line.split() for line in printed.splitlines() if line.startswith("nvfp4"))
     assert printed.index("only the recipe `nvfp4` has one") < printed.index("\nnvfp4 ")
-    ratio = 0.5 if row[6] == "-" else float(row[6])  # the machine may be busy
+    ratio = 0.5 if row[6] in ("-", "noisy") else float(row[6])  # the machine may be busy
     plain, former, plans, floor, bare, over_floor, *counts = map(float, row[1:6] + row[7:])
     assert 0 < plain < plans < former
     assert 0 < bare < plans

@@ -111,6 +111,11 @@ def is_settled(facts: list[int]) -> bool:
     return time.time_ns() - max(facts[2:]) > NS_UNTIL_SETTLED
 
 
+def is_in_future(facts: list[int]) -> bool:
+    """Whether a file of these facts has a time that is still to come."""
+    return max(facts[2:]) > time.time_ns() + NS_UNTIL_SETTLED
+
+
 def read_note(note: Path) -> str | None:
     """What a note in `cache_dir/digests` says; None: there is none that can be read."""
     try:

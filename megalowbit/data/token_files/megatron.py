@@ -27,7 +27,6 @@ import hashlib
 import logging
 import os
 import struct
-import time
 import uuid
 from array import array
 from bisect import bisect_right
@@ -42,9 +41,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalowbit.data.cache.digests import (
-    NS_UNTIL_SETTLED,
     corpus_digests,
     file_facts,
+    is_in_future,
     is_settled,
     key_of,
     read_note,
@@ -315,7 +314,7 @@ class MegatronCorpus(TokenCorpus):
             return None
         is_noted = note is not None and all(map(is_settled, facts))
         count, blocks = self.num_documents, evenly_spaced(self.num_documents, TABLE_BLOCK)
-        if max(max(each[2:]) for each in facts) > time.time_ns() + NS_UNTIL_SETTLED:
+        if any(map(is_in_future, facts)):
             problem: str | None = "the files have a time in the future: touch them"
         else:  # before a long work whose result could not be noted
             problem = write_note(note, "") if note is not None and is_noted else None
@@ -355,8 +354,7 @@ class MegatronCorpus(TokenCorpus):
         bounds[is_inside] = pointers[sequences[is_inside]] // self.index.dtype.itemsize
         is_wrong = (sequences < 0) | (sequences > count) | (bounds < 0) | (bounds > len(self.tokens))
         wrong = np.flatnonzero(is_wrong)
-        if not len(wrong):
-            wrong = 1 + np.flatnonzero(bounds[1:] < bounds[:-1])
+        wrong = wrong if len(wrong) else 1 + np.flatnonzero(bounds[1:] < bounds[:-1])
         if len(wrong):
             raise UserError(
                 f"{self.idx}: document {start + wrong[0]} begins at sequence {sequences[wrong[0]]}, which is "

@@ -94,8 +94,6 @@ def evaluate(
     is_ours = is_training_checkpoint(path)
     if path == run and not is_ours:
         raise UserError(f"the run in {path} has no complete checkpoint yet: name another, or wait for one")
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"--output {output}: the folder does not exist: make it, or name another")
     source = find_checkpoint(path) if is_ours else path
     padding = _padding(stored_config(source)) if is_ours else {}
     config = _configuration(source, run, config_file, overrides, identity.world_size, padding)
@@ -104,6 +102,7 @@ def evaluate(
             compute_deterministically()
         start_process_group(identity)
         check_ranks_agree(start_facts(config, is_resume=False))
+        agree(lambda: _check_output(output) if identity.is_main else None)
         agree(lambda: check_config(config))
         agree(lambda: check_kernels(recipe_of(config.recipe)))
         tokenizer = run / "tokenizer" if run is not None else source
@@ -245,6 +244,12 @@ def _tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
 
 def _ids(tokenizer: Tokenizer) -> list[int]:
     return [int(number) for number in tokenizer.encode_batch([TEXT_TO_COMPARE])[0]]
+
+
+def _check_output(output: Path | None) -> None:
+    """Reject a file in a folder that does not exist, before the text is evaluated."""
+    if output is not None and not output.parent.is_dir():
+        raise UserError(f"--output {output}: the folder does not exist: make it, or name another")
 
 
 def _write(output: Path | None, source: Path, job: Job, facts: Mapping[str, Fact]) -> None:

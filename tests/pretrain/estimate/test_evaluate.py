@@ -69,6 +69,10 @@ def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path,
     assert f"loss {recorded[4]['validation/loss']:.4f}, perplexity" in capsys.readouterr().out
     assert figures(evaluated(run / "checkpoints" / "step-00000002", tmp_path)) == recorded[2]
     assert figures(evaluated(run / "hf", tmp_path)) == recorded[4]
+    capsys.readouterr()
+    with pytest.raises(UserError, match=r"--output .*/none/x.json: the folder does not exist"):
+        evaluate(run, ProcessIdentity(), config_file=None, overrides=[], output=tmp_path / "none" / "x.json")
+    assert "loss" not in capsys.readouterr().out  # it is noticed before the text is evaluated
     plain = evaluated(run, tmp_path, "megalowbit.recipe=bf16")
     assert plain["validation/loss"] == plain["validation/bf16_loss"] == recorded[4]["validation/bf16_loss"]
     (tmp_path / "text.txt").write_text(TEXT)  # the text for training may be evaluated, too
@@ -166,14 +170,10 @@ def test_weights_are_not_evaluated_with_the_ids_of_another_tokenizer(tmp_path, c
     assert losses(f"megalowbit.data.tokenizer={elsewhere}")
 
 
-def test_a_run_without_weights_and_an_output_without_folder_are_noticed_at_once(tmp_path):
+def test_a_run_without_weights_is_one_without_a_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text('{"megalowbit": {}}')
-    options = {"config_file": None, "overrides": []}
     with pytest.raises(UserError, match=r"the run in .* has no complete checkpoint yet"):
-        evaluate(tmp_path, ProcessIdentity(), output=None, **options)
-    (tmp_path / "hf").mkdir()
-    with pytest.raises(UserError, match=r"--output .*/none/out.json: the folder does not exist"):
-        evaluate(tmp_path / "hf", ProcessIdentity(), output=tmp_path / "none" / "out.json", **options)
+        evaluate(tmp_path, ProcessIdentity(), config_file=None, overrides=[], output=None)
 
 
 @pytest.mark.parametrize(("tokenizer", "parsed"), [("bpe", True), ("byte", False)])
