@@ -102,7 +102,7 @@ def evaluate(
             compute_deterministically()
         start_process_group(identity)
         check_ranks_agree(start_facts(config, is_resume=False))
-        agree(lambda: _check_output(output) if identity.is_main else None)
+        agree(_check_output, output)
         agree(lambda: check_config(config))
         agree(lambda: check_kernels(recipe_of(config.recipe)))
         tokenizer = run / "tokenizer" if run is not None else source
