@@ -210,9 +210,9 @@ class _Workers:
             try:
                 _answer(process, Batch([text], [place]))
             except ENDED:
-                return _ended(process, f"at {place}, which begins {text[:40]!r}")
+                return _ended(process, f"at {place}, which begins {text[:40]!r}", is_known=True)
         documents = f"{len(batch.places)} documents, from {batch.places[0]} to {batch.places[-1]}"
-        return _ended(ended, f"at {documents}, each of which a new process has tokenised")
+        return _ended(ended, f"at {documents}, each of which a new process has tokenised", is_known=False)
 
     def __enter__(self) -> _Workers:
         return self
@@ -272,12 +272,13 @@ def _answer(process: subprocess.Popen[bytes], batch: Batch) -> Encoded | Excepti
     return answer
 
 
-def _ended(process: subprocess.Popen[bytes], where: str) -> UserError:
+def _ended(process: subprocess.Popen[bytes], where: str, *, is_known: bool) -> UserError:
     process.kill()
     code = process.wait()
     how = f"with exit code {code}" if code >= 0 else f"by signal {signal.Signals(-code).name}"
-    # the kernel kills so, too
-    remedy = "if memory was short, lower data.workers" if code == -signal.SIGKILL else "mend the document"
+    remedy = "mend the document" if is_known else "start again"
+    if code == -signal.SIGKILL:  # as the kernel does
+        remedy = "if memory was short, lower data.workers"
     return UserError(f"a process that tokenises has ended {how} {where}: {remedy}")
 
 

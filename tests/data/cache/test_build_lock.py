@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from builders import Builder
 
 from megalowbit.data.cache import build_lock
 from megalowbit.data.cache.built_files import cached_file
@@ -18,14 +19,12 @@ from megalowbit.errors import TransientError
 TIMEOUT = 90
 
 
-class Builder:
-    def __init__(self, content=b"tokens" * 100):
-        self.content = content
-        self.calls = 0
-
-    def __call__(self, path):
-        self.calls += 1
-        path.write_bytes(self.content)
+def in_threads(count, work):
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
 
 
 def test_one_of_several_builds_and_the_others_wait(tmp_path):
@@ -38,11 +37,7 @@ def test_one_of_several_builds_and_the_others_wait(tmp_path):
     def use():
         seen.append(cached_file(tmp_path / "file", slowly).read_bytes())
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
+    in_threads(4, use)
     assert seen == [build.content] * 4
     assert build.calls == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "file.manifest.json"]
@@ -64,11 +59,7 @@ def test_without_file_locks_builds_at_the_same_time_do_not_disturb_each_other(tm
     def use():
         seen.append(cached_file(tmp_path / "file", build).read_bytes())
 
-    threads = [threading.Thread(target=use) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(TIMEOUT)
+    in_threads(4, use)
     assert seen == [content] * 4
     assert "has no file locks" in caplog.text
     assert {p.name for p in tmp_path.iterdir()} == {"file", "file.manifest.json", ".file.lock"}

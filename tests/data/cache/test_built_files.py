@@ -8,21 +8,12 @@ import shutil
 import sys
 
 import pytest
+from builders import Builder
 
 from megalowbit.data.cache import built_files
 from megalowbit.data.cache.built_files import cached_file
 from megalowbit.data.cache.digests import content_digest
 from megalowbit.errors import UserError
-
-
-class Builder:
-    def __init__(self, content=b"tokens" * 100):
-        self.content = content
-        self.calls = 0
-
-    def __call__(self, path):
-        self.calls += 1
-        path.write_bytes(self.content)
 
 
 def test_a_file_is_built_once_and_then_reused(tmp_path):

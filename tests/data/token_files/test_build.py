@@ -5,6 +5,7 @@ import logging
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -85,7 +86,12 @@ def test_a_trained_bpe_works_in_other_processes(tmp_path, small_batches, is_of_a
     assert (one == tokenizer.eos_token_id).sum() == len(TEXTS)
 
 
-def test_a_process_that_is_killed_is_named_with_its_documents(tmp_path, small_batches, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(signal.SIGKILL, "if memory was short"), (signal.SIGTERM, "start again")]
+)
+def test_a_process_that_is_killed_is_named_with_its_documents(
+    tmp_path, small_batches, monkeypatch, number, remedy
+):
     started = []
     start = workers._start
     monkeypatch.setattr(workers, "_start", lambda: started.append(start()) or started[-1])
@@ -93,15 +99,15 @@ def test_a_process_that_is_killed_is_named_with_its_documents(tmp_path, small_ba
     def texts():
         yield from TEXTS[:40]
         for process in tuple(started):  # not the one that looks for the document
-            process.kill()
+            process.send_signal(number)
             process.wait()
         yield from TEXTS[40:]
 
     corpus = Documents(TEXTS)
     corpus.documents = texts
     said = (
-        r"has ended by signal SIGKILL at 16 documents, from document \d+ of corpus documents to document \d+ "
-        r"of corpus documents, each of which a new process has tokenised: if memory"
+        rf"has ended by signal {number.name} at 16 documents, from document \d+ of corpus documents to "
+        rf"document \d+ of corpus documents, each of which a new process has tokenised: {remedy}"
     )
     with pytest.raises(UserError, match=said):
         pack(corpus, ByteTokenizer(), 8, tmp_path, workers=2)
