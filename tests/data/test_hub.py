@@ -93,6 +93,29 @@ def test_rows_are_hashed_once(dataset, tmp_path, monkeypatch, caplog):
     assert HubCorpus(str(dataset), cache_dir=tmp_path, split="train[:50%]").fingerprint == of_half
 
 
+def test_null_is_not_an_empty_text_in_the_fingerprint(dataset, tmp_path):
+    fingerprints = set()
+    for name, text in (("null", None), ("empty", "")):
+        folder = write_dataset(tmp_path / name, [{"text": "a"}, {"text": text}])
+        fingerprints.add(HubCorpus(str(folder), max_bad_records=1).fingerprint)
+    assert len(fingerprints) == 2
+
+
+def test_rows_are_hashed_again_if_the_library_has_written_its_files_again(dataset, tmp_path):
+    def opened():
+        return HubCorpus(str(dataset), cache_dir=tmp_path / "cache")
+
+    first = opened()
+    kept = first.fingerprint
+    (file,) = (Path(each["filename"]) for each in first._rows.cache_files)
+    content, before = file.read_bytes(), file.stat()
+    at = content.index(b"document 1500")
+    file.write_bytes(content[:at] + b"DOCUMENT 1500" + content[at + 13 :])
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert file.stat().st_size == before.st_size
+    assert opened().fingerprint != kept
+
+
 def test_waiting_for_a_process_that_hashes_the_rows_ends_after_the_timeout(dataset, tmp_path, monkeypatch):
     monkeypatch.setattr(LocalCorpus, "is_meant", lambda corpus: False)  # else it is a local folder
     monkeypatch.setattr(HubCorpus, "is_meant", lambda corpus: True)
