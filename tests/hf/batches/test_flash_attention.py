@@ -8,13 +8,18 @@ import pytest
 import torch
 from quick_cases import every_value
 from tiny_models import KINDS, tiny_model
+from transformers import GPT2Config
 
 from megalowbit.data.packing import DocumentRules
 from megalowbit.engine.pipeline.parts import BlockInputs, parts_of, run_parts
 from megalowbit.engine.process_start import FLASH_VARIABLE
 from megalowbit.errors import UserError
 from megalowbit.hf.activation_checkpointing import ActivationCheckpointingSettings, recompute_blocks
-from megalowbit.hf.batches.separate_documents import attention_within_documents, document_bounds
+from megalowbit.hf.batches.separate_documents import (
+    attention_within_documents,
+    document_bounds,
+    uses_flash_attention,
+)
 from megalowbit.hf.batches.upload import upload
 from megalowbit.hf.generation import prepare_for_training
 from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
@@ -239,3 +244,18 @@ def test_the_real_kernels_keep_documents_apart(kind, attention):
 
 def relative_error(found, expected):
     return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("flash_attention_2", True),
+        ("flash_attention_3", True),
+        ("kernels-community/flash-attn2", True),
+        ("sdpa", False),
+        ("eager", False),
+        (None, False),
+    ],
+)
+def test_all_kinds_of_flash_attention_are_known(name, expected):
+    assert uses_flash_attention(GPT2Config(attn_implementation=name)) is expected
