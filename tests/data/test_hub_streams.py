@@ -194,6 +194,14 @@ def test_a_missing_part_is_a_one_line_error(tmp_path, library, values, message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["texts", "number"])
+def test_a_column_that_is_known_only_from_reading_is_checked_then(tmp_path, library, monkeypatch, field):
+    folder = write(tmp_path / "set", kind="parquet")
+    monkeypatch.setattr(HubCorpus, "_check", lambda *_: None)  # as if the library told no columns
+    with pytest.raises(UserError, match=r"unknown text_field 'texts'|column 'number' is int64, not text"):
+        list(HubCorpus(folder, stream="all", text_field=field).documents())
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -249,6 +257,22 @@ def test_without_a_network_only_text_that_is_in_the_cache_is_used(tmp_path, libr
     for unknown in ({"cache_dir": tmp_path / "empty"}, {}):
         with pytest.raises(UserError, match=r"cannot be loaded \(no route\): check .* the network"):
             HubCorpus(folder, stream="all", **unknown)
+
+
+def test_a_downloaded_copy_is_no_stream(tmp_path, library, monkeypatch, caplog):
+    """Without a network, the library offers such a copy, of which it does not know the files."""
+    folder, cache = write(tmp_path / "set"), tmp_path / "cache"
+    build = datasets.load_dataset_builder
+
+    def of_a_copy(*names):
+        builder = build(*names)
+        builder.config.data_files = None
+        return builder
+
+    first = HubCorpus(folder, stream="all", cache_dir=cache).fingerprint
+    monkeypatch.setattr(datasets, "load_dataset_builder", of_a_copy)
+    assert HubCorpus(folder, stream="all", cache_dir=cache).fingerprint == first
+    assert "cannot be reached (only a downloaded copy is at hand)" in caplog.text
 
 
 def test_complete_tokens_are_used_from_a_cache_that_cannot_be_written(tmp_path, library, monkeypatch, caplog):

@@ -322,6 +322,26 @@ def test_bytes_of_any_part_of_a_text_are_those_of_its_ids(tmp_path, bpe, kind):
     assert found == len(b"".join(pieces[2::2]))
 
 
+def test_a_space_that_tokenising_puts_before_a_document_is_no_byte_of_it(tmp_path, bpe):
+    made = tokenizers.Tokenizer.from_str(bpe._bpe.to_str())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(tmp_path)
+    tokenizer = FolderTokenizer(tmp_path)
+    (ids,) = tokenizer.encode_batch(["few bits"])
+    assert made.decode(ids.tolist()) == " few bits"
+    assert tokenizer.count_bytes(ids, np.append(tokenizer.eos_token_id, ids[:-1])) == len("few bits")
+
+
+def test_an_added_token_is_text_also_if_it_begins_like_a_space(tmp_path):
+    like_sentencepiece(tmp_path, "llama")
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.add_special_tokens(["▁a"])  # in the vocabulary already, as the marks of CodeLlama
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path)
+    tokenizer = FolderTokenizer(tmp_path)
+    ids, before = np.array([made.token_to_id("▁a")]), np.array([tokenizer.eos_token_id])
+    assert tokenizer.count_bytes(ids, before) == len("▁a".encode())
+
+
 def test_special_text_within_a_document_has_its_own_bytes(tmp_path, bpe):
     made = tokenizers.Tokenizer.from_str(bpe._bpe.to_str())
     made.add_special_tokens(["<|ü|>"])
