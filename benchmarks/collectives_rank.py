@@ -28,7 +28,7 @@ def plain(arguments: list[str]) -> None:
     import torch
 
     from megalowbit.engine.process_start import start_process_group, stop_process_group
-    from megalowbit.hf.config_file import config_from_dict
+    from megalowbit.hf.folders.config_file import config_from_dict
     from megalowbit.hf.model import random_model
 
     config, model_file, steps, folder = arguments

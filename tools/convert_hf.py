@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
-from megalowbit.hf.new_folder import refuse_existing
+from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _check_places(source: Path, folder: Path) -> None:
 
 def _to_megalowbit(options: argparse.Namespace) -> None:
     from megalowbit.hf.checkpoint import import_checkpoint
-    from megalowbit.hf.tokenizer_files import FOLDER
+    from megalowbit.hf.folders.tokenizer_files import FOLDER
 
     _silence_progress()
     step = import_checkpoint(options.source, options.folder, options.recipe)
@@ -105,7 +105,7 @@ def _to_hf(options: argparse.Namespace) -> None:
     import torch
 
     from megalowbit.hf.checkpoint import export_checkpoint
-    from megalowbit.hf.tokenizer_files import has_tokenizer
+    from megalowbit.hf.folders.tokenizer_files import has_tokenizer
     from megalowbit.hf.training_checkpoint import find_checkpoint
 
     _silence_progress()
@@ -122,7 +122,7 @@ def _to_hf(options: argparse.Namespace) -> None:
 def _tokenizer_of_run(source: Path) -> Tokenizer | None:
     """The tokenizer in a run folder, next to `checkpoints/`."""
     from megalowbit.data.tokenize import FolderTokenizer
-    from megalowbit.hf.tokenizer_files import FOLDER
+    from megalowbit.hf.folders.tokenizer_files import FOLDER
     from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER, find_checkpoint
 
     checkpoints = find_checkpoint(source).absolute().parent

@@ -18,7 +18,10 @@ from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_config, pad_vocabulary
-from megalowbit.hf.config_file import CONFIG_FILE, config_from_dict
+from megalowbit.hf.folders.config_file import CONFIG_FILE, config_from_dict
+from megalowbit.hf.folders.new_folder import refuse_existing
+from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
+from megalowbit.hf.folders.tokenizer_files import TEMPLATES
 from megalowbit.hf.generation import prepare_for_training, restore_generation, store_generation
 from megalowbit.hf.model import (
     SavableTokenizer,
@@ -28,11 +31,8 @@ from megalowbit.hf.model import (
     refuse_nonfinite,
     save_hf,
 )
-from megalowbit.hf.new_folder import refuse_existing
 from megalowbit.hf.outliers import plant
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
-from megalowbit.hf.tokenizer_files import TEMPLATES
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
     find_checkpoint,

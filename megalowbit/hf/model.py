@@ -18,10 +18,10 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_vocabulary
+from megalowbit.hf.folders.new_folder import new_folder
+from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
+from megalowbit.hf.folders.weight_files import find_weight_files, stored_dtypes
 from megalowbit.hf.generation import restore_generation, save_model, stored_generation
-from megalowbit.hf.new_folder import new_folder
-from megalowbit.hf.tokenizer_files import copy_tokenizer
-from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
 from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
 from megalowbit.layers.state_dict_layout import parameter_layout
 

@@ -31,10 +31,10 @@ from megalowbit.durable_files import (
     write_manifest,
 )
 from megalowbit.errors import UserError
+from megalowbit.hf.folders.new_folder import new_folder
+from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
+from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
 from megalowbit.hf.generation import prepare_for_training, stored_generation
-from megalowbit.hf.new_folder import new_folder
-from megalowbit.hf.tokenizer_files import FOLDER as TOKENIZER_FOLDER
-from megalowbit.hf.tokenizer_files import copy_tokenizer
 from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.state_dict_layout import parameter_layout

@@ -22,7 +22,7 @@ from megalowbit.families.config_checks import check_fits
 from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import build_model, read_config
-from megalowbit.hf.config_file import ATTENTION
+from megalowbit.hf.folders.config_file import ATTENTION
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from megalowbit.errors import UserError
-from megalowbit.hf.new_folder import new_folder, refuse_existing
+from megalowbit.hf.folders.new_folder import new_folder, refuse_existing
 
 
 def names(folder):

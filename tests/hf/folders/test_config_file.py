@@ -3,7 +3,7 @@ from tiny_models import KINDS, tiny_config
 from transformers import GPT2Config, LlamaConfig
 
 from megalowbit.errors import UserError
-from megalowbit.hf.config_file import config_from_dict
+from megalowbit.hf.folders.config_file import config_from_dict
 from megalowbit.hf.model import random_model
 from megalowbit.json_text import read_json_object
 

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.hf.checkpoint import export_checkpoint, import_checkpoint
-from megalowbit.hf.tokenizer_files import copy_tokenizer, has_tokenizer
+from megalowbit.hf.folders.tokenizer_files import copy_tokenizer, has_tokenizer
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 

@@ -11,10 +11,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model, import_checkpoint
+from megalowbit.hf.folders.weight_files import find_weight_files, stored_dtypes
 from megalowbit.hf.model import load_weights
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.training_checkpoint import write_start_checkpoint
-from megalowbit.hf.weight_files import find_weight_files, stored_dtypes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn)
 TENSORS = {str(dtype): torch.zeros(3, 2).to(dtype) for dtype in DTYPES} | {"scalar": torch.tensor(1)}
