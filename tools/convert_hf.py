@@ -1,6 +1,7 @@
-"""Convert between Hugging Face folders and megalowbit training checkpoints.
+"""Convert between Hugging Face folders and megalowbit training checkpoints, and import others' checkpoints.
 
     python tools/convert_hf.py to-megalowbit gpt2/ start/
+    python tools/convert_hf.py to-megalowbit deepspeed_run/ start/ --config gpt2/
     python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/
 
 The first command writes a checkpoint to start training from (`"model": {"checkpoint": "start/"}`). The second
@@ -31,13 +32,20 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_ours = commands.add_parser(
         "to-megalowbit",
-        help="convert a Hugging Face folder into a checkpoint to start from",
+        help="convert a Hugging Face folder, or a checkpoint of DeepSpeed or Megatron-LM, into a checkpoint to "
+        "start from",
         allow_abbrev=False,
     )
-    to_ours.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and weights")
+    to_ours.add_argument("source", type=Path, metavar="SRC", help="folder of the model or checkpoint")
     to_ours.add_argument("folder", type=Path, metavar="OUT", help="new folder for the checkpoint")
     to_ours.add_argument(
         "--recipe", default="nvfp4", help="recipe that the model will be trained with (default: %(default)s)"
+    )
+    to_ours.add_argument(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="config.json of a checkpoint of DeepSpeed or Megatron-LM, or a folder that has it",
     )
     to_hf = commands.add_parser(
         "to-hf", help="convert a training checkpoint into a Hugging Face folder", allow_abbrev=False
@@ -93,7 +101,7 @@ def _to_megalowbit(options: argparse.Namespace) -> None:
     from megalowbit.hf.folders.tokenizer_files import FOLDER
 
     _silence_progress()
-    step = import_checkpoint(options.source, options.folder, options.recipe)
+    step = import_checkpoint(options.source, options.folder, options.recipe, options.config)
     print(f'{step}: start from it with "model": {{"checkpoint": "{options.folder}"}}')
     if (options.folder / FOLDER).is_dir():
         print(f'its tokenizer: "data": {{"tokenizer": "{options.folder / FOLDER}"}}')

@@ -1,13 +1,14 @@
 """Builds models from the `"model"` section, imports Hugging Face folders, and exports training checkpoints.
 
 Two kinds of folder are read: Hugging Face's (`config.json` and weights), and megalowbit's training
-checkpoints (`training_checkpoint`). A model to train is always returned in fp32 and without low-bit layers;
-the caller chooses precision and conversion. Not covered: optimizer states, which the engine restores on
-`--resume`.
+checkpoints (`training_checkpoint`). Checkpoints of other programs (`importers`) can only be imported. A model
+to train is always returned in fp32 and without low-bit layers; the caller chooses precision and conversion.
+Not covered: optimizer states, which the engine restores on `--resume`.
 """
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,10 @@ from megalowbit.hf.folders.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.folders.tokenizer_files import TEMPLATES
+from megalowbit.hf.folders.weight_files import NAMES as WEIGHT_NAMES
 from megalowbit.hf.generation import prepare_for_training, restore_generation, store_generation
+from megalowbit.hf.importers.base import fitted
+from megalowbit.hf.importers.registry import is_foreign, read_foreign
 from megalowbit.hf.model import (
     SavableTokenizer,
     fill_weights,
@@ -46,6 +50,8 @@ from megalowbit.layers.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 def read_config(settings: ModelSettings) -> PretrainedConfig:
@@ -101,27 +107,70 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     return model.train()
 
 
-def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4") -> Path:
-    """Convert a Hugging Face folder to a training checkpoint to start from, in the dtype of its weights.
+def import_checkpoint(
+    source: Path, folder: Path, recipe: Recipe | str = "nvfp4", config: Path | None = None
+) -> Path:
+    """Convert a model to a training checkpoint to start from, in the dtype of its weights.
 
     Args:
-        source: `config.json` and weights of a model of a known family.
+        source: a Hugging Face folder with a model of a known family, or a checkpoint of plain DeepSpeed or
+            Megatron-LM.
         folder: a new folder.
         recipe: the recipe that the model will be trained with.
+        config: `config.json`, or a folder with one, for a checkpoint of another program. `None`: the one in
+            `source`, if any.
 
     Returns:
         The step folder inside `folder`; the source's tokenizer, if it has one, is copied next to it.
 
     Raises:
-        UserError: see `build_model` for `source` and `write_start_checkpoint` for `folder`.
+        UserError: see `build_model` and `importers.registry` for `source`, and `write_start_checkpoint` for
+            `folder`.
     """
     refuse_existing(folder)  # first, because a large model takes minutes
+    if config is not None or (is_foreign(source) and not _has_hf_weights(source)):
+        return _import_foreign(source, folder, recipe, config)
     if is_training_checkpoint(source):
         raise UserError(f"{source} is already a training checkpoint: start from it directly")
-    config = config_from_dict(read_json_object(_config_file(source)), {}, str(source))
-    model = load_weights(config, source, dtype="auto")
+    hf_config = config_from_dict(read_json_object(_config_file(source)), {}, str(source))
+    model = load_weights(hf_config, source, dtype="auto")
     refuse_nonfinite(model, str(source))
     return write_start_checkpoint(model, recipe, folder, tokenizer_files=source)
+
+
+def _has_hf_weights(source: Path) -> bool:
+    """Whether a folder has weights that transformers reads; its Trainer writes them beside DeepSpeed's."""
+    return (source / CONFIG_FILE).is_file() and any((source / name).is_file() for name in WEIGHT_NAMES)
+
+
+def _import_foreign(source: Path, folder: Path, recipe: Recipe | str, config: Path | None) -> Path:
+    """Convert a checkpoint of another program; see `import_checkpoint`."""
+    if config is None and (source / CONFIG_FILE).is_file():
+        config = source
+    raw = None if config is None else read_json_object(_named_config(config))
+    foreign = read_foreign(source, raw)
+    where = f"checkpoint {source}"
+    hf_config = config_from_dict(foreign.hf_config, {}, where if config is None else str(config))
+    model = random_model(hf_config, seed=0, device="meta", where=where)
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    tied = {name: str(first) for name, first in (model.all_tied_weights_keys or {}).items()}
+    weights = fitted(foreign.weights, expected, tied, where)
+    logger.info("%s: %s, %d weights", source, foreign.description, len(weights))
+    fill_weights(model.to(weights.widest_dtype()), weights, where, is_assigned=True)
+    refuse_nonfinite(model, str(source))
+    return write_start_checkpoint(model, recipe, folder, tokenizer_files=source if config is None else config)
+
+
+def _named_config(config: Path) -> Path:
+    """The file that `--config` means.
+
+    Raises:
+        UserError: there is none.
+    """
+    file = config / CONFIG_FILE if config.is_dir() else config
+    if not file.is_file():
+        raise UserError(f"--config {config} is neither a file nor a folder with {CONFIG_FILE}: name one")
+    return file
 
 
 def export_checkpoint(
