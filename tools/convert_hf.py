@@ -32,8 +32,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_ours = commands.add_parser(
         "to-megalowbit",
-        help="convert a Hugging Face folder, or a checkpoint of DeepSpeed or Megatron-LM, into a checkpoint to "
-        "start from",
+        help="convert a Hugging Face folder, or a checkpoint of DeepSpeed or Megatron-LM, into a checkpoint "
+        "to start from",
         allow_abbrev=False,
     )
     to_ours.add_argument("source", type=Path, metavar="SRC", help="folder of the model or checkpoint")

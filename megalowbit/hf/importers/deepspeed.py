@@ -124,8 +124,8 @@ def _checked(master: StoredTensor, weight: StoredTensor, where: str) -> StoredTe
         rounded = value.to(model.dtype)
         if not ((rounded == model) | (rounded.isnan() & model.isnan())).all():
             raise UserError(
-                f"{where} does not round to the model's {str(model.dtype).removeprefix('torch.')} weight: the "
-                "files are of different checkpoints, or the order of the parameters is wrong; to use the "
+                f"{where} does not round to the model's {str(model.dtype).removeprefix('torch.')} weight: "
+                "the files are of different checkpoints, or the order of the parameters is wrong; to use the "
                 "model's weights instead, take a copy without the files optim_states.pt and the folder zero"
             )
         return value
@@ -188,8 +188,8 @@ def _files_in(folder: Path) -> tuple[dict[int, str], dict[int, str]]:
             raise UserError(f"checkpoint {folder} holds experts ({name}): no supported family has them")
         if PIPELINE_FILE.fullmatch(name):
             raise UserError(
-                f"checkpoint {folder} holds pipeline stages of DeepSpeed ({name}), whose modules have numbers "
-                "instead of names: join them with the program that trained it"
+                f"checkpoint {folder} holds pipeline stages of DeepSpeed ({name}), whose modules "
+                "have numbers instead of names: join them with the program that trained it"
             )
         for pattern, found in ((MODEL_FILE, model_files), (SHARD_FILE, shard_files)):
             if (match := pattern.fullmatch(name)) is None:
@@ -241,7 +241,8 @@ def _read_shards(folder: Path, files: Mapping[int, str]) -> list[Mapping[str, An
 def _missing_ranks(folder: Path, missing: Sequence[int], what: str, count: int) -> UserError:
     ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
     return UserError(
-        f"checkpoint {folder} lacks {what} of data-parallel rank {ranks} of {count}: add the files of all ranks"
+        f"checkpoint {folder} lacks {what} of data-parallel rank {ranks} of {count}: "
+        "add the files of all ranks"
     )
 
 
@@ -360,8 +361,9 @@ def _frozen(headers: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Sto
     stored: dict[str, StoredTensor] = {}
     for name, raw in shapes.items():
         shape = shape_of(raw, name)
-        parts = [(header.get("frozen_param_fragments") or {}).get(name) for header in headers]
-        if not all(isinstance(part, torch.Tensor) for part in parts):
+        found = [(header.get("frozen_param_fragments") or {}).get(name) for header in headers]
+        parts = [part for part in found if isinstance(part, torch.Tensor)]
+        if len(parts) < len(found):
             raise UserError(f"checkpoint {folder} lacks the frozen weight {name}: use a complete one")
         if sum(part.numel() for part in parts) < numel_of(shape):
             raise UserError(f"checkpoint {folder} has only a part of the frozen weight {name}: add all ranks")

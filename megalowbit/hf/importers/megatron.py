@@ -6,8 +6,8 @@
 The files of a pipeline stage number its layers from 0. With interleaved stages a file holds several chunks of
 layers, `model0`, `model1` …; the layers of all stages' first chunks come first.
 
-The weights have the dtype in which the model computed. Not covered: fp32 masters in the optimizer's states, the
-format `torch_dist`, experts, GPT models of DeepSpeed's fork of Megatron-LM.
+The weights have the dtype in which the model computed. Not covered: fp32 masters in the optimizer's states,
+the format `torch_dist`, experts, GPT models of DeepSpeed's fork of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def _checked_folder(folder: Path) -> Path:
     names = entries(folder)
     if any(name.endswith(".distcp") for name in names) or ".metadata" in names:
         raise UserError(
-            f"{folder} has the format torch_dist: save it with --ckpt-convert-format torch in Megatron-LM first"
+            f"{folder} has the format torch_dist: save it with --ckpt-convert-format torch in Megatron-LM "
+            "first"
         )
     if not any(map(RANK_FOLDER.fullmatch, names)):
         raise UserError(f"{folder} has no mp_rank_00: name a complete checkpoint")
@@ -175,12 +176,13 @@ def _check_ranks(
 ) -> None:
     """Check that all ranks' files are there and belong together."""
     tensor_size = arguments.get("tensor_model_parallel_size", arguments.get("model_parallel_size"))
-    sizes = ((tensor_size, len(files[0]), "tensor-parallel"),)
-    sizes += ((arguments.get("pipeline_model_parallel_size"), len(files), "pipeline"),)
+    pipeline_size = arguments.get("pipeline_model_parallel_size")
+    sizes = ((tensor_size, len(files[0]), "tensor-parallel"), (pipeline_size, len(files), "pipeline"))
     for expected, found, what in sizes:
         if isinstance(expected, int) and expected != found:
             raise UserError(
-                f"{folder} has folders of {found} {what} ranks, but was saved by {expected}: add the folders of all"
+                f"{folder} has folders of {found} {what} ranks, but was saved by {expected}: "
+                "add the folders of all ranks"
             )
     first = files[0][0]
     for stage, ranks in enumerate(files):
@@ -236,13 +238,15 @@ def _sizes(config: Mapping[str, Any], rows: int, version: float, where: str) -> 
     family = config.get("model_type")
     if family not in HEADS:
         raise UserError(f"{where}: --config has model_type {shown(family)}, not {', '.join(HEADS)}")
-    heads, groups = (config.get(name) for name in HEADS[family])
+    heads, groups = (config.get(name, 0) for name in HEADS[family])
     hidden_size = config.get("n_embd" if family == "gpt2" else "hidden_size")
     head_size = config.get("head_dim") or (hidden_size // heads if hidden_size and heads else None)
     groups = groups or heads
     vocab_size = config.get("vocab_size", rows)
-    if not all(type(each) is int and each > 0 for each in (heads, groups, head_size, vocab_size)):
+    values = [each for each in (heads, groups, head_size, vocab_size) if type(each) is int and each > 0]
+    if len(values) < 4:
         raise UserError(f"{where}: --config does not say how many heads the model has")
     if version < 2 and groups != heads:
         raise UserError(f"{where} has version {version}, which has no groups of heads: correct --config")
+    heads, groups, head_size, vocab_size = values
     return Sizes(heads, groups, head_size, vocab_size, version, family)

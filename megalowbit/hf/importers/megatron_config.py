@@ -62,7 +62,7 @@ def config_from_arguments(arguments: Mapping[str, Any], vocab_size: int, where: 
     for name in SIZES:
         if type(arguments.get(name)) is not int:
             raise UserError(
-                f"{where} has {name} {shown(arguments.get(name))} in its arguments: name a config.json with --config"
+                f"{where} has {name} {shown(arguments.get(name))} in its arguments: use a complete checkpoint"
             )
     is_rotary = arguments.get("position_embedding_type") == "rope" or bool(
         arguments.get("use_rotary_position_embeddings")
@@ -83,8 +83,8 @@ def config_from_arguments(arguments: Mapping[str, Any], vocab_size: int, where: 
     if traits == ("rope", "RMSNorm", "SwiGLU"):
         return _llama(arguments, where) | common
     raise UserError(
-        f"{where} has {' positions, '.join(traits[:2])} and {traits[2]}: no supported family has these; gpt2 has "
-        "learned_absolute positions, LayerNorm and GELU, and llama has rope positions, RMSNorm and SwiGLU"
+        f"{where} has {' positions, '.join(traits[:2])} and {traits[2]}: no supported family has these; gpt2 "
+        "has learned_absolute positions, LayerNorm and GELU, and llama has rope positions, RMSNorm and SwiGLU"
     )
 
 

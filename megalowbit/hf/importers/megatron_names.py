@@ -5,8 +5,8 @@ and Megatron Core's `decoder.layers.0.self_attention.linear_qkv`, whose layer no
 projection that follows. Both become the names of `PARTS`.
 
 Over tensor-parallel ranks, embeddings, qkv and fc1 are cut along their outputs, proj and fc2 along their
-inputs; norms and the biases of proj and fc2 are copies. Rows of qkv on one rank (g: its groups, h: query heads
-of a group, d: size of a head):
+inputs; norms and the biases of proj and fc2 are copies. Rows of qkv on one rank (g: its groups, h: query
+heads of a group, d: size of a head):
 
 - version 2.0 and later: (g, h + 2, d), the last two of every group being its key and its value
 - version 1.0: (heads, d, 3)
@@ -143,7 +143,7 @@ def layer_weights(index: int, parts: Mapping[str, Tensors], sizes: Sizes) -> dic
 
 
 def _gpt2_names(part: str, sizes: Sizes) -> dict[str, Join]:
-    """Name and join of the weights made of one part. Linear layers of GPT-2 have weights of (inputs, outputs)."""
+    """Name and join of the weights made of one part. GPT-2's linear weights have shape (inputs, outputs)."""
     module, kind = part.split(".")
     names = {
         "norm1": "ln_1",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "families"))
-from tiny_models import tiny_model  # noqa: E402
+from tiny_models import tiny_model
 
 BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}
 CASES = {
