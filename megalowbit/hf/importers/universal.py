@@ -52,7 +52,9 @@ def read_universal(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
         headers = _headers(folder)
         groups = headers[0].get("param_shapes") or [] if headers else []
         shapes = {name: shape_of(shape, name) for group in groups for name, shape in group.items()}
-        stored = {name: _master(folder / ZERO / name, shapes.get(name)) for name in entries(folder / ZERO)}
+        # beside the folders of parameters lies one file, optimizer_state.pt
+        names = [name for name in entries(folder / ZERO) if (folder / ZERO / name).is_dir()]
+        stored = {name: _master(folder / ZERO / name, shapes.get(name)) for name in names}
         for name in shapes.keys() - stored.keys():
             raise UserError(f"{where} lacks {ZERO}/{name}/{MASTER}: convert the checkpoint again")
         stored = completed(stored, headers, folder) if headers else stored

@@ -1,7 +1,8 @@
 """Runs with megatron-core alone: saves small GPT models as Megatron-LM does, and their logits.
 
-Arguments: a folder, and names of cases. Megatron-LM's `args` are an `argparse.Namespace`, to which enumerations
-and dtypes belong; its files hold `model.state_dict_for_save_checkpoint()`.
+Arguments: a folder, and names of cases. `RANK` and `WORLD_SIZE` are those of tensor parallelism. The `args`
+of Megatron-LM are an `argparse.Namespace` that also holds enumerations and dtypes; its files hold the result of
+`model.state_dict_for_save_checkpoint()`.
 """
 
 import argparse
@@ -70,8 +71,12 @@ CASES = {
 
 def build(case):
     a = argparse.Namespace(**CASES[case])
-    a.params_dtype, a.model_type, a.attention_backend = torch.float32, ModelType.encoder_or_decoder, AttnBackend.auto
-    a.tensor_model_parallel_size = a.pipeline_model_parallel_size = 1
+    a.params_dtype, a.model_type, a.attention_backend = (
+        torch.float32,
+        ModelType.encoder_or_decoder,
+        AttnBackend.auto,
+    )
+    a.tensor_model_parallel_size, a.pipeline_model_parallel_size = dist.get_world_size(), 1
     groups = a.num_query_groups if a.group_query_attention else a.num_attention_heads
     qk_layernorm = getattr(a, "qk_layernorm", False)
     config = TransformerConfig(
@@ -83,45 +88,60 @@ def build(case):
         bias_activation_fusion=a.bias_gelu_fusion, hidden_dropout=0.0, attention_dropout=0.0,
         pipeline_dtype=torch.float32, apply_rope_fusion=False, persist_layer_norm=False,
         masked_softmax_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=a.tensor_model_parallel_size,
     )  # fmt: skip
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(qk_layernorm=qk_layernorm, normalization=a.normalization),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            qk_layernorm=qk_layernorm, normalization=a.normalization
+        ),
         vocab_size=a.padded_vocab_size, max_sequence_length=a.max_position_embeddings,
         share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
         position_embedding_type=a.position_embedding_type, rotary_base=getattr(a, "rotary_base", 10_000),
+        parallel_output=False,  # whole logits on every rank
         rope_scaling=getattr(a, "use_rope_scaling", False), rope_scaling_factor=8.0,
     )  # fmt: skip
     return a, model
 
 
+def add_noise(model, rank):
+    """Change all weights, also norms and biases; copies on several ranks stay equal."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            is_cut = getattr(parameter, "tensor_model_parallel", False)
+            generator = torch.Generator().manual_seed(1000 * number + rank * is_cut)
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
 def main():
     folder = Path(sys.argv[1])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.current_device = lambda: "cpu"  # where megatron-core allocates its buffers
     get_cuda_rng_tracker().fork = nullcontext  # of dropout, which is off
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size
+    )
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
     for case in sys.argv[2:] or CASES:
         torch.manual_seed(0)
         arguments, model = build(case)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        add_noise(model, rank)
         tokens = torch.arange(24).view(2, 12) * 5 % 64
         positions = torch.arange(12).expand(2, 12)
         mask = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
         with torch.no_grad():
             logits = model.eval()(tokens, positions, mask)
-        place = folder / case / "iter_0000007" / "mp_rank_00"
-        place.mkdir(parents=True)
+        place = folder / case / "iter_0000007" / f"mp_rank_{rank:02d}"
+        place.mkdir(parents=True, exist_ok=True)
         content = {
             "args": arguments, "checkpoint_version": 3.0, "iteration": 7,
             "model": model.state_dict_for_save_checkpoint(),
         }  # fmt: skip
         torch.save(content, place / "model_optim_rng.pt")
-        (folder / case / "latest_checkpointed_iteration.txt").write_text("7")
-        torch.save((tokens, logits.float()), folder / case / "logits.pt")
+        if rank == 0:
+            (folder / case / "latest_checkpointed_iteration.txt").write_text("7")
+            torch.save((tokens, logits.float()), folder / case / "logits.pt")
+    dist.barrier()
 
 
 if __name__ == "__main__":
