@@ -56,7 +56,8 @@ class LazyWeights(Mapping[str, torch.Tensor]):
         self.stored = dict(stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self.stored[name].read()
+        with torch.no_grad():  # masters are saved as tensors that require gradients
+            return self.stored[name].read().detach()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)

@@ -6,7 +6,8 @@ not know. Here it is given a class of ours under each such name. This class only
 to it, so nothing is imported or called by a name from the file, and DeepSpeed and Megatron-LM need not be
 installed. torch itself still rejects names of `os` and `sys`.
 
-Not covered: files in the format of torch before 1.6, if they contain such objects.
+Not covered: other kinds of dictionaries and lists (`collections.defaultdict`), which torch rejects under any
+name; files in the format of torch before 1.6, if they contain such objects.
 """
 
 from __future__ import annotations
@@ -28,17 +29,15 @@ class Inert:
         kind: dotted name of its class in that program.
         arguments: what its constructor would have received.
         state: its attributes.
-        items: its items, if it is a kind of dictionary.
     """
 
     kind: ClassVar[str] = ""
     arguments: tuple[Any, ...]
     state: Any
-    items: dict[Any, Any]
 
     def __new__(cls, *arguments: Any) -> Inert:
         made = super().__new__(cls)
-        made.__dict__.update(arguments=arguments, state=None, items={})
+        made.__dict__.update(arguments=arguments, state=None)
         return made
 
     def __init__(self, *_: Any) -> None:
@@ -46,9 +45,6 @@ class Inert:
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__["state"] = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items[key] = value
 
 
 def read_inert(path: Path, *, is_dictionary: bool = True) -> Any:
@@ -65,11 +61,10 @@ def read_inert(path: Path, *, is_dictionary: bool = True) -> Any:
         with torch.serialization.safe_globals([_inert_class(name) for name in _unknown_names(path)]):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_archive(path))
     except pickle.UnpicklingError as error:
-        raise UserError(f"{path} is not loaded, because it names code: {_first_line(error)}") from error
+        message = f"{path} is not loaded, because it holds objects that are not allowed: {_reason(error)}"
+        raise UserError(message) from error
     except Exception as error:  # torch raises many kinds of errors for damaged files
-        message = (
-            f"{path} cannot be read ({_first_line(error) or type(error).__name__}): use another checkpoint"
-        )
+        message = f"{path} cannot be read ({_reason(error)}): use another checkpoint"
         raise file_system_error(message, error) from error
     if is_dictionary and not isinstance(content, dict):
         raise UserError(f"{path} holds {shown(type(content).__name__)}, not a checkpoint: name another")
@@ -102,8 +97,10 @@ def _inert_class(name: str) -> tuple[Any, str]:
     return type("Inert", (Inert,), {"kind": name}), name
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """The part of torch's message that says what is wrong."""
     text = str(error).strip()
     if "GLOBAL " in text:
         return text.split("GLOBAL ")[1].split()[0]
-    return shortened(text.split("\n")[0], 200)
+    text = text.split("WeightsUnpickler error:")[-1].strip()
+    return shortened(text.split("\n")[0], 200) or type(error).__name__

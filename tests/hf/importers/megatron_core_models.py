@@ -1,8 +1,8 @@
 """Runs with megatron-core alone: saves small GPT models as Megatron-LM does, and their logits.
 
 Arguments: a folder, and names of cases. `RANK` and `WORLD_SIZE` are those of tensor parallelism. The `args`
-of Megatron-LM are an `argparse.Namespace` that also holds enumerations and dtypes; its files hold the result of
-`model.state_dict_for_save_checkpoint()`.
+of Megatron-LM are an `argparse.Namespace` that also holds enumerations and dtypes; its files hold the results
+of `model.state_dict_for_save_checkpoint()`.
 """
 
 import argparse
