@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megalowbit.checkpoints.contents import FIRST_FILES, CheckpointContents, StateDict
+from megalowbit.checkpoints.layout import ENGINE_KEY
 from megalowbit.checkpoints.shards import model_file, reading
 from megalowbit.durable_files import (
     DAMAGED,
@@ -142,6 +143,11 @@ def _read_contents(step: Path) -> TrainingCheckpoint:
     contents = CheckpointContents(step)
     ours = contents.header.get(OUR_KEY)
     if not isinstance(ours, dict):
+        if ENGINE_KEY in contents.header:
+            raise UserError(
+                f"checkpoint {step} was saved by an engine of mlb.initialize, without the configuration of "
+                "its model: load it into such an engine, and save its model with save_16bit_model"
+            )
         raise UserError(
             f"checkpoint {step} was not written by megalowbit: convert the model from Hugging Face"
         )

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import megatron_writer
 import pytest
 import torch
 import transformers
@@ -13,6 +14,7 @@ from launchers import check_refusal
 
 ROOT = Path(__file__).parents[2]
 TOOL = "tools/convert_hf.py"
+GPT2 = "configs/models/gpt2_tiny.json"
 
 
 def convert_hf(*arguments):
@@ -56,6 +58,10 @@ def test_round_trip_from_the_command_line(tmp_path, kind):
         (["to-hf", "nowhere", "x" * 300], "cannot be used (File name too long)"),
         (["to-megalowbit", "x" * 300, "out"], "out (File name too long): name other folders"),
         (["to-megalowbit", "docs", "docs/../docs/new/start"], "start is inside "),
+        (["to-megalowbit", "docs", "out", "--config", "nowhere"], "--config nowhere is neither a file nor a"),
+        (["to-megalowbit", "docs", "out", "--config", "README.md"], "README.md is not"),
+        (["to-megalowbit", "docs", "out", "--config", GPT2], "is neither DeepSpeed's nor Megatron-LM's"),
+        (["to-hf", "nowhere", "out", "--config", GPT2], "unrecognized arguments: --config"),
         (["to-hf", "nowhere", "tests"], "tests already exists and is never overwritten"),
         (["to-mars", "a", "b"], "invalid choice: 'to-mars'"),
         (["to-hf", "a"], "the following arguments are required: OUT; see --help"),
@@ -70,6 +76,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, 
 @pytest.mark.slow
 def test_a_mistake_ends_the_program_with_exit_code_2():
     check_refusal(convert_hf("to-mars", "a", "b"), "invalid choice: 'to-mars'")
+
+
+def test_a_checkpoint_of_megatron_lm_from_the_command_line(tmp_path, capsys):
+    model = tiny_model("llama", vocab_size=256).eval()
+    megatron_writer.write(tmp_path / "megatron", model, ranks=2)
+    for arguments in (["to-megalowbit", tmp_path / "megatron"], ["to-hf", tmp_path / "to-megalowbit"]):
+        done = call_main(TOOL, *arguments, tmp_path / arguments[0], capsys=capsys)
+        assert done.returncode == 0, done.stderr
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "to-hf").eval()
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        assert back(tokens).logits.equal(model(tokens).logits)
 
 
 def test_help_names_both_directions(capsys):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from megalowbit.checkpoints.shards import reading
+from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError, shown
 from megalowbit.hf.importers.base import (
     ForeignModel,
@@ -70,7 +71,7 @@ def read_deepspeed(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
         )
     with reading(where):
         headers = [read_inert(folder / name) for name in model_files.values()]
-        check_steps(folder, [header.get("global_steps") for header in headers], list(model_files.values()))
+        check_headers(folder, headers, list(model_files.values()))
         if not shard_files:
             return _from_weights(headers[0], hf_config, folder)
         shards = _read_shards(folder, shard_files)
@@ -142,6 +143,21 @@ def unwrapped(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             break
         result = {name.removeprefix(prefix): tensor for name, tensor in result.items()}
     return result
+
+
+def check_headers(folder: Path, headers: Sequence[Mapping[str, Any]], files: Sequence[str]) -> None:
+    """Check that files with weights belong to one step, and that plain DeepSpeed wrote them.
+
+    Raises:
+        UserError: they were saved at different steps, or by megalowbit.
+    """
+    # a converted GPT-2 has other shapes, which could not be told from its own where they are square
+    if any(isinstance(key, str) and key.startswith("megalowbit") for key in headers[0]):
+        raise UserError(
+            f"checkpoint {folder} was written by megalowbit and lost its {MANIFEST}, so it may be "
+            "incomplete: use an older checkpoint"
+        )
+    check_steps(folder, [header.get("global_steps") for header in headers], files)
 
 
 def check_steps(folder: Path, steps: Sequence[Any], files: Sequence[str]) -> None:

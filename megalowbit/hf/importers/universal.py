@@ -25,7 +25,7 @@ from megalowbit.hf.importers.base import (
     require_config,
     shape_of,
 )
-from megalowbit.hf.importers.deepspeed import check_steps, completed, model_files_in, unwrapped
+from megalowbit.hf.importers.deepspeed import check_headers, completed, model_files_in, unwrapped
 from megalowbit.hf.importers.inert_files import read_inert
 
 ZERO, MASTER, PARAM = "zero", "fp32.pt", "param"
@@ -67,7 +67,8 @@ def _headers(folder: Path) -> list[Mapping[str, Any]]:
     """The copies of the model's files, by data-parallel rank; none if there are none."""
     files = model_files_in(folder)
     headers = [read_inert(folder / name) for name in files.values()]
-    check_steps(folder, [header.get("global_steps") for header in headers], list(files.values()))
+    if headers:
+        check_headers(folder, headers, list(files.values()))
     return headers
 
 

@@ -271,6 +271,13 @@ def test_names_of_wrappers_are_removed(damaged):
     assert found.keys() == {*expected, "lm_head.weight"}
 
 
+def test_a_checkpoint_of_megalowbit_without_its_manifest_is_not_taken_for_deepspeeds(damaged):
+    step = damaged("fp16 at 2")
+    change(step / "mp_rank_00_model_states.pt", lambda content: content.update(megalowbit_engine={}))
+    with pytest.raises(UserError, match=r"was written by megalowbit and lost its manifest\.json"):
+        read_foreign(step, config_of(step.parent))
+
+
 def test_a_run_without_latest_and_one_with_a_wrong_latest_are_explained(damaged):
     step = damaged("fp16 at 0")
     (step.parent / "latest").write_text("global_step4")

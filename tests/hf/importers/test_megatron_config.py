@@ -1,4 +1,4 @@
-"""Configurations from Megatron-LM's arguments. What they compute is compared with megatron-core in test_megatron."""
+"""Configurations from Megatron-LM's arguments; test_megatron compares their models with megatron-core."""
 
 import pytest
 
