@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError, file_system_error, shown
 
 NAMES_SHOWN = 3
@@ -56,8 +57,13 @@ class LazyWeights(Mapping[str, torch.Tensor]):
         self.stored = dict(stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        with torch.no_grad():  # masters are saved as tensors that require gradients
-            return self.stored[name].read().detach()
+        stored = self.stored[name]
+        # masters are saved as tensors that require gradients
+        with torch.no_grad(), reading(f"weight {name}"):
+            value = stored.read().detach()
+        if tuple(value.shape) != stored.shape or value.dtype != stored.dtype:
+            raise UserError(f"weight {name} has parts of different dtypes or shapes: use another checkpoint")
+        return value
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
