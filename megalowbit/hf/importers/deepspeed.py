@@ -7,8 +7,9 @@ The fp32 masters are in the optimizer's shards, as flat tensors without names. T
   one part per data-parallel rank. A parameter may begin on one rank and end on another.
 - Stage 3: every parameter is cut into one part per rank, of ceil(elements / ranks) elements. A rank's parts
   lie one after the other in its groups.
-- Stage 0, frozen parameters, and checkpoints without shards: the model's own weights. (The masters of stage 0
-  have no names; only their rounded values, the weights, can be assigned with certainty.)
+- Stage 0: the masters are in the model's file, without names, in the order of the model within a group. Each
+  is assigned to the next weight that it rounds to; if one fits nowhere, the model's weights are used.
+- Frozen parameters, and checkpoints without shards: the model's own weights.
 
 Not covered: tensor and pipeline parallelism, experts, states swapped to NVMe.
 """
@@ -224,13 +225,53 @@ def _from_weights(header: Mapping[str, Any], config: dict[str, Any], folder: Pat
     stored = model_weights(header)
     if not stored or not all(numel_of(each.shape) for each in stored.values()):
         raise UserError(f"checkpoint {folder} lacks the optimizer's shards, which hold the weights at ZeRO 3")
-    weights = LazyWeights(unwrapped(stored))
+    masters = _masters_of_stage_zero(header, stored)
+    weights = LazyWeights(unwrapped({**stored, **masters}))
     dtype = str(weights.widest_dtype()).removeprefix("torch.")
     if dtype != "float32":
-        reason = "are missing" if header.get("param_shapes") else "have no names at ZeRO 0"
-        logger.warning("%s: its fp32 masters %s, so its %s weights are used", folder, reason, dtype)
-    step = header.get("global_steps")
-    return ForeignModel(config, weights, f"DeepSpeed, no shards, step {step}, {dtype} weights")
+        logger.warning("%s: its fp32 masters are missing, so its %s weights are used", folder, dtype)
+    kind = "ZeRO 0, fp32 masters" if masters else f"{dtype} weights"
+    return ForeignModel(config, weights, f"DeepSpeed, step {header.get('global_steps')}, {kind}")
+
+
+def _masters_of_stage_zero(
+    header: Mapping[str, Any], weights: Mapping[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """Masters by name, and under the further names of tied weights; none if one cannot be assigned."""
+    optimizer = header.get("optimizer")
+    names: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # tied weights are one tensor in the file
+    for name, weight in weights.items():
+        names.setdefault((weight.read().data_ptr(), weight.shape), []).append(name)
+    groups = optimizer.get("fp32_groups", optimizer.get("fp32_groups_flat")) if optimizer else None
+    found: dict[str, StoredTensor] = {}
+    for group in groups or ():
+        offset = 0
+        for same in names.values():
+            weight = weights[same[0]]
+            master, size = _next_master(group, offset, weight.shape)
+            if same[0] in found or master is None:
+                continue
+            if torch.equal(master.to(weight.dtype), weight.read()):
+                found |= dict.fromkeys(same, StoredTensor.of(master))
+                offset += size
+        if offset != len(group):
+            return {}
+    return found
+
+
+def _next_master(
+    group: torch.Tensor | Sequence[torch.Tensor], offset: int, shape: tuple[int, ...]
+) -> tuple[torch.Tensor | None, int]:
+    """The master at `offset` of a group, if it can have this shape, and the offset from it to the next one.
+
+    A fused optimizer's group is a flat tensor, in which offsets count elements; others' are lists of tensors.
+    """
+    if isinstance(group, torch.Tensor):
+        numel = numel_of(shape)
+        piece = group[offset : offset + numel]
+        return (piece.view(shape) if piece.numel() == numel else None), numel
+    master = group[offset] if offset < len(group) else None
+    return (master if master is not None and tuple(master.shape) == shape else None), 1
 
 
 def _read_shards(folder: Path, files: Mapping[int, str]) -> list[Mapping[str, Any]]:

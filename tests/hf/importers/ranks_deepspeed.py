@@ -68,6 +68,13 @@ def groups_of(model):
 def whole(engine, stage):
     """The weights of a live engine: fp32 masters if there are any."""
     found = {}
+    if stage == 0 and hasattr(engine.optimizer, "fp32_groups"):
+        pairs = [
+            zip(*groups, strict=True)
+            for groups in zip(engine.optimizer.fp16_groups, engine.optimizer.fp32_groups, strict=True)
+        ]
+        masters = {id(half): master for group in pairs for half, master in group}
+        return {name: masters[id(each)].detach().clone() for name, each in engine.module.named_parameters()}
     for name, parameter in engine.module.named_parameters():
         if not parameter.requires_grad:
             with deepspeed.zero.GatheredParameters(parameter, enabled=stage == 3):

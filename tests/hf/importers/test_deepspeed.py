@@ -97,7 +97,7 @@ def test_every_weight_is_that_of_the_live_engine(saved, case, world_size):
     assert found.weights.keys() - expected.keys() <= {"lm_head.weight"}  # tied
     for name, value in expected.items():
         got = found.weights[name]
-        is_half = case in ("bf16 at 0", "fp16 at 0") or ("frozen" in case and name in FROZEN)
+        is_half = "frozen" in case and name in FROZEN
         assert (got.dtype == torch.float32) == (not is_half), name
         assert found.weights.stored[name].shape == tuple(got.shape)
         assert not got.requires_grad
@@ -146,7 +146,7 @@ def test_through_a_checkpoint_to_start_from_to_hugging_face(saved, tmp_path, cas
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     expected = expected_of(run)
     for name, value in model.named_parameters():
-        assert value.dtype == (torch.float16 if case == "fp16 at 0" else torch.float32)
+        assert value.dtype == torch.float32
         assert value.detach().float().equal(expected[name]), name
 
 
@@ -157,6 +157,26 @@ def test_half_weights_are_used_and_reported_where_there_are_no_masters(damaged, 
         file.unlink()
     found = read_deepspeed(step, config_of(step.parent)).weights
     assert all(found[name].equal(value) for name, value in expected.items())
+    assert "its fp32 masters are missing, so its float16 weights are used" in caplog.text
+
+
+def test_masters_of_stage_zero_in_flat_groups(damaged, caplog):
+    """DeepSpeed's fused optimizer flattens every group, which is the only difference."""
+    step = damaged("fp16 at 0")
+    expected, file = expected_of(step.parent), step / "mp_rank_00_model_states.pt"
+
+    def flatten(content):
+        groups = content["optimizer"].pop("fp32_groups")
+        content["optimizer"]["fp32_groups_flat"] = [
+            torch.cat([e.flatten() for e in group]) for group in groups
+        ]
+
+    change(file, flatten)
+    found = read_deepspeed(step, config_of(step.parent)).weights
+    assert all(found[name].equal(value) for name, value in expected.items())
+    change(file, lambda content: content["optimizer"]["fp32_groups_flat"][1].data[-1].add_(1))
+    found = read_deepspeed(step, config_of(step.parent)).weights
+    assert all(found[name].equal(value.half()) for name, value in expected.items())
     assert "its fp32 masters are missing, so its float16 weights are used" in caplog.text
 
 
