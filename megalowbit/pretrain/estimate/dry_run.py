@@ -142,7 +142,7 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     }
     if speculation is not None:
         sections["speculation"] = describe_speculation(speculation)
-    if switch is not None:
+    if switch is not None and recipe.quantizes:
         later = switched(recipe, switch.scope)
         sections["late switch"] = f"after step {switch.step(settings.run.steps)}: {later}"
         saved = estimate_run(config, later).saved_for_backward  # the only part that changes
