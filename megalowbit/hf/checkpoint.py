@@ -43,6 +43,7 @@ from megalowbit.hf.training_checkpoint import (
 from megalowbit.json_text import read_json_object, refuse_irregular_files
 from megalowbit.layers.conversion.convert import convert, restore
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.settings import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -101,7 +102,7 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     return model.train()
 
 
-def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4") -> Path:
+def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = DEFAULT_RECIPE) -> Path:
     """Convert a Hugging Face folder to a training checkpoint to start from, in the dtype of its weights.
 
     Args:

@@ -77,7 +77,10 @@ class LateSwitch(Component):
 
     key = "late_switch"
     settings_class = LateSwitchSettings
-    description = "from this step on, run the layers in high precision; off unless set"
+    description = (
+        "from this step on, run the layers in high precision; off unless set. No effect if the recipe "
+        "quantises nothing"
+    )
     may_change = (KEY, f"{KEY}.*")  # unless it conflicts with the steps trained so far: see `check_resumed`
 
     def __init__(
@@ -101,7 +104,10 @@ class LateSwitch(Component):
         self._since: list[float | None] = []  # losses of the first steps after it
 
     @classmethod
-    def build(cls, settings: LateSwitchSettings, parts: RunParts) -> LateSwitch:
+    def build(cls, settings: LateSwitchSettings, parts: RunParts) -> LateSwitch | None:
+        """Build it; None if the recipe quantises nothing, as in a bf16 baseline."""
+        if not parts.recipe.quantizes:
+            return None
         return cls(
             settings,
             parts.engine.module,
@@ -121,10 +127,11 @@ class LateSwitch(Component):
 
     @classmethod
     def check_recipe(cls, settings: LateSwitchSettings, recipe: Recipe) -> None:
-        """Reject a recipe that quantises nothing that could be switched."""
+        """Reject a recipe that quantises, but nothing that could be switched."""
         from megalowbit.layers.conversion.precision_switch import switched
 
-        switched(recipe, settings.scope)
+        if recipe.quantizes:
+            switched(recipe, settings.scope)
 
     @classmethod
     def check_resumed(cls, saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:
