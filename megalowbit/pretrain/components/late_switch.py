@@ -52,8 +52,10 @@ class LateSwitchSettings(SettingsModel):
         raise ValueError("expected a whole number of steps ≥ 1, or a fraction of run.steps between 0 and 1")
 
     def step(self, total_steps: int) -> int:
-        """Optimizer steps before the switch; a fraction of the run is rounded, to one step at least."""
-        return self.at if isinstance(self.at, int) else max(1, round(self.at * total_steps))
+        """Optimizer steps before the switch; a fraction leaves a step on both sides, if there are two."""
+        if isinstance(self.at, int):
+            return self.at
+        return max(1, min(round(self.at * total_steps), total_steps - 1))
 
 
 class LateSwitch(Component):
@@ -118,8 +120,8 @@ class LateSwitch(Component):
 
     @classmethod
     def check(cls, settings: LateSwitchSettings, run: RunSettings, recipe: object) -> None:
-        """Reject a switch after the last step."""
-        if settings.step(run.steps) >= run.steps:
+        """Reject a switch after the last step; a fraction in a run of one step means none."""
+        if isinstance(settings.at, int) and settings.at >= run.steps:
             raise UserError(
                 f"{KEY}.at = {settings.at} leaves no step after the switch, because megalowbit.run.steps is "
                 f"{run.steps}: lower at, or leave late_switch out"
