@@ -85,7 +85,7 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
     try:
         files = find_weight_files(folder)
         stored = stored_dtypes(files)
-        with _seeded(0), _quiet_transformers():
+        with _seeded(0), quiet_transformers():
             model, report = model_class.from_pretrained(
                 folder,
                 config=config,
@@ -176,15 +176,20 @@ def save_hf(
         plain = plain.to(dtype)
     restore_generation(stored_generation(model), plain)
     if tokenizer is not None:
-        for settings in (plain.config, plain.generation_config):
-            if settings is not None:
-                settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
-    with new_folder(Path(folder)) as draft, _quiet_transformers():
+        use_end_of_text(plain, tokenizer)
+    with new_folder(Path(folder)) as draft, quiet_transformers():
         save_model(plain, draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         if tokenizer_files is not None:
             copy_tokenizer(tokenizer_files, draft, with_config=False)
+
+
+def use_end_of_text(model: PreTrainedModel, tokenizer: SavableTokenizer) -> None:
+    """Make the tokenizer's end-of-text id that of the model, which also begins texts."""
+    for settings in (model.config, model.generation_config):
+        if settings is not None:
+            settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
 
 
 def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:
@@ -241,7 +246,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Hide progress bars and the report of wrong weights, which is checked here and raised in one line."""
     from transformers.utils import logging
 
