@@ -21,6 +21,8 @@ from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_config, pad_vocabulary
 from megalowbit.hf.folders.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.folders.conversion import Conversion, identity_of
+from megalowbit.hf.folders.model_card import FILE as MODEL_CARD
+from megalowbit.hf.folders.model_card import model_card
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
 from megalowbit.hf.folders.stored_weights import (
@@ -222,6 +224,8 @@ def plan_export(
         kept = step.parent / TOKENIZER_FOLDER
         if tokenizer is None and kept.is_dir():
             copy_tokenizer(kept, draft, with_config=False)
+        card = model_card(stored.header, stored.recipe.name, dtype=str(chosen).removeprefix("torch."))
+        (draft / MODEL_CARD).write_text(card, encoding="utf-8")
 
     return Conversion(
         source=step,
