@@ -79,17 +79,16 @@ def memory(name):
 def convert_all(folder, num_layers):
     """Every direction once; yields name, peak memory, its bound and the largest shard."""
     LlamaForCausalLM(config(num_layers)).save_pretrained(folder / "hf")
-    trim()
 
     def plans():
         yield "import", "start", plan_import(folder / "hf", shard_size=SHARD_SIZE)
         yield "export", "back", plan_export(folder / "start", shard_size=SHARD_SIZE)
         write_zero_two(folder / "start", folder / "run")
-        trim()
         yield "export of ZeRO 2", "masters", plan_export(folder / "run", torch.float32, shard_size=SHARD_SIZE)
         yield "export of ZeRO 2 in bf16", "half", plan_export(folder / "run", shard_size=SHARD_SIZE)
 
     for name, target, plan in plans():
+        trim()
         peak = peak_of(lambda plan=plan, target=target: plan.run(folder / target, is_verified=True))
         yield name, peak, plan.peak_memory, max(map(file_size, plan.shards))
 
