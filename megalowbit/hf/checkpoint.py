@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
+from megalowbit.checkpoints.shards import reading
 from megalowbit.durable_files import MANIFEST, sha256_of, step_name
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
@@ -199,11 +200,12 @@ def plan_export(
     """
     step = find_checkpoint(source)
     stored = read_checkpoint(source)
-    config = config_from_dict(stored.hf_config, {}, str(source))
-    model = random_model(config, seed=0, device="meta", where=str(source))
-    weights = PlainWeights(stored, model, str(source))
-    pad_vocabulary(model, None)
-    restore_generation(stored.generation, model)
+    with reading(f"checkpoint {step}"):
+        config = config_from_dict(stored.hf_config, {}, str(source))
+        model = random_model(config, seed=0, device="meta", where=str(source))
+        weights = PlainWeights(stored, model, str(source))
+        pad_vocabulary(model, None)
+        restore_generation(stored.generation, model)
     if tokenizer is not None:
         use_end_of_text(model, tokenizer)
     chosen = widest(map(stored.half_state_dict.dtype, stored.half_state_dict)) if dtype is None else dtype
@@ -297,7 +299,8 @@ def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) 
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
     restore(model)
-    restore_generation(stored.generation, model)
+    with reading(where):
+        restore_generation(stored.generation, model)
     return model
 
 
