@@ -57,8 +57,10 @@ def test_there_and_back_gives_what_transformers_saves(tmp_path, kind, dtype):
     model.save_pretrained(tmp_path / "saved", max_shard_size=SHARD_SIZE)
     plan_import(tmp_path / "hf", shard_size=SHARD_SIZE).run(tmp_path / "start", is_verified=True)
     plan_export(tmp_path / "start", shard_size=SHARD_SIZE).run(tmp_path / "back", is_verified=True)
-    names = {path.name for path in (tmp_path / "saved").iterdir()}
-    assert {path.name for path in (tmp_path / "back").iterdir()} == {*names, "README.md"}
+    # which tensors are in which file may differ: transformers sorts those of a model that it has loaded
+    names = {path.name for path in (tmp_path / "saved").iterdir() if path.suffix == ".json"}
+    assert {path.name for path in (tmp_path / "back").iterdir() if path.suffix == ".json"} == names
+    assert (tmp_path / "back" / "README.md").is_file()
     check_same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "saved"))
     config, expected = (
         json.loads((tmp_path / each / "config.json").read_text()) for each in ("back", "saved")
