@@ -1,5 +1,6 @@
 """Conversions as a whole: memory, dry run, space, verification, and going on after an interruption."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -237,3 +238,16 @@ def test_an_identity_changes_when_a_file_is_written(tmp_path):
     assert identity_of([tmp_path / "a"], tmp_path) == before
     (tmp_path / "a").write_text("2")
     assert identity_of([tmp_path / "a"], tmp_path) != before
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_bar_is_shown_on_a_terminal_and_nowhere_else(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for screen, number in ((Terminal(), 0), (io.StringIO(), 1)):
+        monkeypatch.setattr(sys, "stderr", screen)
+        plan_import(source).run(tmp_path / str(number), is_verified=True)
+        assert ("writing" in screen.getvalue()) == ("verifying" in screen.getvalue()) == (number == 0)
