@@ -5,6 +5,8 @@
 
 The first command writes a checkpoint to start training from (`"model": {"checkpoint": "start/"}`). The second
 writes a folder that `AutoModelForCausalLM.from_pretrained` loads. Existing files are never overwritten.
+Memory holds one tensor at a time. After an interruption, the same command continues with the files it had
+finished.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from typing import TYPE_CHECKING
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
 from megalowbit.hf.folders.new_folder import refuse_existing
+from megalowbit.hf.folders.unfinished import unfinished
 from megalowbit.layers.settings import DEFAULT_RECIPE
-from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
+from megalowbit.pretrain.command_line import EXIT_INTERRUPTED, OneLineParser, escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
+    from megalowbit.hf.folders.conversion import Conversion
 
+DEFAULT_SHARD = 5.0  # GB
 DTYPES = ("float32", "bfloat16", "float16")
 LOADER = "transformers.AutoModelForCausalLM.from_pretrained"
 
@@ -57,6 +62,22 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TOKENIZER",
         help='tokenizer to save with the weights: "byte" or a folder (default: the tokenizer of the run)',
     )
+    for each in (to_ours, to_hf):
+        each.add_argument(
+            "--shard-size",
+            type=float,
+            default=DEFAULT_SHARD,
+            metavar="GB",
+            help="largest size of a file of weights, in 10⁹ bytes (default: %(default)g)",
+        )
+        each.add_argument(
+            "--dry-run", action="store_true", help="print what would be written, and write nothing"
+        )
+        each.add_argument(
+            "--verify",
+            action="store_true",
+            help="read both sides again and compare every tensor bit by bit before OUT appears",
+        )
     return parser
 
 
@@ -67,14 +88,26 @@ def main(arguments: list[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         _check_places(options.source, options.folder)
         refuse_existing(options.folder)
+        if not 0 < options.shard_size < 1e9:
+            raise UserError(f"--shard-size {options.shard_size:g} is no size in GB: name one above 0")
         if options.command == "to-megalowbit":
             _to_megalowbit(options)
         else:
             _to_hf(options)
+    except KeyboardInterrupt:
+        print(f"error: {_interrupted(options.folder)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
+
+
+def _interrupted(folder: Path) -> str:
+    """What Ctrl-C has ended."""
+    drafts = ", ".join(str(draft) for draft in unfinished(folder))
+    kept = f"the same command continues with the finished files in {drafts}" if drafts else "nothing was kept"
+    return f"interrupted before {folder} was complete: {kept}"
 
 
 def _check_places(source: Path, folder: Path) -> None:
@@ -92,11 +125,15 @@ def _check_places(source: Path, folder: Path) -> None:
 
 
 def _to_megalowbit(options: argparse.Namespace) -> None:
-    from megalowbit.hf.checkpoint import import_checkpoint
+    from megalowbit.durable_files import step_name
+    from megalowbit.hf.checkpoint import plan_import
     from megalowbit.hf.folders.tokenizer_files import FOLDER
 
     _silence_progress()
-    step = import_checkpoint(options.source, options.folder, options.recipe)
+    conversion = plan_import(options.source, options.recipe, shard_size=_shard_size(options))
+    if not _convert(conversion, options):
+        return
+    step = options.folder / step_name(0)
     print(f'{step}: start from it with "model": {{"checkpoint": "{options.folder}"}}')
     if (options.folder / FOLDER).is_dir():
         print(f'its tokenizer: "data": {{"tokenizer": "{options.folder / FOLDER}"}}')
@@ -107,7 +144,7 @@ def _to_hf(options: argparse.Namespace) -> None:
         raise unknown_name("dtype", options.dtype, DTYPES)
     import torch
 
-    from megalowbit.hf.checkpoint import export_checkpoint
+    from megalowbit.hf.checkpoint import plan_export
     from megalowbit.hf.folders.tokenizer_files import has_tokenizer
     from megalowbit.hf.training_checkpoint import find_checkpoint
 
@@ -116,10 +153,27 @@ def _to_hf(options: argparse.Namespace) -> None:
     tokenizer = (
         _tokenizer_of_run(options.source) if options.tokenizer is None else _tokenizer(options.tokenizer)
     )
-    export_checkpoint(options.source, options.folder, dtype, tokenizer)
+    conversion = plan_export(options.source, dtype, tokenizer, shard_size=_shard_size(options))
+    if not _convert(conversion, options):
+        return
     print(f"{options.folder} is {find_checkpoint(options.source)}: load it with {LOADER}")
     if not has_tokenizer(options.folder):
         print("the run has no tokenizer, so none was saved: name one with --tokenizer")
+
+
+def _shard_size(options: argparse.Namespace) -> int:
+    return max(1, round(options.shard_size * 1e9))
+
+
+def _convert(conversion: Conversion, options: argparse.Namespace) -> bool:
+    """Write the folder; with --dry-run, say what would be written and return False."""
+    if options.dry_run:
+        print(conversion.describe(options.folder))
+        return False
+    conversion.run(options.folder, is_verified=options.verify)
+    if options.verify:
+        print(f"verified: all {len(conversion.tensors):,} tensors are those of {conversion.source}")
+    return True
 
 
 def _tokenizer_of_run(source: Path) -> Tokenizer | None:
