@@ -1,8 +1,9 @@
 """The layout of compressed-tensors 0.15 to 0.20, which transformers and vLLM read.
 
-`weight_packed` holds the codes, `weight_scale` the block scales: E4M3 (NVFP4) or the exponents of E8M0 as bytes
-(MXFP4). `weight_global_scale` of NVFP4 is a divisor: weight = value · (weight_scale / weight_global_scale). So is
-`input_global_scale`, which exists only if servers round inputs to NVFP4; to MXFP4 they round them without it.
+`weight_packed` holds the codes, `weight_scale` the block scales: E4M3 (NVFP4) or the exponents of E8M0 as
+bytes (MXFP4). `weight_global_scale` of NVFP4 is a divisor: weight = value · (weight_scale /
+weight_global_scale). So is `input_global_scale`, which exists only if servers round inputs to NVFP4; to MXFP4
+they round them without it.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalowbit.hf.packed.layout import element_values, times_block_scales
+from megalowbit.hf.packed.layout import PackedLayout, element_values, times_block_scales
 from megalowbit.hf.packed.recipes import PackedFormat
 from megalowbit.quantize.quantized_tensor import QuantizedTensor
 
 E8M0_BIAS = 127
 
 
-class CompressedTensors:
+class CompressedTensors(PackedLayout):
     """`nvfp4-pack-quantized` and `mxfp4-pack-quantized`."""
 
     name = "compressed-tensors"
@@ -77,7 +78,3 @@ class CompressedTensors:
             "kv_cache_scheme": None,
             "global_compression_ratio": None,
         }
-
-    def further_files(self, format: PackedFormat, ignored: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """None."""
-        return {}

@@ -1,17 +1,18 @@
 """Gives layers that servers fuse one tensor scale, without changing a value where that is possible.
 
-Servers join q, k and v, and gate and up, to one matrix with one tensor scale. vLLM takes the largest number in
-the files of the parts and changes nothing else. So the parts must have the same scale in the file, or all but
-one of them are multiplied by a wrong number.
+Servers join q, k and v, and gate and up, to one matrix with one tensor scale. vLLM takes the largest number
+in the files of the parts and changes nothing else. So the parts must have the same scale in the file, or all
+but one of them are multiplied by a wrong number.
 
-A layer is moved to the tensor scale T of the one with the largest weight: its codes stay, and its block scales
-are multiplied by t/T ≤ 1. With tensor scales that are powers of two, the products are exact E4M3 numbers unless
-they are subnormal and lose bits. These blocks are rounded again, by the layer's own quantizer with the largest
-weight of the group, and counted. With `fp32_scale`, t/T has 24 bits, so nearly all blocks of all layers but one
-are rounded again.
+A layer is moved to the tensor scale T of the one with the largest weight: its codes stay, and its block
+scales are multiplied by t/T ≤ 1. With tensor scales that are powers of two, the products are exact E4M3
+numbers unless they are subnormal and lose bits. These blocks are rounded again, by the layer's own quantizer
+with the largest weight of the group, and counted. With `fp32_scale`, t/T has 24 bits, so nearly all blocks of
+all layers but one are rounded again.
 
-Training with the largest weight of the group as `tensor_amax` gives the same numbers: dividing S by a power of
-two changes no quotient S/s and the rounding of no normal block scale. Therefore no recipe has to share the scale.
+Training with the largest weight of the group as `tensor_amax` gives the same codes: dividing S by a power of
+two changes no quotient S/s, and the rounding of subnormal block scales only. Therefore no recipe has to share
+the scale.
 """
 
 from __future__ import annotations

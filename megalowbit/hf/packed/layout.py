@@ -5,8 +5,9 @@ All layouts here store two E2M1 codes in a byte, the first one in the low four b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,12 +19,18 @@ from megalowbit.quantize.quantized_tensor import QuantizedTensor
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-class PackedLayout(Protocol):
-    """A layout of packed weights."""
+class PackedLayout(ABC):
+    """A layout of packed weights.
 
-    name: str
-    formats: tuple[str, ...]  # names of the formats that it can hold
+    Attributes:
+        name: its name.
+        formats: names of the formats that it can hold.
+    """
 
+    name: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
     def tensors(self, layer: str, packed: QuantizedTensor, input_scale: Tensor | None) -> dict[str, Tensor]:
         """The tensors of one layer by name.
 
@@ -33,14 +40,21 @@ class PackedLayout(Protocol):
             input_scale: tensor scale of the input (fp32, 0-dim, to multiply with), if servers round it.
         """
 
+    @abstractmethod
     def decoded(self, layer: str, read: Callable[[str], Tensor]) -> Tensor:
         """The weight in fp32, from the tensors that `read` returns by name, as the layout defines it."""
 
+    @abstractmethod
     def quantization_config(self, format: PackedFormat, ignored: Sequence[str]) -> dict[str, Any]:
         """The block `quantization_config` of `config.json`; `ignored` are layers in high precision."""
 
-    def further_files(self, format: PackedFormat, ignored: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Contents of further JSON files, by name."""
+    def further_files(
+        self,
+        format: PackedFormat,  # noqa: ARG002
+        ignored: Sequence[str],  # noqa: ARG002
+    ) -> dict[str, dict[str, Any]]:
+        """Contents of further JSON files, by name; there are none by default."""
+        return {}
 
 
 def element_values(codes: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalowbit.hf.packed.layout import element_values, times_block_scales
+from megalowbit.hf.packed.layout import PackedLayout, element_values, times_block_scales
 from megalowbit.hf.packed.recipes import PackedFormat
 from megalowbit.quantize.quantized_tensor import QuantizedTensor
 
@@ -22,7 +22,7 @@ QUANT_CONFIG_FILE = "hf_quant_config.json"
 PRODUCER = {"name": "modelopt", "version": "0.46.0"}
 
 
-class ModelOpt:
+class ModelOpt(PackedLayout):
     """`NVFP4` and `W4A16_NVFP4`."""
 
     name = "modelopt"

@@ -1,12 +1,12 @@
 """Which recipes, layers and sizes the packed layouts can hold; all others are refused in one line.
 
-A server multiplies codes · block scales · tensor scale with inputs that it rounds as its layout says, or not at
-all. A recipe fits if its forward does the same. Its backward does not matter.
+A server multiplies codes · block scales · tensor scale with inputs that it rounds as its layout says, or not
+at all. A recipe fits if its forward does the same. Its backward does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from megalowbit.errors import UserError
@@ -58,38 +58,33 @@ def packed_format(recipe: Recipe, precision: Precision) -> PackedFormat:
     if encoding.is_stochastic:
         raise _refused(
             recipe,
-            f"the weight quantizer {recipe.q_forward_weight!r} draws other codes at each micro-batch, so none "
-            "are those of the training",
+            f"the weight quantizer {recipe.q_forward_weight!r} draws other codes at each micro-batch, so "
+            "there are none to serve",
         )
     size = 16 if name == "nvfp4" else 32
     return PackedFormat(name, size, chosen, _input_encoding(recipe, name) if precision == "w4a4" else None)
 
 
-def fused_groups(in_features: Mapping[str, int], low_bit: Mapping[str, Recipe]) -> list[tuple[str, ...]]:
+def fused_groups(in_features: Mapping[str, int], low_bit: Collection[str]) -> list[tuple[str, ...]]:
     """The low-bit layers in groups that servers fuse, in the model's order; most are groups of one layer.
 
     Args:
         in_features: of all linear layers by name.
-        low_bit: the recipes of those that are packed.
+        low_bit: names of those that are packed.
 
     Raises:
-        UserError: a server cannot fuse a group, because its layers are not all packed in the same way.
+        UserError: a group is packed only in part.
     """
     siblings = find_siblings(in_features)
     groups = []
-    for name, recipe in low_bit.items():
+    for name in low_bit:
         group = siblings.get(name, (name,))
-        for other in group:
-            if other not in low_bit:
-                raise UserError(
-                    f"servers fuse {name}, which is packed, with {other}, which the recipe {recipe.name!r} "
-                    "keeps in high precision: keep both, or neither"
-                )
-            if low_bit[other].q_forward_weight != recipe.q_forward_weight:
-                raise UserError(
-                    f"servers fuse {name} with {other}, whose weight quantizer is another one "
-                    f"({recipe.q_forward_weight!r}, {low_bit[other].q_forward_weight!r}): use one recipe"
-                )
+        kept = [other for other in group if other not in low_bit]
+        if kept:
+            raise UserError(
+                f"servers fuse {name}, which is low-bit, with {kept[0]}, which the recipe keeps in high "
+                "precision: keep both, or neither"
+            )
         if group[0] == name:
             groups.append(group)
     return groups
