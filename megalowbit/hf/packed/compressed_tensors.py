@@ -43,7 +43,7 @@ class CompressedTensors(PackedLayout):
         values, scales = element_values(read(f"{layer}.weight_packed")), read(f"{layer}.weight_scale")
         if scales.dtype == torch.uint8:
             exponents = scales.to(torch.int32) - E8M0_BIAS
-            return times_block_scales(values, torch.ldexp(torch.ones(()), exponents))
+            return times_block_scales(values, torch.ldexp(torch.ones(exponents.shape), exponents))
         return times_block_scales(values, scales.float() / read(f"{layer}.weight_global_scale"))
 
     def quantization_config(self, format: PackedFormat, ignored: Sequence[str]) -> dict[str, Any]:

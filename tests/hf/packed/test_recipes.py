@@ -1,0 +1,150 @@
+"""What cannot be served as it was trained is refused, in one line with reason and remedy."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from megalowbit.errors import UserError
+from megalowbit.hf.packed.export import export_packed_checkpoint, export_packed_model
+from megalowbit.hf.packed.recipes import packed_format
+from megalowbit.hf.training_checkpoint import write_start_checkpoint
+from megalowbit.layers.conversion.convert import bit_layers, convert
+from megalowbit.layers.recipe import named_recipes, recipe
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+PACKED = {  # named recipe → format of its weights, and whether servers round inputs in the same way
+    "nvfp4": ("nvfp4", True),
+    "mxfp4": ("mxfp4", True),
+    "nvidia-nvfp4": ("nvfp4", True),
+    "metis-nvfp4": ("nvfp4", False),
+    "nvfp4-keep-positions": ("nvfp4", True),
+    "nvfp4-unbiased": ("nvfp4", True),
+    "four-over-six": ("nvfp4", False),
+    "nvfp4-unbiased-backward": ("nvfp4", False),
+    "fp4-all-the-way": ("nvfp4", True),
+    "quartet-2": ("nvfp4", False),
+    "tetrajet-2": ("nvfp4", True),
+    "nvfp4-dequantized-backward": ("nvfp4", True),
+}
+
+
+def nvfp4(**changes):
+    return {"base": "nvfp4", **changes}
+
+
+REFUSED = [
+    ("bf16", "w4a16", "quantises no weight in the forward: export it without --packed"),
+    ("fp8", "w4a16", "the weight quantizer 'fp8e4m3' is neither NVFP4 nor MXFP4"),
+    (nvfp4(q_forward_weight="hif4nosr"), "w4a16", "'hif4nosr' is neither NVFP4 nor MXFP4: export it"),
+    (nvfp4(q_forward_weight="ue5m3fp4e2m1bnosr"), "w4a16", "'ue5m3fp4e2m1bnosr' is neither NVFP4 nor"),
+    (nvfp4(q_forward_weight="nvfp4e2m1bnosr:token_scale"), "w4a16", "token_scale' is neither NVFP4 nor"),
+    (nvfp4(q_forward_weight="nvfp4e2m1b"), "w4a16", "'nvfp4e2m1b' draws other codes at each micro-batch"),
+    (nvfp4(split_weight={"method": "svd", "rank": 2}), "w4a16", "split_weight adds a low-rank part"),
+    (nvfp4(parameter_split={"rank": 2}), "w4a16", "parameter_split adds a low-rank part to the weight"),
+    (nvfp4(layout="per_gemm", hadamard=["output"]), "w4a16", "Hadamard-transformed in the forward (hadamard"),
+    ("metis-nvfp4", "w4a4", "split_input adds a low-rank part, which servers do not multiply: export with"),
+    ("four-over-six", "w4a4", "servers do not round inputs as 'nvfp4e2m1bnosr:4over6' does: export with"),
+    (nvfp4(q_forward_input="nvfp4e2m1b"), "w4a4", "servers do not round inputs as 'nvfp4e2m1b' does"),
+    (nvfp4(q_forward_input="fp32"), "w4a4", "servers round inputs to NVFP4, and it to 'fp32': export with"),
+    (nvfp4(q_forward_input="mxfp4e2m1bnosr"), "w4a4", "servers round inputs to NVFP4, and it to 'mxfp4"),
+]
+
+
+@pytest.mark.parametrize("name", named_recipes())
+def test_every_named_recipe_is_packed_or_refused_by_name(name):
+    format, has_inputs = PACKED.get(name, (None, False))
+    if format is None:
+        with pytest.raises(UserError, match=f"^recipe '{name}' cannot be exported packed, "):
+            packed_format(recipe(name), "w4a16")
+        return
+    assert packed_format(recipe(name), "w4a16").name == format
+    assert packed_format(recipe(name), "w4a16").input_encoding is None
+    if has_inputs:
+        assert packed_format(recipe(name), "w4a4").input_encoding is not None
+    else:
+        with pytest.raises(UserError, match=f"recipe '{name}' cannot be exported packed, .*w4a16"):
+            packed_format(recipe(name), "w4a4")
+
+
+@pytest.mark.parametrize(("given", "precision", "message"), REFUSED)
+def test_a_recipe_that_servers_cannot_run_is_refused(given, precision, message):
+    with pytest.raises(UserError) as caught:
+        packed_format(recipe(given), precision)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def check_refusal(tmp_path, model, message, layout="compressed-tensors", **options):
+    with pytest.raises(UserError) as caught:
+        export_packed_model(model, tmp_path / "packed", layout, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "packed").exists()
+
+
+def llama(given="nvfp4", **sizes):
+    model = tiny_model("llama", **{**SIZES, **sizes}).bfloat16()
+    convert(model, given)
+    return model
+
+
+def test_models_that_cannot_be_packed_are_refused(tmp_path):
+    gpt2 = tiny_model("gpt2")
+    check_refusal(tmp_path, gpt2, "GPT2LMHeadModel has no low-bit layers to pack: convert it first")
+    convert(gpt2, "nvfp4")
+    check_refusal(tmp_path, gpt2, "transformer.h.0.attn.c_attn replaces a Conv1D, and transformers loads no")
+    check_refusal(tmp_path, llama("mxfp4"), "modelopt has no MXFP4 weights: use", layout="modelopt")
+    check_refusal(tmp_path, llama(), "unknown layout 'gguf': known: compressed-tensors", layout="gguf")
+    check_refusal(tmp_path, llama(), "unknown precision 'int4': known: w4a16, w4a4", precision="int4")
+    mixed = llama()
+    mixed.model.layers[1].mlp.up_proj.recipe = "four-over-six"
+    check_refusal(tmp_path, mixed, "the layers have different recipes (four-over-six, nvfp4), and")
+    spoiled = llama()
+    with torch.no_grad():
+        spoiled.model.norm.weight[3] = torch.nan
+    check_refusal(tmp_path, spoiled, "weight model.norm.weight has NaN or infinite values: use another")
+
+
+def test_rows_that_are_not_whole_blocks_are_refused(tmp_path):
+    message = (
+        "layer model.layers.0.mlp.down_proj has 88 input features, and servers read NVFP4 weights in whole"
+    )
+    check_refusal(tmp_path, llama(intermediate_size=88), f"{message} blocks of 16 only: keep it in")
+    check_refusal(
+        tmp_path, llama("mxfp4", intermediate_size=80), "has 80 input features, and servers read MXFP4"
+    )
+    kept = llama(nvfp4(keep=["*.down_proj"]), intermediate_size=88)  # 88 rows are no reason
+    assert export_packed_model(kept, tmp_path / "packed", "modelopt").num_packed == 12
+
+
+def test_a_group_that_servers_fuse_is_packed_as_a_whole(tmp_path):
+    model = llama(nvfp4(keep=["*.0.self_attn.v_proj"]))
+    check_refusal(
+        tmp_path,
+        model,
+        "servers fuse model.layers.0.self_attn.q_proj, which is low-bit, with "
+        "model.layers.0.self_attn.v_proj, which the recipe keeps in high precision: keep both, or neither",
+    )
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -1.0])
+def test_rounded_inputs_need_the_largest_input_of_every_layer(tmp_path, value):
+    model = llama()
+    maxima = dict.fromkeys(bit_layers(model), 2.0) | {"model.layers.1.mlp.up_proj": value}
+    if value is None:
+        check_refusal(
+            tmp_path, model, "the largest input of layer model.layers.0.self_attn", precision="w4a4"
+        )
+        del maxima["model.layers.1.mlp.up_proj"]
+    message = 'precision "w4a4" needs the largest input of layer model.layers.1.mlp.up_proj, and it is'
+    check_refusal(tmp_path, model, message, precision="w4a4", input_maxima=maxima)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_before_its_weights_are_read(tmp_path):
+    write_start_checkpoint(tiny_model("gpt2"), "bf16", tmp_path / "start")
+    with pytest.raises(UserError, match="recipe 'bf16' cannot be exported packed, it quantises no weight"):
+        export_packed_checkpoint(tmp_path / "start", tmp_path / "packed", "modelopt")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "mine").touch()
+    with pytest.raises(UserError, match="already exists and is never overwritten"):
+        export_packed_checkpoint(tmp_path / "start", tmp_path / "packed", "modelopt")
