@@ -175,14 +175,24 @@ class CheckpointContents:
             UserError: the checkpoint has no such parameter, or its files contradict its layout.
         """
         if self.layout is None:
-            value: torch.Tensor = self.header["module"][name]
+            # read again, because the pages of a mapped file stay in memory as long as it is open
+            value: torch.Tensor = load_file(header_file(self.folder))["module"][name]
             return value
         if name in self._buffers():
             return self._files.buffer(self._buffers()[name], name)
         places = self._places_of(name)
         full = _join(places, [self._files.weight(index, stored) for index, stored in self._needed(places)])
-        dtype = getattr(torch, places[0][1].dtype)
-        return full.to(dtype) if as_stored else full
+        return full.to(self.dtype(name)) if as_stored else full
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of `weight` with `as_stored`, by one of `names`."""
+        if self.layout is None or name in self._buffers():
+            return self.weight(name).dtype
+        stored = self._places_of(name)[0][1].dtype
+        dtype = getattr(torch, stored, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UserError(f"checkpoint {self.folder}: {name} has the dtype {shown(stored)}: use another")
+        return dtype
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """A parameter's moments, as full fp32 tensors, and step counts; empty before the first step."""
@@ -256,7 +266,16 @@ class StateDict(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._contents.weight(name, as_stored=self._as_stored)
+        with reading(f"checkpoint {self._contents.folder}"):
+            value = self._contents.weight(name, as_stored=self._as_stored)
+            if value.layout is not torch.strided or value.is_quantized:
+                raise TypeError(f"{name} is no dense tensor")
+        return value
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor with `as_stored`; it is not read."""
+        with reading(f"checkpoint {self._contents.folder}"):
+            return self._contents.dtype(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, import_checkpoint, read_config
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.hf.training_checkpoint import WEIGHTS_FILE
+from megalowbit.hf.training_checkpoint import HEADER_FILE
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 
 SIZES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
@@ -125,9 +125,9 @@ def test_a_training_checkpoint_is_exported_unchanged(tmp_path):
         "ds_config": {"train_batch_size": 2},
         "megalowbit": {**ours, "config": {}},
     }
-    torch.save(content, step / WEIGHTS_FILE)
-    data = (step / WEIGHTS_FILE).read_bytes()
-    facts = {"name": WEIGHTS_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    torch.save(content, step / HEADER_FILE)
+    data = (step / HEADER_FILE).read_bytes()
+    facts = {"name": HEADER_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (step / "manifest.json").write_text(json.dumps({"format": 1, "files": [facts]}))
     (step.parent / "latest").write_text(step.name)
 
