@@ -28,11 +28,16 @@ from megalowbit.families.vocabulary import num_tokens, pad_config
 from megalowbit.hf.folders.config_file import config_from_dict
 from megalowbit.hf.folders.new_folder import new_folder, refuse_existing
 from megalowbit.hf.folders.shards import SHARD_SIZE, ShardWriter, TensorSpec
+from megalowbit.hf.folders.stored_weights import (
+    misshapen,
+    refuse_differences,
+    refuse_nonfinite_weight,
+    tied_names,
+)
 from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
-from megalowbit.hf.generation import FILE as GENERATION_FILE
-from megalowbit.hf.generation import restore_generation, store_generation, stored_generation
-from megalowbit.hf.model import SavableTokenizer, random_model
+from megalowbit.hf.generation import restore_generation, save_settings, store_generation, stored_generation
+from megalowbit.hf.model import SavableTokenizer, quiet_transformers, random_model, use_end_of_text
 from megalowbit.hf.packed.compressed_tensors import CompressedTensors
 from megalowbit.hf.packed.fused_groups import Packed, pack, pack_group
 from megalowbit.hf.packed.layout import PackedLayout
@@ -127,23 +132,20 @@ class _Weights:
 
     def __init__(self, model: PreTrainedModel, state: Mapping[str, Tensor], where: str) -> None:
         self.model, self._state, self._where = model, state, where
-        everything = dict(model.named_parameters(remove_duplicate=False))
-        own = dict(model.named_parameters())
-        self.names = [name for name in state if name in own or name not in everything]
-        missing = [name for name in own if name not in state]
-        if missing:
-            raise UserError(f"{where} lacks the weight {missing[0]}: use another checkpoint")
+        expected = model.state_dict(keep_vars=True)
+        refuse_differences(expected.keys() - state.keys(), state.keys() - expected.keys(), where)
+        self.names = [names[0] for names in tied_names(expected)]
+        self._shapes = {name: tuple(value.shape) for name, value in expected.items()}
+        self._num_tokens = num_tokens(model.config)
         names = family(model.config.model_type)
         self._padded = {f"{names.tokens}.weight", f"{names.head}.weight"}
-        self._num_tokens = num_tokens(model.config)
 
     def spec(self, name: str) -> TensorSpec:
         """The tensor in high precision."""
-        tensor = self.model.get_parameter_or_buffer(name)
-        shape = tuple(tensor.shape)
-        if name in self._padded:
-            shape = (self._num_tokens, *shape[1:])
-        return TensorSpec(name, HIGH_PRECISION if tensor.is_floating_point() else tensor.dtype, shape)
+        shape = self._shapes[name]
+        return TensorSpec(
+            name, HIGH_PRECISION, (self._num_tokens, *shape[1:]) if name in self._padded else shape
+        )
 
     def read(self, name: str) -> Tensor:
         """The tensor in the dtype in which the model computed.
@@ -152,22 +154,10 @@ class _Weights:
             UserError: it is not finite, or has another shape than the model's.
         """
         tensor = self._state[name].detach()
-        if name in self._padded:
-            tensor = tensor[: self._num_tokens]
-        if tuple(tensor.shape) != self.spec(name).shape:
-            raise UserError(
-                f"{self._where}: weight {name} has shape {tuple(tensor.shape)}, the model's is "
-                f"{self.spec(name).shape}: use another checkpoint"
-            )
-        if not bool(tensor.isfinite().all()):
-            raise UserError(
-                f"{self._where}: weight {name} has NaN or infinite values: use another checkpoint"
-            )
-        return tensor
-
-    def read_group(self, group: tuple[str, ...]) -> dict[str, Tensor]:
-        """Layer → weight of the layers of a group."""
-        return {layer: self.read(f"{layer}.weight") for layer in group}
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise misshapen(self._where, name, tensor.shape, self._shapes[name])
+        refuse_nonfinite_weight(name, tensor, self._where)
+        return tensor[: self._num_tokens] if name in self._padded else tensor
 
 
 def _export(
@@ -231,7 +221,8 @@ def _write_weights(
     rounded = []
     for name in weights.names:
         if name in first:
-            made = pack_group(plan.format.quantizer, weights.read_group(first[name]))
+            group = {layer: weights.read(f"{layer}.weight") for layer in first[name]}
+            made = pack_group(plan.format.quantizer, group)
             rounded += _rounded(made)
             if rounded and is_exact:
                 raise UserError(
@@ -243,8 +234,7 @@ def _write_weights(
                 for part, value in tensors.items():
                     writer.write(part, value)
         elif name not in packed:
-            tensor = weights.read(name)
-            writer.write(name, tensor.to(HIGH_PRECISION) if tensor.is_floating_point() else tensor)
+            writer.write(name, weights.read(name).to(HIGH_PRECISION))
     return rounded
 
 
@@ -286,20 +276,15 @@ def _write_settings(
     """Write configuration, generation settings and tokenizer."""
     config = type(model.config).from_dict(model.config.to_dict())
     pad_config(config, None)
-    plain = random_model(config, seed=0, device="meta")  # has the generation settings of its configuration
+    plain = random_model(config, seed=0, device="meta")  # for the generation settings
     restore_generation(stored_generation(model), plain)
-    plain.config.dtype = HIGH_PRECISION
-    plain.config.architectures = [type(plain).__name__]
     if tokenizer is not None:
-        for settings in (plain.config, plain.generation_config):
-            if settings is not None:
-                settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
-        tokenizer.save_pretrained(folder)
+        use_end_of_text(plain, tokenizer)
     plain.config.quantization_config = plan.layout.quantization_config(plan.format, plan.ignored)
-    plain.config.save_pretrained(folder)
-    if plain.generation_config is not None:
-        text = plain.generation_config.to_json_string(use_diff=True)
-        (folder / GENERATION_FILE).write_text(text, encoding="utf-8")
+    with quiet_transformers():
+        save_settings(plain, folder, HIGH_PRECISION)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     further: dict[str, dict[str, Any]] = plan.layout.further_files(plan.format, plan.ignored)
     for name, content in further.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

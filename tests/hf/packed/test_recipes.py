@@ -102,7 +102,7 @@ def test_models_that_cannot_be_packed_are_refused(tmp_path):
     spoiled = llama()
     with torch.no_grad():
         spoiled.model.norm.weight[3] = torch.nan
-    check_refusal(tmp_path, spoiled, "weight model.norm.weight has NaN or infinite values: use another")
+    check_refusal(tmp_path, spoiled, "weight model.norm.weight has 1 values that are NaN or infinite")
 
 
 def test_rows_that_are_not_whole_blocks_are_refused(tmp_path):
