@@ -1,6 +1,7 @@
 """From training to a served model: train, export packed, load in transformers, generate the same tokens."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.run import pretrain
 from megalowbit.quantize.names import quantizer
+
+if sys.version_info < (3, 11):
+    pytest.skip("compressed-tensors needs Python 3.11", allow_module_level=True)
 
 LLAMA = {
     "model_type": "llama",

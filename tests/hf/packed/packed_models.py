@@ -15,6 +15,7 @@ SHAPES = {  # name → family and its sizes; all sizes that are summed over are 
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-odd-heads": ("llama", {"hidden_size": 96, "num_heads": 3, "num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 1}),
     "mistral": ("mistral", {"num_key_value_heads": 1, "sliding_window": 16}),
     "qwen3": ("qwen3", {"max_window_layers": 2}),
     "qwen3-wide-heads": (

@@ -1,6 +1,7 @@
 """Exported folders: loaded by transformers with compressed-tensors, and compared with the emulated model."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import export_checkpoint
-from megalowbit.hf.packed.export import export_packed_checkpoint, export_packed_model
+from megalowbit.hf.packed.export import _Weights, export_packed_checkpoint, export_packed_model
 from megalowbit.hf.training_checkpoint import write_start_checkpoint
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.quantize.names import quantizer
@@ -153,6 +154,23 @@ def test_a_checkpoint_is_exported_like_the_model_in_memory(tmp_path, dtype):
     assert config == plain_config
     generations = [json.loads((tmp_path / name / "generation_config.json").read_text()) for name in "ad"]
     assert generations[0] == generations[1]
+
+
+def test_one_group_of_weights_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    alive, most = weakref.WeakSet(), 0
+    read = _Weights.read
+
+    def counted(self, name):
+        nonlocal most
+        tensor = read(self, name).clone()
+        alive.add(tensor)
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(_Weights, "read", counted)
+    write_start_checkpoint(tiny_model("llama", **SIZES), "nvfp4", tmp_path / "start")
+    export_packed_checkpoint(tmp_path / "start", tmp_path / "packed", "modelopt")
+    assert most == 4  # q, k and v, and the tensor before them
 
 
 def test_padding_of_the_vocabulary_is_left_out(tmp_path):
