@@ -287,13 +287,13 @@ class Shards:
             raise UserError(f"checkpoint {self.folder} lacks {name}: use an older checkpoint")
 
     def _forget(self, nbytes: int) -> None:
-        """Close the mapped files when more was read from them than their largest tensor has.
+        """Close the mapped files before more is read from them than the largest tensor has.
 
         The pages of a mapped file stay in the process's memory until it is closed: reading all parameters one
         by one would hold the whole checkpoint. Opening a file again reads only its description.
         """
         self._largest = max(self._largest, nbytes)
-        if self._read > self._largest:
+        if self._read + nbytes > self._largest:
             self._files.clear()
             self._read = 0
         self._read += nbytes

@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
+from megalowbit.checkpoints.shards import reading
 from megalowbit.durable_files import MANIFEST, sha256_of, step_name
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_config, pad_vocabulary
 from megalowbit.hf.folders.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.folders.conversion import Conversion, identity_of
+from megalowbit.hf.folders.model_card import FILE as MODEL_CARD
+from megalowbit.hf.folders.model_card import model_card
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
 from megalowbit.hf.folders.stored_weights import (
@@ -197,11 +200,12 @@ def plan_export(
     """
     step = find_checkpoint(source)
     stored = read_checkpoint(source)
-    config = config_from_dict(stored.hf_config, {}, str(source))
-    model = random_model(config, seed=0, device="meta", where=str(source))
-    weights = PlainWeights(stored, model, str(source))
-    pad_vocabulary(model, None)
-    restore_generation(stored.generation, model)
+    with reading(f"checkpoint {step}"):
+        config = config_from_dict(stored.hf_config, {}, str(source))
+        model = random_model(config, seed=0, device="meta", where=str(source))
+        weights = PlainWeights(stored, model, str(source))
+        pad_vocabulary(model, None)
+        restore_generation(stored.generation, model)
     if tokenizer is not None:
         use_end_of_text(model, tokenizer)
     chosen = widest(map(stored.half_state_dict.dtype, stored.half_state_dict)) if dtype is None else dtype
@@ -222,6 +226,8 @@ def plan_export(
         kept = step.parent / TOKENIZER_FOLDER
         if tokenizer is None and kept.is_dir():
             copy_tokenizer(kept, draft, with_config=False)
+        card = model_card(stored.header, stored.recipe.name, dtype=str(chosen).removeprefix("torch."))
+        (draft / MODEL_CARD).write_text(card, encoding="utf-8")
 
     return Conversion(
         source=step,
@@ -293,7 +299,8 @@ def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) 
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
     restore(model)
-    restore_generation(stored.generation, model)
+    with reading(where):
+        restore_generation(stored.generation, model)
     return model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +64,12 @@ def read_generation(model: PreTrainedModel, folder: Path) -> None:
     from transformers import GenerationConfig
 
     path = folder / FILE
-    if not path.is_file():  # old folders have them in config.json
+    if not os.path.lexists(path):  # old folders have them in config.json
         path = folder / CONFIG_FILE
     content = read_json_object(path)
+    origin = {"_from_model_config": True} if path.name == CONFIG_FILE else {}
     try:
-        model.generation_config = GenerationConfig.from_dict(
-            content, _from_model_config=path.name == CONFIG_FILE
-        )
+        model.generation_config = GenerationConfig.from_dict(content, **origin)
     except Exception as error:  # its values may be of any kind
         reason = shortened(" ".join(str(error).split()))
         raise UserError(f"{path} has invalid generation settings ({reason}): correct or remove it") from error

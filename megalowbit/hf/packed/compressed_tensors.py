@@ -26,6 +26,10 @@ class CompressedTensors(PackedLayout):
 
     name = "compressed-tensors"
     formats = ("nvfp4", "mxfp4")
+    usage = (
+        "Load it with\n`transformers.AutoModelForCausalLM.from_pretrained` and the package "
+        "`compressed-tensors`, or with vLLM."
+    )
 
     def tensors(self, layer: str, packed: QuantizedTensor, input_scale: Tensor | None) -> dict[str, Tensor]:
         """See `PackedLayout.tensors`."""

@@ -25,10 +25,12 @@ class PackedLayout(ABC):
     Attributes:
         name: its name.
         formats: names of the formats that it can hold.
+        usage: who reads it, in a model card.
     """
 
     name: ClassVar[str]
     formats: ClassVar[tuple[str, ...]]
+    usage: ClassVar[str]
 
     @abstractmethod
     def tensors(self, layer: str, packed: QuantizedTensor, input_scale: Tensor | None) -> dict[str, Tensor]:
@@ -61,7 +63,7 @@ def element_values(codes: Tensor) -> Tensor:
     """Decode bytes of two codes: (rows, bytes) → fp32 (rows, 2 · bytes)."""
     table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)
     pairs = torch.stack([codes & 15, codes >> 4], dim=-1)
-    return table[pairs.to(torch.int64)].flatten(1)
+    return table[pairs.to(torch.int32)].flatten(1)
 
 
 def times_block_scales(values: Tensor, scales: Tensor) -> Tensor:

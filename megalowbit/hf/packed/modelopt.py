@@ -27,6 +27,7 @@ class ModelOpt(PackedLayout):
 
     name = "modelopt"
     formats = ("nvfp4",)
+    usage = "It is in ModelOpt's\nlayout, which vLLM, SGLang and TensorRT-LLM read."
 
     def tensors(self, layer: str, packed: QuantizedTensor, input_scale: Tensor | None) -> dict[str, Tensor]:
         """See `PackedLayout.tensors`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megalowbit.values import counted
 
@@ -41,7 +43,8 @@ class PackingReport:
         num_packed: number of packed layers.
         ignored: names of linear layers in high precision.
         nbytes: bytes of all tensors.
-        rounded: layers with values other than those of the training's forward.
+        rounded: layers with values other than those of the recipe's forward.
+        notes: about the run, see `notes_about`.
     """
 
     layout: str
@@ -51,6 +54,7 @@ class PackingReport:
     ignored: tuple[str, ...]
     nbytes: int
     rounded: tuple[RoundedLayer, ...]
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         kept = f"; {counted(len(self.ignored), 'linear layer')} in bf16" if self.ignored else ""
@@ -58,10 +62,26 @@ class PackingReport:
             f"{counted(self.num_packed, 'layer')} packed as {self.format.upper()} ({self.precision}, "
             f"{self.layout}), {self.nbytes:,} bytes in all{kept}"
         ]
-        if not self.rounded:
-            return "\n".join([*lines, "all packed weights are bit for bit those of the training's forward"])
-        lines.append(
-            f"WARNING: {counted(len(self.rounded), 'layer')} cannot have the tensor scale of the layers that "
-            "servers fuse with them, so blocks were rounded again:"
+        if self.rounded:
+            lines.append(
+                f"WARNING: {counted(len(self.rounded), 'layer')} cannot have the tensor scale of the layers "
+                "that servers fuse with them, so blocks were rounded again:"
+            )
+            lines += [f"  {each}" for each in self.rounded]
+        else:
+            lines.append("all packed weights are bit for bit those of the recipe's forward")
+        return "\n".join([*lines, *(f"WARNING: {each}" for each in self.notes)])
+
+
+def notes_about(header: Mapping[str, Any]) -> tuple[str, ...]:
+    """What a checkpoint's header says about forwards that were not those of its recipe."""
+    progress = header.get("progress") or {}
+    notes = []
+    if (progress.get("late_switch") or {}).get("since"):
+        notes.append(
+            "the late switch of the run ended the rounding in the forward before this step, and the packed "
+            "model rounds: compare its loss, not that of the last steps"
         )
-        return "\n".join([*lines, *(f"  {each}" for each in self.rounded)])
+    if progress.get("speculation"):
+        notes.append("speculation chose the precision of each product, and here all layers have one format")
+    return tuple(notes)

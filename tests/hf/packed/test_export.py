@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import export_checkpoint
 from megalowbit.hf.packed.export import _Weights, export_packed_checkpoint, export_packed_model
+from megalowbit.hf.packed.report import notes_about
 from megalowbit.hf.training_checkpoint import write_start_checkpoint
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.quantize.names import quantizer
@@ -37,7 +38,7 @@ def test_a_loaded_export_generates_the_tokens_of_the_emulated_model(tmp_path, sh
     report = export_packed_model(model, tmp_path / "packed", "compressed-tensors")
     assert report.num_packed == len(bit_layers(model))
     assert not report.rounded
-    assert "bit for bit those of the training's forward" in str(report)
+    assert "bit for bit those of the recipe's forward" in str(report)
     reference = emulated(model, tmp_path / "plain")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").eval()
     assert loaded.config.quantization_config.quantization_config.format.endswith("-pack-quantized")
@@ -154,6 +155,11 @@ def test_a_checkpoint_is_exported_like_the_model_in_memory(tmp_path, dtype):
     assert config == plain_config
     generations = [json.loads((tmp_path / name / "generation_config.json").read_text()) for name in "ad"]
     assert generations[0] == generations[1]
+    cards = [(tmp_path / name / "README.md").read_text() for name in "ab"]
+    assert "| dtype of these weights | nvfp4 (w4a16, compressed-tensors), others bfloat16 |" in cards[0]
+    assert "and the package `compressed-tensors`, or with vLLM." in cards[0]
+    assert "layout, which vLLM, SGLang and TensorRT-LLM read." in cards[1]
+    assert "AutoModelForCausalLM" not in cards[1]
 
 
 def test_one_group_of_weights_is_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -170,7 +176,42 @@ def test_one_group_of_weights_is_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(_Weights, "read", counted)
     write_start_checkpoint(tiny_model("llama", **SIZES), "nvfp4", tmp_path / "start")
     export_packed_checkpoint(tmp_path / "start", tmp_path / "packed", "modelopt")
-    assert most == 4  # q, k and v, and the tensor before them
+    assert most == 3  # q, k and v
+
+
+def test_an_interrupted_export_continues_and_reports_all_layers(tmp_path, monkeypatch):
+    plain = tiny_model("llama", **SIZES)
+    with torch.no_grad():
+        plain.model.layers[0].self_attn.v_proj.weight[3] *= 2.0**-15
+    write_start_checkpoint(plain, "nvfp4", tmp_path / "start")
+    export_packed_checkpoint(tmp_path / "start", tmp_path / "a", "modelopt", shard_size=20_000)
+    read = _Weights.read
+
+    def interrupted(self, name):
+        if name == "model.layers.1.mlp.down_proj.weight":
+            raise KeyboardInterrupt
+        return read(self, name)
+
+    monkeypatch.setattr(_Weights, "read", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_packed_checkpoint(tmp_path / "start", tmp_path / "b", "modelopt", shard_size=20_000)
+    monkeypatch.setattr(_Weights, "read", read)
+    report = export_packed_checkpoint(tmp_path / "start", tmp_path / "b", "modelopt", shard_size=20_000)
+    assert [each.name for each in report.rounded] == ["model.layers.0.self_attn.v_proj"]
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "b").iterdir())
+    assert len([name for name in files if name.endswith(".safetensors")]) > 2
+    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in files)
+
+
+def test_the_report_names_what_the_run_did_otherwise():
+    progress = {"late_switch": {"before": [3.0], "since": [2.9]}, "speculation": None}
+    (note,) = notes_about({"progress": progress})
+    assert note.startswith("the late switch of the run ended the rounding in the forward before this step")
+    progress = {"late_switch": {"before": [3.0], "since": []}, "speculation": {"steps": 3}}
+    (note,) = notes_about({"progress": progress})
+    assert note.startswith("speculation chose the precision of each product")
+    assert notes_about({"progress": {"late_switch": None}}) == notes_about({}) == ()
 
 
 def test_padding_of_the_vocabulary_is_left_out(tmp_path):
