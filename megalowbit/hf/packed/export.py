@@ -1,7 +1,7 @@
 """Exports a low-bit model with packed weights: a Hugging Face folder that inference servers read.
 
-The codes and scales in the folder are those that the forward of the training made from the weights, in the
-dtype in which the model computed. All other tensors are written in bf16. One tensor after the other, or one
+The codes and scales in the folder are those that the recipe's forward makes of the weights, in the dtype in
+which the model computed. All other tensors are written in bf16. One tensor after the other, or one
 fused group after the other, is read, quantised and written, and the folder appears as a whole. Before that,
 the weights are decoded from the files as their layout defines it, and compared with those of the forward.
 
