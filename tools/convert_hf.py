@@ -2,11 +2,12 @@
 
     python tools/convert_hf.py to-megalowbit gpt2/ start/
     python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/
+    python tools/convert_hf.py to-hf runs/tiny/ tiny-nvfp4/ --packed compressed-tensors
 
 The first command writes a checkpoint to start training from (`"model": {"checkpoint": "start/"}`). The second
-writes a folder that `AutoModelForCausalLM.from_pretrained` loads. Existing files are never overwritten.
-Memory holds one tensor at a time. After an interruption, the same command continues with the files it had
-finished.
+writes a folder that `AutoModelForCausalLM.from_pretrained` loads. The third packs the low-bit layers, for
+inference servers. Existing files are never overwritten. Memory holds one tensor at a time. After an
+interruption, the same command continues with the files it had finished.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SHARD = 5.0  # GB
 DTYPES = ("float32", "bfloat16", "float16")
+LAYOUTS = ("compressed-tensors", "modelopt")
+PRECISIONS = ("w4a16", "w4a4")
 LOADER = "transformers.AutoModelForCausalLM.from_pretrained"
 
 
@@ -61,6 +64,17 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokenizer",
         metavar="TOKENIZER",
         help='tokenizer to save with the weights: "byte" or a folder (default: the tokenizer of the run)',
+    )
+    to_hf.add_argument("--packed", metavar="LAYOUT", help=f"pack the low-bit layers: {' or '.join(LAYOUTS)}")
+    to_hf.add_argument(
+        "--precision",
+        metavar="PRECISION",
+        help="with --packed: w4a16, or w4a4 if servers shall round inputs, too (default: w4a16)",
+    )
+    to_hf.add_argument(
+        "--exact",
+        action="store_true",
+        help="with --packed: fail if a value would differ from that of the training's forward",
     )
     for each in (to_ours, to_hf):
         each.add_argument(
@@ -142,10 +156,12 @@ def _to_megalowbit(options: argparse.Namespace) -> None:
 def _to_hf(options: argparse.Namespace) -> None:
     if options.dtype not in (None, *DTYPES):
         raise unknown_name("dtype", options.dtype, DTYPES)
+    _check_packed(options)
     import torch
 
     from megalowbit.hf.checkpoint import plan_export
     from megalowbit.hf.folders.tokenizer_files import has_tokenizer
+    from megalowbit.hf.packed.export import plan_packed_export
     from megalowbit.hf.training_checkpoint import find_checkpoint
 
     _silence_progress()
@@ -153,12 +169,40 @@ def _to_hf(options: argparse.Namespace) -> None:
     tokenizer = (
         _tokenizer_of_run(options.source) if options.tokenizer is None else _tokenizer(options.tokenizer)
     )
-    conversion = plan_export(options.source, dtype, tokenizer, shard_size=_shard_size(options))
+    if options.packed is None:
+        conversion = plan_export(options.source, dtype, tokenizer, shard_size=_shard_size(options))
+        export = None
+    else:
+        export = plan_packed_export(
+            options.source,
+            options.packed,
+            precision=options.precision or "w4a16",
+            is_exact=options.exact,
+            tokenizer=tokenizer,
+            shard_size=_shard_size(options),
+        )
+        conversion = export.conversion
     if not _convert(conversion, options):
         return
-    print(f"{options.folder} is {find_checkpoint(options.source)}: load it with {LOADER}")
+    about = f"load it with {LOADER}" if export is None else export.report
+    print(f"{options.folder} is {find_checkpoint(options.source)}: {about}")
     if not has_tokenizer(options.folder):
         print("the run has no tokenizer, so none was saved: name one with --tokenizer")
+
+
+def _check_packed(options: argparse.Namespace) -> None:
+    if options.packed is None and (options.precision is not None or options.exact):
+        option = "--exact" if options.exact else "--precision"
+        raise UserError(f"{option} is for packed weights: add --packed compressed-tensors, or leave it out")
+    if options.packed not in (None, *LAYOUTS):
+        raise unknown_name("layout", options.packed, LAYOUTS)
+    if options.precision not in (None, *PRECISIONS):
+        raise unknown_name("precision", options.precision, PRECISIONS)
+    if options.packed is not None and options.dtype not in (None, "bfloat16"):
+        raise UserError(
+            f"--dtype {options.dtype} does not fit --packed, which writes other weights in bfloat16: "
+            "leave it out"
+        )
 
 
 def _shard_size(options: argparse.Namespace) -> int:

@@ -51,6 +51,21 @@ def test_round_trip_from_the_command_line(tmp_path, kind):
         (["to-megalowbit", "nowhere", "out"], "checkpoint nowhere is not a folder"),
         (["to-hf", "nowhere", "out"], "no complete training checkpoint in nowhere"),
         (["to-hf", "nowhere", "out", "--dtype", "int8"], "unknown dtype 'int8': known: float32"),
+        (["to-hf", "nowhere", "out", "--packed", "gguf"], "unknown layout 'gguf': known: compressed-tensors"),
+        (["to-hf", "nowhere", "out", "--packed", "modelopt"], "no complete training checkpoint in nowhere"),
+        (
+            ["to-hf", "nowhere", "out", "--precision", "w4a4"],
+            "--precision is for packed weights: add --packed",
+        ),
+        (
+            ["to-hf", "nowhere", "out", "--packed", "modelopt", "--precision", "int4"],
+            "unknown precision 'int4': known: w4a16, w4a4",
+        ),
+        (["to-hf", "nowhere", "out", "--exact"], "--exact is for packed weights: add --packed"),
+        (
+            ["to-hf", "nowhere", "out", "--packed", "modelopt", "--dtype", "float32"],
+            "--dtype float32 does not fit --packed",
+        ),
         (["to-hf", "nowhere", "out", "--tokenizer", "bpe"], '--tokenizer "bpe" needs a trained tokenizer'),
         (["to-hf", "nowhere", "out", "--tokenizer", "nope"], "--tokenizer 'nope' is neither \"byte\" nor an"),
         (["to-hf", "nowhere", "out", "--tokenizer", "x" * 300], 'is neither "byte" nor an existing folder'),
@@ -79,6 +94,30 @@ def test_help_names_both_directions(capsys):
     assert "to-megalowbit" in done.stdout
     assert "to-hf" in done.stdout
     assert "python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/" in done.stdout
+
+
+def test_packed_folders_from_the_command_line(tmp_path, capsys):
+    model = tiny_model("llama", vocab_size=256, intermediate_size=96)
+    model.save_pretrained(tmp_path / "source")
+    start = tmp_path / "start"
+    assert call_main(TOOL, "to-megalowbit", tmp_path / "source", start, capsys=capsys).returncode == 0
+    for layout, settings in (("compressed-tensors", "config.json"), ("modelopt", "hf_quant_config.json")):
+        done = call_main(
+            TOOL, "to-hf", start, tmp_path / layout, "--packed", layout, "--exact", capsys=capsys
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"14 layers packed as NVFP4 (w4a16, {layout})" in done.stdout
+        assert "bit for bit those of the recipe's forward" in done.stdout
+        assert (tmp_path / layout / settings).is_file()
+    arguments = ["to-hf", start, tmp_path / "plan", "--packed", "modelopt", "--dry-run"]
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert "model.safetensors: " in done.stdout
+    assert not (tmp_path / "plan").exists()
+    done = call_main(TOOL, *arguments[:-1], "--verify", capsys=capsys)
+    assert "verified: all 49 tensors are those of" in done.stdout, done.stdout + done.stderr
+    arguments = ["to-hf", start, tmp_path / "w4a4", "--packed", "modelopt", "--precision", "w4a4"]
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    check_refusal(done, 'precision "w4a4" needs the largest input of layer model.layers.0.self_attn.q_proj')
 
 
 def hf_folder(folder):

@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 FILE = "README.md"
+USAGE = "Load it with\n`transformers.AutoModelForCausalLM.from_pretrained`."
 LIBRARIES = ("megalowbit", "torch", "transformers", "deepspeed")
 
 
-def model_card(header: Mapping[str, Any], recipe: str, *, dtype: str) -> str:
+def model_card(header: Mapping[str, Any], recipe: str, *, dtype: str, usage: str = USAGE) -> str:
     """The text of a card.
 
     Args:
         header: of the checkpoint, see `CheckpointContents`.
         recipe: name of the recipe.
         dtype: of the exported weights.
+        usage: what to do with the folder.
     """
     ours, progress = _mapping(header.get("megalowbit")), _mapping(header.get("progress"))
     # values in JSON are YAML
@@ -41,8 +43,7 @@ def model_card(header: Mapping[str, Any], recipe: str, *, dtype: str) -> str:
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value is not None)
     return (
         f"---\n{front}---\n\n# A {kind} model in megalowbit\n\n"
-        "A causal language model, exported from a training checkpoint of megalowbit. Load it with\n"
-        "`transformers.AutoModelForCausalLM.from_pretrained`.\n\n"
+        f"A causal language model, exported from a training checkpoint of megalowbit. {usage}\n\n"
         f"| | |\n|---|---|\n{table}\n"
     )
 
