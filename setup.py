@@ -43,6 +43,7 @@ setup(
         # constraints.txt pins its version, because torch's CUDA builds depend on a specific one.
         "test": [
             "pytest>=9",
+            "compressed-tensors==0.20.0; python_version>='3.11'",  # transformers reads packed exports with it
             "accelerate>=1.1",  # transformers' Trainer, which tests train with, needs it
             "pytest-timeout>=2.4",
             "pytest-xdist>=3.6",

@@ -38,7 +38,7 @@ ALLOWED = {
     "speculation": {"formats", "quantize", "layers", "telemetry", "distributed"},
     "checkpoints": {"layers"},
     "data": {"distributed"},
-    "hf": {"families", "layers", "checkpoints"},
+    "hf": {"formats", "quantize", "families", "layers", "checkpoints"},
     "supervision": {"distributed"},
     "config": {"optim", "layers", "supervision"},
     "cluster": {"distributed"},

@@ -3,9 +3,12 @@
     python tools/convert_hf.py to-megalowbit gpt2/ start/
     python tools/convert_hf.py to-megalowbit deepspeed_run/ start/ --config gpt2/
     python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/
+    python tools/convert_hf.py to-hf runs/tiny/ tiny-nvfp4/ --packed compressed-tensors
 
 The first command writes a checkpoint to start training from (`"model": {"checkpoint": "start/"}`). The second
-writes a folder that `AutoModelForCausalLM.from_pretrained` loads. Existing files are never overwritten.
+writes a folder that `AutoModelForCausalLM.from_pretrained` loads. The third packs the low-bit layers, for
+inference servers. Existing files are never overwritten. Memory holds one tensor at a time. After an
+interruption, the same command continues with the files it had finished.
 """
 
 from __future__ import annotations
@@ -17,12 +20,18 @@ from typing import TYPE_CHECKING
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
 from megalowbit.hf.folders.new_folder import refuse_existing
-from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
+from megalowbit.hf.folders.unfinished import unfinished
+from megalowbit.layers.settings import DEFAULT_RECIPE
+from megalowbit.pretrain.command_line import EXIT_INTERRUPTED, OneLineParser, escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
+    from megalowbit.hf.folders.conversion import Conversion
 
+DEFAULT_SHARD = 5.0  # GB
 DTYPES = ("float32", "bfloat16", "float16")
+LAYOUTS = ("compressed-tensors", "modelopt")
+PRECISIONS = ("w4a16", "w4a4")
 LOADER = "transformers.AutoModelForCausalLM.from_pretrained"
 
 
@@ -39,7 +48,9 @@ def build_parser() -> argparse.ArgumentParser:
     to_ours.add_argument("source", type=Path, metavar="SRC", help="folder of the model or checkpoint")
     to_ours.add_argument("folder", type=Path, metavar="OUT", help="new folder for the checkpoint")
     to_ours.add_argument(
-        "--recipe", default="nvfp4", help="recipe that the model will be trained with (default: %(default)s)"
+        "--recipe",
+        default=DEFAULT_RECIPE,
+        help="recipe that the model will be trained with (default: %(default)s)",
     )
     to_ours.add_argument(
         "--config",
@@ -62,6 +73,33 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="TOKENIZER",
         help='tokenizer to save with the weights: "byte" or a folder (default: the tokenizer of the run)',
     )
+    to_hf.add_argument("--packed", metavar="LAYOUT", help=f"pack the low-bit layers: {' or '.join(LAYOUTS)}")
+    to_hf.add_argument(
+        "--precision",
+        metavar="PRECISION",
+        help="with --packed: w4a16, or w4a4 if servers shall round inputs, too (default: w4a16)",
+    )
+    to_hf.add_argument(
+        "--exact",
+        action="store_true",
+        help="with --packed: fail if a value would differ from that of the training's forward",
+    )
+    for each in (to_ours, to_hf):
+        each.add_argument(
+            "--shard-size",
+            type=float,
+            default=DEFAULT_SHARD,
+            metavar="GB",
+            help="largest size of a file of weights, in 10⁹ bytes (default: %(default)g)",
+        )
+        each.add_argument(
+            "--dry-run", action="store_true", help="print what would be written, and write nothing"
+        )
+        each.add_argument(
+            "--verify",
+            action="store_true",
+            help="read both sides again and compare every tensor bit by bit before OUT appears",
+        )
     return parser
 
 
@@ -72,14 +110,26 @@ def main(arguments: list[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         _check_places(options.source, options.folder)
         refuse_existing(options.folder)
+        if not 0 < options.shard_size < 1e9:
+            raise UserError(f"--shard-size {options.shard_size:g} is no size in GB: name one above 0")
         if options.command == "to-megalowbit":
             _to_megalowbit(options)
         else:
             _to_hf(options)
+    except KeyboardInterrupt:
+        print(f"error: {_interrupted(options.folder)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR
     return 0
+
+
+def _interrupted(folder: Path) -> str:
+    """What Ctrl-C has ended."""
+    drafts = ", ".join(str(draft) for draft in unfinished(folder))
+    kept = f"the same command continues with the finished files in {drafts}" if drafts else "nothing was kept"
+    return f"interrupted before {folder} was complete: {kept}"
 
 
 def _check_places(source: Path, folder: Path) -> None:
@@ -97,11 +147,17 @@ def _check_places(source: Path, folder: Path) -> None:
 
 
 def _to_megalowbit(options: argparse.Namespace) -> None:
-    from megalowbit.hf.checkpoint import import_checkpoint
+    from megalowbit.durable_files import step_name
+    from megalowbit.hf.checkpoint import plan_import
     from megalowbit.hf.folders.tokenizer_files import FOLDER
 
     _silence_progress()
-    step = import_checkpoint(options.source, options.folder, options.recipe, options.config)
+    conversion = plan_import(
+        options.source, options.recipe, config=options.config, shard_size=_shard_size(options)
+    )
+    if not _convert(conversion, options):
+        return
+    step = options.folder / step_name(0)
     print(f'{step}: start from it with "model": {{"checkpoint": "{options.folder}"}}')
     if (options.folder / FOLDER).is_dir():
         print(f'its tokenizer: "data": {{"tokenizer": "{options.folder / FOLDER}"}}')
@@ -110,10 +166,12 @@ def _to_megalowbit(options: argparse.Namespace) -> None:
 def _to_hf(options: argparse.Namespace) -> None:
     if options.dtype not in (None, *DTYPES):
         raise unknown_name("dtype", options.dtype, DTYPES)
+    _check_packed(options)
     import torch
 
-    from megalowbit.hf.checkpoint import export_checkpoint
+    from megalowbit.hf.checkpoint import plan_export
     from megalowbit.hf.folders.tokenizer_files import has_tokenizer
+    from megalowbit.hf.packed.export import plan_packed_export
     from megalowbit.hf.training_checkpoint import find_checkpoint
 
     _silence_progress()
@@ -121,10 +179,55 @@ def _to_hf(options: argparse.Namespace) -> None:
     tokenizer = (
         _tokenizer_of_run(options.source) if options.tokenizer is None else _tokenizer(options.tokenizer)
     )
-    export_checkpoint(options.source, options.folder, dtype, tokenizer)
-    print(f"{options.folder} is {find_checkpoint(options.source)}: load it with {LOADER}")
+    if options.packed is None:
+        conversion = plan_export(options.source, dtype, tokenizer, shard_size=_shard_size(options))
+        export = None
+    else:
+        export = plan_packed_export(
+            options.source,
+            options.packed,
+            precision=options.precision or "w4a16",
+            is_exact=options.exact,
+            tokenizer=tokenizer,
+            shard_size=_shard_size(options),
+        )
+        conversion = export.conversion
+    if not _convert(conversion, options):
+        return
+    about = f"load it with {LOADER}" if export is None else export.report
+    print(f"{options.folder} is {find_checkpoint(options.source)}: {about}")
     if not has_tokenizer(options.folder):
         print("the run has no tokenizer, so none was saved: name one with --tokenizer")
+
+
+def _check_packed(options: argparse.Namespace) -> None:
+    if options.packed is None and (options.precision is not None or options.exact):
+        option = "--exact" if options.exact else "--precision"
+        raise UserError(f"{option} is for packed weights: add --packed compressed-tensors, or leave it out")
+    if options.packed not in (None, *LAYOUTS):
+        raise unknown_name("layout", options.packed, LAYOUTS)
+    if options.precision not in (None, *PRECISIONS):
+        raise unknown_name("precision", options.precision, PRECISIONS)
+    if options.packed is not None and options.dtype not in (None, "bfloat16"):
+        raise UserError(
+            f"--dtype {options.dtype} does not fit --packed, which writes other weights in bfloat16: "
+            "leave it out"
+        )
+
+
+def _shard_size(options: argparse.Namespace) -> int:
+    return max(1, round(options.shard_size * 1e9))
+
+
+def _convert(conversion: Conversion, options: argparse.Namespace) -> bool:
+    """Write the folder; with --dry-run, say what would be written and return False."""
+    if options.dry_run:
+        print(conversion.describe(options.folder))
+        return False
+    conversion.run(options.folder, is_verified=options.verify)
+    if options.verify:
+        print(f"verified: all {len(conversion.tensors):,} tensors are those of {conversion.source}")
+    return True
 
 
 def _tokenizer_of_run(source: Path) -> Tokenizer | None:

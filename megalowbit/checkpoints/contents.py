@@ -23,6 +23,7 @@ from megalowbit.checkpoints.layout import (
     StoredParameter,
 )
 from megalowbit.checkpoints.shards import (
+    KEPT_BYTES,
     Shards,
     check_origin,
     files_of,
@@ -128,11 +129,15 @@ class CheckpointContents:
         layout: how it was saved; None if it has only weights, or was written before layouts existed.
         header: counters, scheduler and client state.
 
+    Args:
+        folder: the checkpoint.
+        kept_bytes: limit of the memory of mapped pages, if no tensor has more.
+
     Raises:
         UserError: megalowbit did not write the checkpoint, or it is inconsistent.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, kept_bytes: int = KEPT_BYTES) -> None:
         self.folder = folder
         names = frozenset(entry.name for entry in read_manifest(folder, remedy="use an older checkpoint"))
         first = header_file(folder)
@@ -145,7 +150,9 @@ class CheckpointContents:
         saved = own.get(LAYOUT_KEY) if isinstance(own, dict) else None
         step = own.get("step") if isinstance(own, dict) else None
         self.layout = None if saved is None else Layout.from_dict(saved, where=str(folder))
-        self._shards = None if self.layout is None else Shards(folder, self.layout, names, step)
+        self._shards = (
+            None if self.layout is None else Shards(folder, self.layout, names, step, kept_bytes=kept_bytes)
+        )
         self._places: dict[str, list[tuple[int, StoredParameter]]] = {}
         for index, part in enumerate(self.layout.slices if self.layout else ()):
             for stored in part.parameters:
@@ -175,14 +182,24 @@ class CheckpointContents:
             UserError: the checkpoint has no such parameter, or its files contradict its layout.
         """
         if self.layout is None:
-            value: torch.Tensor = self.header["module"][name]
+            # read again, because the pages of a mapped file stay in memory as long as it is open
+            value: torch.Tensor = load_file(header_file(self.folder))["module"][name]
             return value
         if name in self._buffers():
             return self._files.buffer(self._buffers()[name], name)
         places = self._places_of(name)
         full = _join(places, [self._files.weight(index, stored) for index, stored in self._needed(places)])
-        dtype = getattr(torch, places[0][1].dtype)
-        return full.to(dtype) if as_stored else full
+        return full.to(self.dtype(name)) if as_stored else full
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of `weight` with `as_stored`, by one of `names`."""
+        if self.layout is None or name in self._buffers():
+            return self.weight(name).dtype
+        stored = self._places_of(name)[0][1].dtype
+        dtype = getattr(torch, stored, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UserError(f"checkpoint {self.folder}: {name} has the dtype {shown(stored)}: use another")
+        return dtype
 
     def optimizer_state(self, name: str) -> dict[str, Any]:
         """A parameter's moments, as full fp32 tensors, and step counts; empty before the first step."""
@@ -256,7 +273,16 @@ class StateDict(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:
             raise KeyError(name)
-        return self._contents.weight(name, as_stored=self._as_stored)
+        with reading(f"checkpoint {self._contents.folder}"):
+            value = self._contents.weight(name, as_stored=self._as_stored)
+            if value.layout is not torch.strided or value.is_quantized:
+                raise TypeError(f"{name} is no dense tensor")
+        return value
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor with `as_stored`; it is not read."""
+        with reading(f"checkpoint {self._contents.folder}"):
+            return self._contents.dtype(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)

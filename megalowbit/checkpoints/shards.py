@@ -5,6 +5,8 @@ Files are memory-mapped, so a tensor uses memory only while it is in use. Nothin
 
 - `mp_rank_01_model_states.pt`: weights of slice 1, and its optimizer at stage 0
 - `zero_pp_rank_3_mp_rank_01_optim_states.pt`: masters and moments of slice 1 on data-parallel rank 3
+
+Weights of a checkpoint to start from are in safetensors files, which are written tensor by tensor.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from megalowbit.checkpoints.layout import NOWHERE, Fragment, Layout, StoredParameter
 from megalowbit.errors import UserError, file_system_error, shown
@@ -32,6 +35,8 @@ INNER_KEYS = MappingProxyType(
 )
 MASTERS_KEY = "fp32_from_fp16_params"
 FROZEN_KEY = "frozen_param_fragments"
+SAFETENSORS = ".safetensors"
+KEPT_BYTES = 2**30  # opening the files of many ranks again takes longer than reading some megabytes
 ORIGIN_KEY = "megalowbit_origin"  # the result of `origin_of`, stored in the file itself
 UNSAFE_FILE = (
     "it holds objects that only the program that wrote it can create ({}): it was not written by this "
@@ -174,11 +179,24 @@ def _unsafe_file_error(path: str | Path, error: pickle.UnpicklingError) -> UserE
 
 
 class Shards:
-    """The files of a verified checkpoint; reads only `names`, the files listed in its manifest."""
+    """The files of a verified checkpoint; reads only `names`, the files listed in its manifest.
 
-    def __init__(self, folder: Path, layout: Layout, names: Collection[str], step: object = None) -> None:
+    `kept_bytes` limits the memory of mapped pages, see `_forget`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        names: Collection[str],
+        step: object = None,
+        *,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
         self.folder, self.layout, self._names, self._step = folder, layout, names, step
+        self._kept = kept_bytes
         self._files: dict[str, dict[str, Any]] = {}
+        self._read, self._largest = 0, 0  # bytes; see `_forget`
 
     def header(self, slice_index: int = 0, data_rank: int = 0) -> dict[str, Any]:
         """Content of a slice's model file: counters, scheduler and client state."""
@@ -186,6 +204,7 @@ class Shards:
 
     def weight(self, slice_index: int, stored: StoredParameter) -> torch.Tensor:
         """The slice's part of a parameter: its fp32 master, or the model's weight if there is no master."""
+        self._forget(stored.numel * torch.float32.itemsize)
         if stored.group == NOWHERE:
             return self._model_weight(slice_index, stored)
         if self.layout.stage == 0:
@@ -201,6 +220,7 @@ class Shards:
         """The inner optimizer's state of a parameter: moments in its shape, and step counts."""
         if stored.state == NOWHERE:
             return {}
+        self._forget(stored.numel * torch.float32.itemsize)
         ranks = range(self.layout.data_size if self.layout.stage else 1)
         entries = [self._inner(slice_index, rank)["state"].get(stored.state, {}) for rank in ranks]
         state = dict(entries[0])
@@ -257,6 +277,8 @@ class Shards:
 
     def _stored(self, place: tuple[str, str], name: str) -> torch.Tensor:
         file, key = place
+        if file.endswith(SAFETENSORS):
+            return self._in_safetensors(file, key, name)
         content = self._file(file)
         weights = content["module"] if isinstance(content.get("module"), dict) else content
         if key not in weights:
@@ -264,9 +286,33 @@ class Shards:
         value: torch.Tensor = weights[key]
         return value
 
-    def _file(self, name: str) -> dict[str, Any]:
+    def _in_safetensors(self, file: str, key: str, name: str) -> torch.Tensor:
+        """A tensor of a safetensors file, which is opened each time: closing it frees its pages."""
+        self._refuse_unlisted(file)
+        with reading(f"checkpoint {self.folder}"), safe_open(self.folder / file, "pt") as opened:
+            if key not in opened.keys():  # noqa: SIM118
+                raise UserError(f"checkpoint {self.folder} lacks {name} ({key} of {file}): use another")
+            value: torch.Tensor = opened.get_tensor(key)
+        return value
+
+    def _refuse_unlisted(self, name: str) -> None:
         if name not in self._names:
             raise UserError(f"checkpoint {self.folder} lacks {name}: use an older checkpoint")
+
+    def _forget(self, nbytes: int) -> None:
+        """Close the mapped files before more is read from them than `kept_bytes`, or the largest tensor, has.
+
+        The pages of a mapped file stay in the process's memory until it is closed: reading all parameters one
+        by one would hold the whole checkpoint. Opening a file again reads only its description.
+        """
+        self._largest = max(self._largest, nbytes)
+        if self._read + nbytes > max(self._largest, self._kept):
+            self._files.clear()
+            self._read = 0
+        self._read += nbytes
+
+    def _file(self, name: str) -> dict[str, Any]:
+        self._refuse_unlisted(name)
         if name not in self._files:
             content = load_file(self.folder / name)
             check_origin(content, self.folder / name, self._step)

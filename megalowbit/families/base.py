@@ -56,6 +56,7 @@ class Family:
         tokens, positions, dropout, rotary, norm, head: dotted names of modules outside the blocks: token
             embedding, learned positions, dropout after the embedding, rotary angles, final norm, output
             projection; None if the family has none.
+        former_buffers: ends of the names of buffers that checkpoints of older versions of transformers hold.
         attention: kind of each block's mask, `FULL` or `SLIDING`, from the configuration.
 
         divided: configuration fields that must be divisible by the number of tensor-parallel ranks.
@@ -84,6 +85,7 @@ class Family:
     rotary: str | None = None
     norm: str
     head: str = "lm_head"
+    former_buffers: tuple[str, ...] = ()
     attention: Callable[[PretrainedConfig], list[str]] = full_attention
 
     divided: tuple[str, ...]

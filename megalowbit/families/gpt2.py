@@ -18,6 +18,7 @@ GPT2 = Family(
     positions="transformer.wpe",
     dropout="transformer.drop",
     norm="transformer.ln_f",
+    former_buffers=("attn.bias",),
     # tensor parallelism
     divided=("n_head", "n_embd", "n_inner"),
     attention_sizes=("num_heads", "embed_dim", "split_size"),

@@ -20,6 +20,7 @@ LLAMA = Family(
     tokens="model.embed_tokens",
     rotary="model.rotary_emb",
     norm="model.norm",
+    former_buffers=("rotary_emb.inv_freq",),
     # tensor parallelism
     divided=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
     # configuration

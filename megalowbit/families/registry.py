@@ -7,6 +7,7 @@ from megalowbit.families.base import Family
 from megalowbit.families.gpt2 import GPT2
 from megalowbit.families.llama import LLAMA
 from megalowbit.families.mistral import MISTRAL
+from megalowbit.families.qwen2 import QWEN2
 from megalowbit.families.qwen3 import QWEN3
 
 FAMILIES = {
@@ -15,6 +16,7 @@ FAMILIES = {
         GPT2,
         LLAMA,
         MISTRAL,
+        QWEN2,
         QWEN3,
     )
 }

@@ -1,39 +1,54 @@
 """Builds models from the `"model"` section, imports Hugging Face folders, and exports training checkpoints.
 
 Two kinds of folder are read: Hugging Face's (`config.json` and weights), and megalowbit's training
-checkpoints (`training_checkpoint`). Checkpoints of other programs (`importers`) can only be imported. A model
-to train is always returned in fp32 and without low-bit layers; the caller chooses precision and conversion.
-Not covered: optimizer states, which the engine restores on `--resume`.
+checkpoints (`training_checkpoint`). Checkpoints of other programs (`importers`) can only be imported. Imports
+and exports hold one tensor in memory at a time. A model to train is always returned in fp32 and without
+low-bit layers; the caller chooses precision and conversion. Not covered: optimizer states, which the engine
+restores on `--resume`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
-from megalowbit.durable_files import MANIFEST
+from megalowbit.checkpoints.shards import reading
+from megalowbit.durable_files import MANIFEST, sha256_of, step_name
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_config, pad_vocabulary
 from megalowbit.hf.folders.config_file import CONFIG_FILE, config_from_dict
+from megalowbit.hf.folders.conversion import Conversion, identity_of
+from megalowbit.hf.folders.model_card import FILE as MODEL_CARD
+from megalowbit.hf.folders.model_card import model_card
 from megalowbit.hf.folders.new_folder import refuse_existing
+from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
+from megalowbit.hf.folders.stored_weights import (
+    StoredWeights,
+    misshapen,
+    refuse_differences,
+    tied_names,
+    widest,
+)
 from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
-from megalowbit.hf.folders.tokenizer_files import TEMPLATES
+from megalowbit.hf.folders.tokenizer_files import TEMPLATES, copy_tokenizer
 from megalowbit.hf.folders.weight_files import NAMES as WEIGHT_NAMES
-from megalowbit.hf.generation import prepare_for_training, restore_generation, store_generation
+from megalowbit.hf.generation import prepare_for_training, read_generation, restore_generation, save_settings
 from megalowbit.hf.importers.base import fitted
 from megalowbit.hf.importers.registry import is_foreign, read_foreign
 from megalowbit.hf.model import (
     SavableTokenizer,
     fill_weights,
     load_weights,
+    quiet_transformers,
     random_model,
     refuse_nonfinite,
-    save_hf,
+    use_end_of_text,
 )
 from megalowbit.hf.outliers import plant
 from megalowbit.hf.settings import ModelSettings
@@ -42,11 +57,14 @@ from megalowbit.hf.training_checkpoint import (
     find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
-    write_start_checkpoint,
+    start_conversion,
 )
 from megalowbit.json_text import read_json_object, refuse_irregular_files
-from megalowbit.layers.conversion.convert import convert, restore
+from megalowbit.layers.conversion.convert import bit_layers, convert, restore
+from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES, joined
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.settings import DEFAULT_RECIPE
+from megalowbit.layers.state_dict_layout import parameter_layout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -108,7 +126,7 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
 
 
 def import_checkpoint(
-    source: Path, folder: Path, recipe: Recipe | str = "nvfp4", config: Path | None = None
+    source: Path, folder: Path, recipe: Recipe | str = DEFAULT_RECIPE, config: Path | None = None
 ) -> Path:
     """Convert a model to a training checkpoint to start from, in the dtype of its weights.
 
@@ -124,18 +142,48 @@ def import_checkpoint(
         The step folder inside `folder`; the source's tokenizer, if it has one, is copied next to it.
 
     Raises:
-        UserError: see `build_model` and `importers.registry` for `source`, and `write_start_checkpoint` for
-            `folder`.
+        UserError: see `plan_import` and `Conversion.run`.
     """
-    refuse_existing(folder)  # first, because a large model takes minutes
+    refuse_existing(folder)
+    plan_import(source, recipe, config=config).run(folder)
+    return Path(folder) / step_name(0)
+
+
+def plan_import(
+    source: Path,
+    recipe: Recipe | str = DEFAULT_RECIPE,
+    *,
+    config: Path | None = None,
+    shard_size: int = SHARD_SIZE,
+) -> Conversion:
+    """The conversion of a model to a checkpoint to start from; nothing is written yet.
+
+    For the arguments see `import_checkpoint`.
+
+    Raises:
+        UserError: `source` is none of the folders that are read; weights are missing, unexpected, misshapen
+            or damaged; the recipe is unknown or matches nothing.
+    """
     if config is not None or (is_foreign(source) and not _has_hf_weights(source)):
-        return _import_foreign(source, folder, recipe, config)
+        return _plan_foreign(source, recipe, config, shard_size)
     if is_training_checkpoint(source):
         raise UserError(f"{source} is already a training checkpoint: start from it directly")
-    hf_config = config_from_dict(read_json_object(_config_file(source)), {}, str(source))
-    model = load_weights(hf_config, source, dtype="auto")
-    refuse_nonfinite(model, str(source))
-    return write_start_checkpoint(model, recipe, folder, tokenizer_files=source)
+    config_file = _config_file(source)
+    hf_config = config_from_dict(read_json_object(config_file), {}, str(source))
+    model = random_model(hf_config, seed=0, device="meta", where=str(source))
+    weights = StoredWeights(source, model, family(hf_config.model_type).former_buffers)
+    model.config.dtype = weights.dtype
+    read_generation(model, source)
+    return start_conversion(
+        model,
+        weights,
+        recipe,
+        source=source,
+        dtype=weights.dtype,
+        key={"source": identity_of([config_file, *weights.paths], source)},
+        tokenizer_files=source,
+        shard_size=shard_size,
+    )
 
 
 def _has_hf_weights(source: Path) -> bool:
@@ -143,22 +191,33 @@ def _has_hf_weights(source: Path) -> bool:
     return (source / CONFIG_FILE).is_file() and any((source / name).is_file() for name in WEIGHT_NAMES)
 
 
-def _import_foreign(source: Path, folder: Path, recipe: Recipe | str, config: Path | None) -> Path:
-    """Convert a checkpoint of another program; see `import_checkpoint`."""
+def _plan_foreign(source: Path, recipe: Recipe | str, config: Path | None, shard_size: int) -> Conversion:
+    """The conversion of a checkpoint of another program; see `plan_import`."""
+    folder = source if config is None else None  # of tokenizer and generation settings
     if config is None and (source / CONFIG_FILE).is_file():
         config = source
-    raw = None if config is None else read_json_object(_named_config(config))
-    foreign = read_foreign(source, raw)
+    config_file = None if config is None else _named_config(config)
+    if config_file is not None and config_file.name == CONFIG_FILE:
+        folder = config_file.parent
+    foreign = read_foreign(source, None if config_file is None else read_json_object(config_file))
     where = f"checkpoint {source}"
     hf_config = config_from_dict(foreign.hf_config, {}, where if config is None else str(config))
     model = random_model(hf_config, seed=0, device="meta", where=where)
-    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    tied = {name: str(first) for name, first in (model.all_tied_weights_keys or {}).items()}
-    weights = fitted(foreign.weights, expected, tied, where)
+    weights = fitted(foreign.weights, model.state_dict(keep_vars=True), where)
     logger.info("%s: %s, %d weights", source, foreign.description, len(weights))
-    fill_weights(model.to(weights.widest_dtype()), weights, where, is_assigned=True)
-    refuse_nonfinite(model, str(source))
-    return write_start_checkpoint(model, recipe, folder, tokenizer_files=source if config is None else config)
+    model.config.dtype = weights.dtype
+    if config_file is not None and folder is not None:
+        read_generation(model, folder)
+    return start_conversion(
+        model,
+        weights,
+        recipe,
+        source=source,
+        dtype=weights.dtype,
+        key={"source": identity_of(foreign.paths, source), "config": foreign.hf_config},
+        tokenizer_files=folder,
+        shard_size=shard_size,
+    )
 
 
 def _named_config(config: Path) -> Path:
@@ -188,19 +247,118 @@ def export_checkpoint(
         tokenizer: saved with the weights; `None`: the tokenizer kept in a checkpoint to start from, if any.
 
     Raises:
-        UserError: no undamaged checkpoint in `source`; `folder` exists and is not empty, or cannot be
-            written.
+        UserError: see `plan_export` and `Conversion.run`.
     """
-    refuse_existing(folder)
+    refuse_existing(folder)  # first, because verifying a large checkpoint takes minutes
+    plan_export(source, dtype, tokenizer).run(folder)
+
+
+def plan_export(
+    source: Path,
+    dtype: torch.dtype | None = None,
+    tokenizer: SavableTokenizer | None = None,
+    *,
+    shard_size: int = SHARD_SIZE,
+) -> Conversion:
+    """The conversion of a training checkpoint to a Hugging Face folder; nothing is written yet.
+
+    For the arguments see `export_checkpoint`.
+
+    Raises:
+        UserError: no undamaged checkpoint in `source`, or its weights are not those of its configuration.
+    """
+    step = find_checkpoint(source)
     stored = read_checkpoint(source)
-    model = _rebuild(stored, {}, str(source))
-    stored_dtypes = {value.dtype for value in stored.half_state_dict.values()} if dtype is None else set()
-    if len(stored_dtypes) == 1:
-        (dtype,) = stored_dtypes
-    kept = find_checkpoint(source).parent / TOKENIZER_FOLDER
-    is_kept = tokenizer is None and kept.is_dir()
-    store_generation(model, stored.generation)
-    save_hf(model, folder, tokenizer, dtype=dtype, tokenizer_files=kept if is_kept else None)
+    with reading(f"checkpoint {step}"):
+        config = config_from_dict(stored.hf_config, {}, str(source))
+        model = random_model(config, seed=0, device="meta", where=str(source))
+        weights = PlainWeights(stored, model, str(source))
+        pad_vocabulary(model, None)
+        restore_generation(stored.generation, model)
+    if tokenizer is not None:
+        use_end_of_text(model, tokenizer)
+    chosen = widest(map(stored.half_state_dict.dtype, stored.half_state_dict)) if dtype is None else dtype
+    state = model.state_dict(keep_vars=True)
+    specs = tuple(TensorSpec(names[0], chosen, tuple(state[names[0]].shape)) for names in tied_names(state))
+    shapes = {spec.name: spec.shape for spec in specs}
+
+    def read(name: str) -> torch.Tensor:
+        weight = weights[name]
+        # the rows that pad a vocabulary come last
+        return weight[: shapes[name][0]].to(chosen) if weight.ndim else weight.to(chosen)
+
+    def finish(draft: Path, _: Any) -> None:
+        with quiet_transformers():
+            save_settings(model, draft, chosen)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(draft)
+        kept = step.parent / TOKENIZER_FOLDER
+        if tokenizer is None and kept.is_dir():
+            copy_tokenizer(kept, draft, with_config=False)
+        card = model_card(stored.header, stored.recipe.name, dtype=str(chosen).removeprefix("torch."))
+        (draft / MODEL_CARD).write_text(card, encoding="utf-8")
+
+    return Conversion(
+        source=step,
+        tensors=specs,
+        read=read,
+        read_dtype=torch.promote_types(chosen, torch.float32),  # masters
+        finish=finish,
+        key={"source": sha256_of(step / MANIFEST), "dtype": str(chosen)},
+        shard_size=shard_size,
+    )
+
+
+class PlainWeights(Mapping[str, torch.Tensor]):
+    """The weights of a training checkpoint in the layout of the Hugging Face model, each read on access.
+
+    Args:
+        stored: a checkpoint.
+        model: of its configuration, plain, on the meta device; it is not changed.
+        where: the checkpoint, for messages.
+
+    Raises:
+        UserError: the checkpoint does not have the weights that its configuration and recipe say.
+    """
+
+    def __init__(self, stored: TrainingCheckpoint, model: PreTrainedModel, where: str) -> None:
+        self._stored, self._where = stored, where
+        self._names = [names[0] for names in tied_names(model.state_dict(keep_vars=True))]
+        converted = random_model(type(model.config).from_dict(model.config.to_dict()), seed=0, device="meta")
+        convert(converted, stored.recipe)
+        self._layers = bit_layers(converted)
+        with parameter_layout(converted):
+            self._shapes = {name: tuple(value.shape) for name, value in converted.state_dict().items()}
+        refuse_differences(
+            self._shapes.keys() - stored.state_dict.keys(),
+            stored.state_dict.keys() - self._shapes.keys(),
+            where,
+        )
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        module, _, kind = name.rpartition(".")
+        layer = self._layers.get(module)
+        if layer is None or kind != "weight":
+            return self._read(name)
+        weight = self._read(name)
+        if layer.has_factors:
+            factors = [self._read(f"{module}.{factor}") for factor in SPLIT_NAMES]
+            if bool(factors[-1].any()):  # split, see SplitLinear.holds_split
+                wide = torch.promote_types(weight.dtype, torch.float32)
+                weight = joined(*(part.to(wide) for part in (weight, *factors)))
+        return weight.t() if layer.is_transposed else weight
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def _read(self, name: str) -> torch.Tensor:
+        value = self._stored.state_dict[name]
+        if tuple(value.shape) != self._shapes[name]:
+            raise misshapen(self._where, name, value.shape, self._shapes[name])
+        return value.detach()
 
 
 def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) -> PreTrainedModel:
@@ -210,7 +368,8 @@ def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) 
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
     restore(model)
-    restore_generation(stored.generation, model)
+    with reading(where):
+        restore_generation(stored.generation, model)
     return model
 
 

@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
+    from transformers import GenerationConfig, PreTrainedModel
+
+from megalowbit.errors import UserError, shortened
+from megalowbit.hf.folders.config_file import CONFIG_FILE
+from megalowbit.json_text import read_json_object
 
 logger = logging.getLogger("megalowbit")
 
@@ -49,20 +55,58 @@ def restore_generation(settings: dict[str, Any] | None, model: PreTrainedModel) 
         model.generation_config.use_cache = model.config.use_cache
 
 
+def read_generation(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model the generation settings of a Hugging Face folder, as `from_pretrained` does.
+
+    Raises:
+        UserError: the file of the settings is damaged, which transformers ignores.
+    """
+    from transformers import GenerationConfig
+
+    path = folder / FILE
+    if not os.path.lexists(path):  # old folders have them in config.json
+        path = folder / CONFIG_FILE
+    content = read_json_object(path)
+    origin = {"_from_model_config": True} if path.name == CONFIG_FILE else {}
+    try:
+        model.generation_config = GenerationConfig.from_dict(content, **origin)
+    except Exception as error:  # its values may be of any kind
+        reason = shortened(" ".join(str(error).split()))
+        raise UserError(f"{path} has invalid generation settings ({reason}): correct or remove it") from error
+
+
+def save_settings(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
+    """The files that `save_model` writes beside the weights, for weights of this dtype."""
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    generation = model.generation_config
+    if generation is not None and _is_valid(generation):
+        generation.save_pretrained(folder)
+    elif generation is not None:
+        (folder / FILE).write_text(generation.to_json_string(use_diff=True), encoding="utf-8")
+
+
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """`save_pretrained`, also for a model whose generation settings transformers refuses to write."""
     generation = model.generation_config
+    if generation is None or _is_valid(generation):
+        model.save_pretrained(folder)
+        return
+    model.generation_config = type(generation)()
+    model.save_pretrained(folder)
+    model.generation_config = generation
+    (folder / FILE).write_text(generation.to_json_string(use_diff=True), encoding="utf-8")
+
+
+def _is_valid(generation: GenerationConfig) -> bool:
+    """Whether transformers writes these settings; it refuses some that it reads."""
     try:
-        if generation is not None:
-            generation.validate(strict=True)
+        generation.validate(strict=True)
     except ValueError:  # for example published models that set a temperature without sampling
         logger.warning("%s: transformers calls the model's values invalid; they are saved unchanged", FILE)
-        model.generation_config = type(generation)()
-        model.save_pretrained(folder)
-        model.generation_config = generation
-        (folder / FILE).write_text(generation.to_json_string(use_diff=True), encoding="utf-8")
-        return
-    model.save_pretrained(folder)
+        return False
+    return True
 
 
 def _settings_of(model: PreTrainedModel) -> dict[str, Any]:

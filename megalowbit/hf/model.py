@@ -7,8 +7,7 @@ low-bit layers and hooks. Not covered: models larger than the memory of a host.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,6 +18,15 @@ from megalowbit.errors import UserError
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_vocabulary
 from megalowbit.hf.folders.new_folder import new_folder
+from megalowbit.hf.folders.stored_weights import (
+    WEIGHT_DTYPES,
+    misshapen,
+    other_tied_values,
+    refuse_differences,
+    refuse_nonfinite_weight,
+    widest,
+    without_scale,
+)
 from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
 from megalowbit.hf.folders.weight_files import find_weight_files, stored_dtypes
 from megalowbit.hf.generation import restore_generation, save_model, stored_generation
@@ -27,8 +35,6 @@ from megalowbit.layers.state_dict_layout import parameter_layout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class SavableTokenizer(Protocol):
@@ -75,15 +81,16 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
     Raises:
         UserError: weights are missing, damaged, or differ from those of `config`.
     """
-    model_class = family(config.model_type).load_model_class()
+    model_family = family(config.model_type)
+    model_class = model_family.load_model_class()
     try:
         files = find_weight_files(folder)
         stored = stored_dtypes(files)
-        with _seeded(0), _quiet_transformers():
+        with _seeded(0), quiet_transformers():
             model, report = model_class.from_pretrained(
                 folder,
                 config=config,
-                dtype=_widest(stored) if dtype == "auto" else dtype,
+                dtype=widest(stored.values()) if dtype == "auto" else dtype,
                 use_safetensors=files.is_safetensors,
                 trust_remote_code=False,
                 local_files_only=True,
@@ -98,9 +105,12 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
         reason = _first_line(error) or type(error).__name__
         raise UserError(f"the weights in {folder} cannot be loaded ({reason}): replace the folder") from error
     for name, found, expected in sorted(report["mismatched_keys"]):
-        raise _misshapen(str(folder), name, found, expected)
+        raise misshapen(str(folder), name, found, expected)
     _refuse_integers(model, stored, str(folder))
-    _refuse_differences(report["missing_keys"], report["unexpected_keys"], str(folder))
+    refuse_differences(report["missing_keys"], report["unexpected_keys"], str(folder))
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    if config.tie_word_embeddings and not is_tied:  # transformers only warns, and trains other weights
+        raise other_tied_values(folder, f"{model_family.head}.weight", f"{model_family.tokens}.weight")
     return model
 
 
@@ -120,10 +130,10 @@ def fill_weights(
     """
     with parameter_layout(model):
         expected = model.state_dict(keep_vars=True)
-        _refuse_differences(expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys(), where)
+        refuse_differences(expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys(), where)
         for name in expected:
             if (value := state_dict[name]).shape != expected[name].shape:
-                raise _misshapen(where, name, value.shape, expected[name].shape)
+                raise misshapen(where, name, value.shape, expected[name].shape)
             del value  # one tensor at a time
         if is_assigned:
             model.load_state_dict(state_dict, strict=True, assign=True)
@@ -167,10 +177,8 @@ def save_hf(
         plain = plain.to(dtype)
     restore_generation(stored_generation(model), plain)
     if tokenizer is not None:
-        for settings in (plain.config, plain.generation_config):
-            if settings is not None:
-                settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
-    with new_folder(Path(folder)) as draft, _quiet_transformers():
+        use_end_of_text(plain, tokenizer)
+    with new_folder(Path(folder)) as draft, quiet_transformers():
         save_model(plain, draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
@@ -178,11 +186,11 @@ def save_hf(
             copy_tokenizer(tokenizer_files, draft, with_config=False)
 
 
-def _misshapen(where: str, name: str, found: Sequence[int], expected: Sequence[int]) -> UserError:
-    return UserError(
-        f"{where}: weight {name} has shape {tuple(found)}, its configuration says {tuple(expected)}: "
-        "correct the overrides"
-    )
+def use_end_of_text(model: PreTrainedModel, tokenizer: SavableTokenizer) -> None:
+    """Make the tokenizer's end-of-text id that of the model, which also begins texts."""
+    for settings in (model.config, model.generation_config):
+        if settings is not None:
+            settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
 
 
 def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:
@@ -192,20 +200,7 @@ def refuse_nonfinite(model: PreTrainedModel, where: str) -> None:
         UserError: names the first weight with NaN or infinity.
     """
     for name, parameter in model.named_parameters():
-        # aminmax gives two numbers a tensor, NaN if it has one, and needs no mask of the tensor's size
-        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
-            count = int((~parameter.detach().isfinite()).sum())
-            raise UserError(
-                f"{where}: weight {name} has {count} values that are NaN or infinite, which makes every loss "
-                "non-finite: use another checkpoint"
-            )
-
-
-def _widest(stored: Mapping[str, torch.dtype | str]) -> torch.dtype:
-    """The narrowest dtype that holds all stored weights exactly; configurations may name another."""
-    known = {dtype for dtype in stored.values() if isinstance(dtype, torch.dtype)}
-    weights = [dtype for dtype in WEIGHT_DTYPES if dtype in known] or [torch.float32]
-    return functools.reduce(torch.promote_types, weights)
+        refuse_nonfinite_weight(name, parameter.detach(), where)
 
 
 def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype | str], where: str) -> None:
@@ -214,9 +209,7 @@ def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype | str
     own = {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in named}
     for name, dtype in sorted(stored.items()):
         if name.removeprefix(f"{model.base_model_prefix}.") in own and dtype not in WEIGHT_DTYPES:
-            raise UserError(
-                f"{where}: weight {name} is {dtype}, whose scale is unknown: save the model unquantised"
-            )
+            raise without_scale(where, name, dtype)
 
 
 def _unavailable(config: PretrainedConfig, error: ImportError) -> UserError:
@@ -229,16 +222,6 @@ def _unavailable(config: PretrainedConfig, error: ImportError) -> UserError:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-def _refuse_differences(missing: Any, unexpected: Any, where: str) -> None:
-    if missing:
-        raise UserError(f"{where} lacks {_first_weight(missing)}: replace it")
-    if unexpected:
-        raise UserError(
-            f"{where} has {_first_weight(unexpected)} that its configuration does not have: "
-            "correct its config.json or the overrides"
-        )
 
 
 def _plain_copy(model: PreTrainedModel, whole: Mapping[str, torch.Tensor] | None = None) -> PreTrainedModel:
@@ -262,7 +245,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Hide progress bars and the report of wrong weights, which is checked here and raised in one line."""
     from transformers.utils import logging
 
@@ -275,10 +258,3 @@ def _quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if has_progress_bar:
             logging.enable_progress_bar()
-
-
-def _first_weight(names: Collection[str]) -> str:
-    """`the weight a and 2 others`."""
-    others = len(names) - 1
-    more = "" if not others else " and 1 other" if others == 1 else f" and {others:,} others"
-    return f"the weight {min(names)}{more}"

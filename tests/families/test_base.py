@@ -98,3 +98,19 @@ def test_an_unknown_family_is_refused_with_the_known_ones():
         family("lama")
     with pytest.raises(UserError, match="unknown model_type"):
         family(["gpt2"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_former_buffers_are_those_that_transformers_ignores(kind):
+    """`from_pretrained` loads a folder that holds them in addition, and no other name."""
+    names = family(kind)
+    model = tiny_model(kind)
+    block = f"{names.blocks}.0"
+    attention = next(name for name, _ in model.get_submodule(block).named_children() if "attn" in name)
+    for ending in ("attn.bias", "rotary_emb.inv_freq", "attn.weird"):
+        ending = ending.replace("attn", attention) if ending.startswith("attn") else f"{attention}.{ending}"
+        state = {**model.state_dict(), f"{block}.{ending}": torch.zeros(1)}
+        _, report = type(model).from_pretrained(
+            None, config=model.config, state_dict=state, output_loading_info=True
+        )
+        assert (not report["unexpected_keys"]) == ending.endswith(tuple(names.former_buffers) or ("-",))

@@ -10,6 +10,7 @@ FIELDS = {
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     "llama": LLAMA,
     "mistral": {**LLAMA, "sliding_window": 5},
+    "qwen2": {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     # heads are wider than the model divided by them, and the first block of all attends to everything
     "qwen3": {
         **LLAMA,

@@ -8,7 +8,13 @@ from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.outliers import OutlierSettings
 from megalowbit.hf.settings import ModelSettings
 
-NUM_NORMS = {"gpt2": 2, "llama": 2, "mistral": 2, "qwen3": 2}  # of a block, without those of heads
+NUM_NORMS = {
+    "gpt2": 2,
+    "llama": 2,
+    "mistral": 2,
+    "qwen2": 2,
+    "qwen3": 2,
+}  # of a block, without those of heads
 
 
 def folder_of(tmp_path, kind):

@@ -10,9 +10,10 @@ from transformers import GPT2Config
 from megalowbit.durable_files import MANIFEST, write_manifest
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
+from megalowbit.hf.folders.unfinished import Draft, unfinished
 from megalowbit.hf.model import random_model
 from megalowbit.hf.training_checkpoint import (
-    WEIGHTS_FILE,
+    HEADER_FILE,
     find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
@@ -41,15 +42,16 @@ def folder(tmp_path, original):
 
 def rewrite(step, content):
     """Save other content under a manifest that fits it."""
-    torch.save(content, step / WEIGHTS_FILE)
-    data = (step / WEIGHTS_FILE).read_bytes()
-    facts = {"name": WEIGHTS_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    torch.save(content, step / HEADER_FILE)
+    data = (step / HEADER_FILE).read_bytes()
+    facts = {"name": HEADER_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (step / MANIFEST).write_text(json.dumps({"format": 1, "files": [facts]}))
 
 
 def test_a_written_checkpoint_is_read_back(folder):
-    hf_config, read_recipe, state_dict, half_state_dict, generation = read_checkpoint(folder)
+    hf_config, read_recipe, state_dict, half_state_dict, generation, header = read_checkpoint(folder)
     assert generation["use_cache"] is True
+    assert header["megalowbit"]["step"] == 0
     expected = random_model(GPT2, seed=1).half()
     convert(expected, "nvfp4")
     assert hf_config["n_embd"] == 32
@@ -71,11 +73,35 @@ def test_writing_leaves_the_model_as_it_is(tmp_path):
         write_start_checkpoint(model, "bf16", tmp_path / "start")
 
 
+def test_an_interrupted_write_of_one_model_is_not_continued_with_another(tmp_path, monkeypatch):
+    """Both would have the same names, shapes, dtype and recipe."""
+    note, noted = Draft.note, []
+
+    def interrupted(draft, name):
+        note(draft, name)
+        noted.append(name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Draft, "note", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_start_checkpoint(random_model(GPT2, seed=1), "nvfp4", tmp_path / "start")
+    assert unfinished(tmp_path / "start")
+    monkeypatch.setattr(Draft, "note", note)
+    model = random_model(GPT2, seed=2)
+    write_start_checkpoint(model, "nvfp4", tmp_path / "start")
+    found = read_checkpoint(tmp_path / "start").state_dict["transformer.wte.weight"]
+    assert found.equal(model.transformer.wte.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["start"]
+
+
 def test_the_manifest_holds_size_and_sha256(folder):
     step = folder / "step-00000000"
-    data = (step / WEIGHTS_FILE).read_bytes()
-    expected = {"name": WEIGHTS_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert json.loads((step / MANIFEST).read_text()) == {"format": 1, "files": [expected]}
+    expected = [
+        {"name": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name in (HEADER_FILE, "weights.safetensors")
+        for data in [(step / name).read_bytes()]
+    ]
+    assert json.loads((step / MANIFEST).read_text()) == {"format": 1, "files": expected}
 
 
 def test_the_engine_loads_it_like_a_checkpoint_it_saved(folder):
@@ -132,19 +158,19 @@ def test_tools_and_trainer_agree_on_the_newest_also_when_a_damaged_one_was_remov
 
 
 def cut(step):
-    path = step / WEIGHTS_FILE
+    path = step / HEADER_FILE
     path.write_bytes(path.read_bytes()[:-1])
 
 
 def flip_one_bit(step):
-    path = step / WEIGHTS_FILE
+    path = step / HEADER_FILE
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
 def empty(step):
-    (step / WEIGHTS_FILE).write_bytes(b"")
+    (step / HEADER_FILE).write_bytes(b"")
 
 
 @pytest.mark.parametrize(
@@ -153,7 +179,7 @@ def empty(step):
         (cut, "is damaged"),
         (flip_one_bit, "is damaged"),
         (empty, "is damaged"),
-        (lambda step: (step / WEIGHTS_FILE).unlink(), f"{WEIGHTS_FILE} is missing"),
+        (lambda step: (step / HEADER_FILE).unlink(), f"{HEADER_FILE} is missing"),
         (lambda step: (step / MANIFEST).unlink(), "is incomplete, it has no manifest.json"),
         (lambda step: (step / MANIFEST).write_text("{"), "is damaged: manifest.json cannot be read"),
         (lambda step: (step / MANIFEST).write_text("[]"), "is damaged: manifest.json cannot be read"),
@@ -206,6 +232,7 @@ def test_code_inside_a_checkpoint_is_not_run(folder, capsys):
 
 def test_shards_of_several_ranks_without_a_layout_are_refused(folder):
     step = folder / "step-00000000"
+    rewrite(step, {"module": {}})
     (step / "mp_rank_01_model_states.pt").write_bytes(b"")
     (step / MANIFEST).unlink()
     write_manifest(step)

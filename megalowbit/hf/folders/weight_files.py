@@ -100,29 +100,42 @@ def find_weight_files(folder: Path) -> WeightFiles:
     return WeightFiles(paths, folder / name, weight_map)
 
 
-def stored_dtypes(files: WeightFiles) -> dict[str, torch.dtype | str]:
-    """The dtype of every tensor by its name; safetensors' name of the dtype if torch has none.
+class StoredTensor(NamedTuple):
+    """A tensor in a file: its dtype (safetensors' name if torch has none), its shape, and the file."""
+
+    dtype: torch.dtype | str
+    shape: tuple[int, ...]
+    path: Path
+
+
+def stored_tensors(files: WeightFiles) -> dict[str, StoredTensor]:
+    """All tensors by name; their values are not read.
 
     Raises:
         UserError: files and index differ, two files contain the same tensor, or a pickle contains other
             objects.
         Exception: of many kinds, if a file is damaged.
     """
-    found: dict[str, torch.dtype | str] = {}
+    found: dict[str, StoredTensor] = {}
     places: dict[str, str] = {}
     for path in files.paths:
         place = (
             path.name if files.index_file is None else path.relative_to(files.index_file.parent).as_posix()
         )
-        for name, dtype in _tensors(path):
+        for name, tensor in _tensors(path):
             if name in places:
                 raise UserError(
                     f"{path.parent}: {places[name]} and {place} both hold the weight {name}: replace them"
                 )
-            found[name], places[name] = dtype, place
+            found[name], places[name] = tensor, place
     if files.index_file is not None:
         _refuse_other_places(files.index_file, files.weight_map, places)
     return found
+
+
+def stored_dtypes(files: WeightFiles) -> dict[str, torch.dtype | str]:
+    """The dtypes of `stored_tensors`."""
+    return {name: tensor.dtype for name, tensor in stored_tensors(files).items()}
 
 
 def _refuse_other_places(index: Path, named: Mapping[str, str], places: dict[str, str]) -> None:
@@ -173,12 +186,13 @@ def _inside(folder: Path, name: str, index: Path) -> Path:
     return path
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.dtype | str]]:
+def _tensors(path: Path) -> Iterator[tuple[str, StoredTensor]]:
     if path.name.endswith(SAFETENSORS):
         with safe_open(path, "pt") as file:  # maps it into memory
             for name in file.keys():  # noqa: SIM118
-                dtype = file.get_slice(name).get_dtype()
-                yield name, DTYPES.get(dtype, dtype)
+                tensor = file.get_slice(name)
+                dtype = tensor.get_dtype()
+                yield name, StoredTensor(DTYPES.get(dtype, dtype), tuple(tensor.get_shape()), path)
         return
     try:
         content = torch.load(path, map_location="meta", weights_only=True)
@@ -194,4 +208,6 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.dtype | str]]:
                 f"{path} holds {name or 'a'} {type(value).__name__} instead of a tensor: "
                 "save only the model's state dict"
             )
-        yield name, value.dtype
+        if value.layout is not torch.strided or value.is_quantized:
+            raise UserError(f"{path} holds {name} as a sparse or quantised tensor: save it as a dense one")
+        yield name, StoredTensor(value.dtype, tuple(value.shape), path)

@@ -15,11 +15,10 @@ import torch
 
 from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError, file_system_error, shown
+from megalowbit.hf.folders.stored_weights import names_by_parameter, widest
 
-NAMES_SHOWN = 3
 
-
-class StoredTensor(NamedTuple):
+class LazyTensor(NamedTuple):
     """One tensor of a checkpoint.
 
     Attributes:
@@ -33,14 +32,14 @@ class StoredTensor(NamedTuple):
     read: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> StoredTensor:
+    def of(cls, tensor: torch.Tensor) -> LazyTensor:
         """A tensor that a mapped file contains as it is."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     @classmethod
     def joined(
         cls, parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
-    ) -> StoredTensor:
+    ) -> LazyTensor:
         """The result of `join(parts)`, whose shape is computed without reading the parts."""
         probe = join([torch.empty_like(part, device="meta") for part in parts])
         return cls(tuple(probe.shape), probe.dtype, lambda: join(parts))
@@ -53,7 +52,7 @@ class LazyWeights(Mapping[str, torch.Tensor]):
         stored: shape and dtype of every tensor, known before it is read.
     """
 
-    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(self, stored: Mapping[str, LazyTensor]) -> None:
         self.stored = dict(stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -71,12 +70,10 @@ class LazyWeights(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.stored)
 
-    def widest_dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds all weights exactly."""
-        widest: torch.dtype | None = None
-        for each in self.stored.values():
-            widest = each.dtype if widest is None else torch.promote_types(widest, each.dtype)
-        return widest or torch.float32
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest that holds all weights exactly."""
+        return widest(each.dtype for each in self.stored.values())
 
 
 class ForeignModel(NamedTuple):
@@ -85,58 +82,38 @@ class ForeignModel(NamedTuple):
     Attributes:
         hf_config: fields of its Hugging Face configuration.
         weights: its weights.
+        paths: the files that hold them.
         description: what was read, for people: program, layout, step, dtype.
     """
 
     hf_config: dict[str, Any]
     weights: LazyWeights
+    paths: Sequence[Path]
     description: str
 
 
-def fitted(
-    weights: LazyWeights,
-    expected: Mapping[str, tuple[int, ...]],
-    tied: Mapping[str, str],
-    where: str,
-) -> LazyWeights:
-    """The weights under all `expected` names, checked.
+def fitted(weights: LazyWeights, expected: Mapping[str, torch.Tensor], where: str) -> LazyWeights:
+    """The weights of a model, checked; of tied names only the first.
 
     Args:
         weights: as an importer returns them.
-        expected: name → shape in the state dict of the configuration's model.
-        tied: name → name of the tensor that the configuration uses in its place.
+        expected: state dict of the configuration's model, with the parameters themselves.
         where: the checkpoint, for messages.
 
     Raises:
-        UserError: a weight is missing, unexpected, has another shape, is not a floating-point tensor, or two
-            tied weights differ.
+        UserError: a weight is missing, unexpected, misshapen or of a dtype that holds no weights, or two tied
+            weights differ.
     """
-    stored = dict(weights.stored)
-    for name, source in tied.items():
-        if source not in stored:
-            continue
-        own, first = stored.get(name), stored[source]
-        if own is not None and own.shape == first.shape and not _are_equal(own.read(), first.read()):
-            raise UserError(
-                f"{where}: {name} differs from {source}, but the configuration ties them: "
-                "set tie_word_embeddings to false"
-            )
-        stored[name] = first
-    missing, further = sorted(expected.keys() - stored.keys()), sorted(stored.keys() - expected.keys())
-    if missing or further:
-        parts = [f"lacks {_some(missing)}"] * bool(missing) + [f"has {_some(further)} beyond it"] * bool(
-            further
-        )
-        raise UserError(f"{where} does not fit the configuration: it {' and '.join(parts)}; correct --config")
-    for name, shape in expected.items():
-        if stored[name].shape != shape:
-            raise UserError(
-                f"{where} does not fit the configuration: weight {name} has shape {stored[name].shape}, "
-                f"the configuration says {shape}; correct --config"
-            )
-        if not stored[name].dtype.is_floating_point or stored[name].dtype.itemsize < 2:
-            raise UserError(f"{where}: weight {name} is {stored[name].dtype}, whose scale is unknown")
-    return LazyWeights({name: stored[name] for name in expected})
+    present = names_by_parameter(weights.stored, expected, where, remedy="correct --config")
+    for first, *others in present.values():
+        for other in others:
+            is_same = weights.stored[other] is weights.stored[first]
+            if not is_same and not _are_equal(weights[other], weights[first]):
+                raise UserError(
+                    f"{where}: {other} differs from {first}, but the configuration ties them: "
+                    "set tie_word_embeddings to false"
+                )
+    return LazyWeights({first: weights.stored[names[0]] for first, names in present.items()})
 
 
 def require_config(config: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
@@ -188,8 +165,3 @@ def numel_of(shape: tuple[int, ...]) -> int:
 def _are_equal(copy: torch.Tensor, first: torch.Tensor) -> bool:
     """Whether two tied weights are equal; the copy may be the rounded weight of a master."""
     return torch.equal(copy, first.to(copy.dtype))
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
-    return ", ".join(names[:NAMES_SHOWN]) + more

@@ -30,8 +30,8 @@ from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError, shown
 from megalowbit.hf.importers.base import (
     ForeignModel,
+    LazyTensor,
     LazyWeights,
-    StoredTensor,
     entries,
     numbers_up_to,
     numel_of,
@@ -70,11 +70,12 @@ def read_deepspeed(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
             f"checkpoint {folder} holds only optimizer states, which do not name the weights: add the files "
             "that end in model_states.pt"
         )
+    paths = [folder / name for name in (*model_files.values(), *shard_files.values())]
     with reading(where):
         headers = [read_inert(folder / name) for name in model_files.values()]
         check_headers(folder, headers, list(model_files.values()))
         if not shard_files:
-            return _from_weights(headers[0], hf_config, folder)
+            return _from_weights(headers[0], hf_config, folder, paths)
         shards = _read_shards(folder, shard_files)
         stage = _stage_of(shards[0])
         if stage == 3 and (missing := numbers_up_to(list(model_files), len(shards))):
@@ -87,12 +88,12 @@ def read_deepspeed(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
         ranks = "1 rank" if len(shards) == 1 else f"{len(shards)} ranks"
         kind = f"ZeRO {stage}" if stage else "the bf16 optimizer"
         description = f"DeepSpeed, {kind} on {ranks}, step {headers[0].get('global_steps')}, fp32 masters"
-        return ForeignModel(hf_config, LazyWeights(unwrapped(stored)), description)
+        return ForeignModel(hf_config, LazyWeights(unwrapped(stored)), paths, description)
 
 
 def completed(
-    masters: Mapping[str, StoredTensor], headers: Sequence[Mapping[str, Any]], folder: Path
-) -> dict[str, StoredTensor]:
+    masters: Mapping[str, LazyTensor], headers: Sequence[Mapping[str, Any]], folder: Path
+) -> dict[str, LazyTensor]:
     """Masters, which are compared with the model's weights when they are read, and all other weights.
 
     Args:
@@ -115,7 +116,7 @@ def completed(
     return weights | stored
 
 
-def _checked(master: StoredTensor, weight: StoredTensor, where: str) -> StoredTensor:
+def _checked(master: LazyTensor, weight: LazyTensor, where: str) -> LazyTensor:
     """A master that must be rounded to the model's weight, as DeepSpeed does after every step.
 
     Shards of another step or run, and names in another order, differ from it.
@@ -132,10 +133,10 @@ def _checked(master: StoredTensor, weight: StoredTensor, where: str) -> StoredTe
             )
         return value
 
-    return StoredTensor(master.shape, master.dtype, read) if master.shape == weight.shape else master
+    return LazyTensor(master.shape, master.dtype, read) if master.shape == weight.shape else master
 
 
-def unwrapped(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def unwrapped(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The same tensors without the prefixes that wrappers add to all names."""
     result = dict(stored)
     while result:
@@ -175,13 +176,13 @@ def check_steps(folder: Path, steps: Sequence[Any], files: Sequence[str]) -> Non
             )
 
 
-def model_weights(header: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def model_weights(header: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """Floating-point parameters of the model's own state dict, in the dtype in which it computed."""
     module, buffers = header.get("module"), set(header.get("buffer_names") or ())
     if not isinstance(module, Mapping):
         return {}
     return {
-        name: StoredTensor.of(value)
+        name: LazyTensor.of(value)
         for name, value in module.items()
         if isinstance(value, torch.Tensor) and name not in buffers
     }
@@ -220,30 +221,32 @@ def _files_in(folder: Path) -> tuple[dict[int, str], dict[int, str]]:
     return dict(sorted(model_files.items())), dict(sorted(shard_files.items()))
 
 
-def _from_weights(header: Mapping[str, Any], config: dict[str, Any], folder: Path) -> ForeignModel:
+def _from_weights(
+    header: Mapping[str, Any], config: dict[str, Any], folder: Path, paths: Sequence[Path]
+) -> ForeignModel:
     """The model's own weights, in a checkpoint without shards."""
     stored = model_weights(header)
     if not stored or not all(numel_of(each.shape) for each in stored.values()):
         raise UserError(f"checkpoint {folder} lacks the optimizer's shards, which hold the weights at ZeRO 3")
     masters = _masters_of_stage_zero(header, stored)
     weights = LazyWeights(unwrapped({**stored, **masters}))
-    dtype = str(weights.widest_dtype()).removeprefix("torch.")
+    dtype = str(weights.dtype).removeprefix("torch.")
     if dtype != "float32":
         logger.warning("%s: its fp32 masters are missing, so its %s weights are used", folder, dtype)
     kind = "ZeRO 0, fp32 masters" if masters else f"{dtype} weights"
-    return ForeignModel(config, weights, f"DeepSpeed, step {header.get('global_steps')}, {kind}")
+    return ForeignModel(config, weights, paths, f"DeepSpeed, step {header.get('global_steps')}, {kind}")
 
 
 def _masters_of_stage_zero(
-    header: Mapping[str, Any], weights: Mapping[str, StoredTensor]
-) -> dict[str, StoredTensor]:
+    header: Mapping[str, Any], weights: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
     """Masters by name, and under the further names of tied weights; none if one cannot be assigned."""
     optimizer = header.get("optimizer")
     names: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # tied weights are one tensor in the file
     for name, weight in weights.items():
         names.setdefault((weight.read().data_ptr(), weight.shape), []).append(name)
     groups = optimizer.get("fp32_groups", optimizer.get("fp32_groups_flat")) if optimizer else None
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, LazyTensor] = {}
     for group in groups or ():
         offset = 0
         for same in names.values():
@@ -252,7 +255,7 @@ def _masters_of_stage_zero(
             if same[0] in found or master is None:
                 continue
             if torch.equal(master.to(weight.dtype), weight.read()):
-                found |= dict.fromkeys(same, StoredTensor.of(master))
+                found |= dict.fromkeys(same, LazyTensor.of(master))
                 offset += size
         if offset != len(group):
             return {}
@@ -335,9 +338,9 @@ def _groups_of(header: Mapping[str, Any], folder: Path) -> list[list[tuple[str, 
 
 def _masters_of_stage_two(
     header: Mapping[str, Any], shards: Sequence[Mapping[str, Any]], folder: Path
-) -> dict[str, StoredTensor]:
+) -> dict[str, LazyTensor]:
     """Masters of stages 1 and 2 and of the bf16 optimizer."""
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, LazyTensor] = {}
     groups, paddings = _groups_of(header, folder), shards[0].get("param_alignment_paddings")
     for index, group in enumerate(groups):
         flats = [shard["single_partition_of_fp32_groups"][index] for shard in shards]
@@ -359,7 +362,7 @@ def _check_end(offset: int, held: int, alignment: int, group: int, folder: Path)
         )
 
 
-def _cut_from_flats(flats: Sequence[torch.Tensor], offset: int, shape: tuple[int, ...]) -> StoredTensor:
+def _cut_from_flats(flats: Sequence[torch.Tensor], offset: int, shape: tuple[int, ...]) -> LazyTensor:
     """The parameter that begins at `offset` in the flat tensor whose parts are `flats`."""
     numel = numel_of(shape)
 
@@ -371,7 +374,7 @@ def _cut_from_flats(flats: Sequence[torch.Tensor], offset: int, shape: tuple[int
             done += piece.numel()
         return full.view(shape)
 
-    return StoredTensor(shape, flats[0].dtype, read)
+    return LazyTensor(shape, flats[0].dtype, read)
 
 
 def _overlaps(sizes: Sequence[int], offset: int, numel: int) -> Iterator[tuple[int, int]]:
@@ -384,16 +387,16 @@ def _overlaps(sizes: Sequence[int], offset: int, numel: int) -> Iterator[tuple[i
 
 def _masters_of_stage_three(
     headers: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Any]], folder: Path
-) -> dict[str, StoredTensor]:
+) -> dict[str, LazyTensor]:
     """Masters of stage 3."""
     flats = [shard["fp32_flat_groups"] for shard in shards]
     held = sum(flat.numel() for flat in flats[0])
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, LazyTensor] = {}
     offset = 0
     for name, shape in (each for group in _groups_of(headers[0], folder) for each in group):
         size = -(-numel_of(shape) // len(shards))
         pieces = [_cut_from_flats(each, offset, (size,)) for each in flats]
-        stored[name] = StoredTensor(
+        stored[name] = LazyTensor(
             shape, flats[0][0].dtype, _gathered([piece.read for piece in pieces], shape)
         )
         offset += size
@@ -412,10 +415,10 @@ def _gathered(
     return lambda: torch.cat([read() for read in reads])[: numel_of(shape)].view(shape)
 
 
-def _frozen(headers: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, StoredTensor]:
+def _frozen(headers: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, LazyTensor]:
     """Parameters that were not trained, in the dtype in which the model computed."""
     shapes = headers[0].get("frozen_param_shapes") or {}
-    stored: dict[str, StoredTensor] = {}
+    stored: dict[str, LazyTensor] = {}
     for name, raw in shapes.items():
         shape = shape_of(raw, name)
         found = [(header.get("frozen_param_fragments") or {}).get(name) for header in headers]
@@ -425,5 +428,5 @@ def _frozen(headers: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Sto
         if sum(part.numel() for part in parts) < numel_of(shape):
             raise UserError(f"checkpoint {folder} has only a part of the frozen weight {name}: add all ranks")
         reads = [lambda part=part: part.flatten() for part in parts]
-        stored[name] = StoredTensor(shape, parts[0].dtype, _gathered(reads, shape))
+        stored[name] = LazyTensor(shape, parts[0].dtype, _gathered(reads, shape))
     return stored

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,7 +100,8 @@ def read_megatron(folder: Path, given: Mapping[str, Any] | None) -> ForeignModel
     """
     where = f"checkpoint {folder}"
     with reading(where):
-        files = _read_ranks(folder)
+        paths = _rank_files(folder)
+        files = [[read_inert(path) for path in stage] for stage in paths]
         first = files[0][0]
         arguments = fields_of(first.get("args"))
         version = first.get("checkpoint_version", 0)
@@ -126,7 +128,7 @@ def read_megatron(folder: Path, given: Mapping[str, Any] | None) -> ForeignModel
             stored |= layer_weights(index, layer, sizes)
         ranks = f"{len(files[0])} tensor-parallel × {len(files)} pipeline ranks"
         description = f"Megatron-LM, {ranks}, iteration {first.get('iteration')}"
-        return ForeignModel(config, LazyWeights(stored), description)
+        return ForeignModel(config, LazyWeights(stored), [*chain(*paths)], description)
 
 
 def _checked_folder(folder: Path) -> Path:
@@ -141,8 +143,8 @@ def _checked_folder(folder: Path) -> Path:
     return folder
 
 
-def _read_ranks(folder: Path) -> list[list[dict[str, Any]]]:
-    """Contents of all files, by pipeline stage and tensor-parallel rank."""
+def _rank_files(folder: Path) -> list[list[Path]]:
+    """All files, by pipeline stage and tensor-parallel rank."""
     found: dict[tuple[int, int], Path] = {}
     for name in entries(folder):
         if match := RANK_FOLDER.fullmatch(name):
@@ -158,7 +160,7 @@ def _read_ranks(folder: Path) -> list[list[dict[str, Any]]]:
             if (stage, rank) not in found:
                 what = f"tensor-parallel rank {rank}" + f" of pipeline stage {stage}" * (stages > 1)
                 raise UserError(f"{folder} lacks the folder of {what}: add the folders of all ranks")
-        files.append([read_inert(_weight_file(found[stage, rank])) for rank in range(ranks)])
+        files.append([_weight_file(found[stage, rank]) for rank in range(ranks)])
     return files
 
 

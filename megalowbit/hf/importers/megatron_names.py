@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.hf.importers.base import StoredTensor
+from megalowbit.hf.importers.base import LazyTensor
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def canonical(name: str) -> tuple[int | None, str] | None:
     raise UserError(f"weight {name} belongs to none of gpt2, llama and qwen3: {reason}")
 
 
-def outside_weights(parts: Mapping[str, Tensors], sizes: Sizes) -> dict[str, StoredTensor]:
+def outside_weights(parts: Mapping[str, Tensors], sizes: Sizes) -> dict[str, LazyTensor]:
     """Weights outside of the layers, by their Hugging Face names."""
     is_gpt2 = sizes.family == "gpt2"
     names = {
@@ -131,11 +131,11 @@ def outside_weights(parts: Mapping[str, Tensors], sizes: Sizes) -> dict[str, Sto
     }
 
 
-def layer_weights(index: int, parts: Mapping[str, Tensors], sizes: Sizes) -> dict[str, StoredTensor]:
+def layer_weights(index: int, parts: Mapping[str, Tensors], sizes: Sizes) -> dict[str, LazyTensor]:
     """Weights of one layer, by their Hugging Face names."""
     table = _gpt2_names if sizes.family == "gpt2" else _llama_names
     prefix = f"transformer.h.{index}." if sizes.family == "gpt2" else f"model.layers.{index}."
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, LazyTensor] = {}
     for part, tensors in parts.items():
         for name, join in table(part, sizes).items():
             found[prefix + name] = _stored(f"layers.{index}.{part}", tensors, join)
@@ -191,9 +191,9 @@ def _join_of(part: str, sizes: Sizes) -> Join:
     return partial(_copy, part=part)
 
 
-def _stored(what: str, tensors: Tensors, join: Join) -> StoredTensor:
+def _stored(what: str, tensors: Tensors, join: Join) -> LazyTensor:
     try:
-        return StoredTensor.joined(tensors, join)
+        return LazyTensor.joined(tensors, join)
     except (RuntimeError, IndexError) as error:  # a view of another size
         shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
         raise UserError(

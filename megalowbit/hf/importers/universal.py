@@ -18,8 +18,8 @@ from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError
 from megalowbit.hf.importers.base import (
     ForeignModel,
+    LazyTensor,
     LazyWeights,
-    StoredTensor,
     entries,
     numel_of,
     require_config,
@@ -60,7 +60,9 @@ def read_universal(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
         stored = completed(stored, headers, folder) if headers else stored
         step = headers[0].get("global_steps") if headers else "unknown"
         description = f"DeepSpeed, universal, step {step}, fp32 masters"
-        return ForeignModel(hf_config, LazyWeights(unwrapped(stored)), description)
+        paths = [folder / name for name in model_files_in(folder).values()]
+        paths += [folder / ZERO / name / MASTER for name in names]
+        return ForeignModel(hf_config, LazyWeights(unwrapped(stored)), paths, description)
 
 
 def _headers(folder: Path) -> list[Mapping[str, Any]]:
@@ -72,7 +74,7 @@ def _headers(folder: Path) -> list[Mapping[str, Any]]:
     return headers
 
 
-def _master(folder: Path, shape: tuple[int, ...] | None) -> StoredTensor:
+def _master(folder: Path, shape: tuple[int, ...] | None) -> LazyTensor:
     """The joined master in a parameter's folder."""
     path = folder / MASTER
     if not path.is_file():
@@ -83,7 +85,7 @@ def _master(folder: Path, shape: tuple[int, ...] | None) -> StoredTensor:
         raise UserError(f"{path} holds no tensor: convert the checkpoint again with ds_to_universal.py")
     tensor = value
     if shape is None or tuple(tensor.shape) == shape or tensor.ndim != 1:
-        return StoredTensor.of(tensor)
+        return LazyTensor.of(tensor)
     if tensor.numel() < numel_of(shape):
         raise UserError(f"{path} holds {tensor.numel():,} elements, its parameter has {numel_of(shape):,}")
-    return StoredTensor(shape, tensor.dtype, lambda: tensor[: numel_of(shape)].view(shape))
+    return LazyTensor(shape, tensor.dtype, lambda: tensor[: numel_of(shape)].view(shape))

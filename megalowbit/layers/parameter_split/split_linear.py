@@ -98,7 +98,7 @@ class SplitLinear(HFStateDict):
         """The full weight (out, in), split or not, in the dtype of its parameter."""
         if not self.is_split:
             return self.weight.detach()
-        return _full(*(part.detach() for part in self.parts()))
+        return joined(*(part.detach() for part in self.parts()))
 
     @torch.no_grad()
     def holds_split(self) -> bool:
@@ -120,7 +120,7 @@ class SplitLinear(HFStateDict):
         weight, factors = f"{prefix}weight", [prefix + name for name in SPLIT_NAMES]
         if self.is_split and all(name in state for name in (weight, *factors)) and state[weight].dim() == 2:
             residual = state[weight]
-            state[weight] = _full(residual, *(state[name] for name in factors))
+            state[weight] = joined(residual, *(state[name] for name in factors))
             state[prefix + RESIDUAL] = residual
         super().put_in_hf_layout(state, prefix)
 
@@ -176,7 +176,7 @@ class SplitLinear(HFStateDict):
             return  # torch reports wrong shapes when it copies
         if not all(each.is_floating_point() for each in (given, *parts)):
             return
-        whole = _full(*parts)
+        whole = joined(*parts)
         eps = max(torch.finfo(each.dtype).eps for each in (given, *parts))
         terms = (given.double(), parts[0].double(), whole.double() - parts[0].double())
         largest = max(float(torch.linalg.vector_norm(each)) for each in terms)
@@ -208,5 +208,6 @@ def _refuse_residual(state_dict: Mapping[str, Any], weight: str, residual: str, 
     )
 
 
-def _full(residual: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+def joined(residual: Tensor, u: Tensor, s: Tensor, v: Tensor) -> Tensor:
+    """The full weight of the four parts, in the dtype of the residual."""
     return full_weight(WeightParts(residual, u, s, v)).to(residual.dtype)

@@ -1,0 +1,92 @@
+"""Models that cannot be packed as a whole are refused, in one line with reason and remedy."""
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from megalowbit.errors import UserError
+from megalowbit.hf.packed.export import export_packed_checkpoint, export_packed_model
+from megalowbit.hf.training_checkpoint import write_start_checkpoint
+from megalowbit.layers.conversion.convert import bit_layers, convert
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def nvfp4(**changes):
+    return {"base": "nvfp4", **changes}
+
+
+def check_refusal(tmp_path, model, message, layout="compressed-tensors", **options):
+    with pytest.raises(UserError) as caught:
+        export_packed_model(model, tmp_path / "packed", layout, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "packed").exists()
+
+
+def llama(given="nvfp4", **sizes):
+    model = tiny_model("llama", **{**SIZES, **sizes}).bfloat16()
+    convert(model, given)
+    return model
+
+
+def test_models_that_cannot_be_packed_are_refused(tmp_path):
+    gpt2 = tiny_model("gpt2")
+    check_refusal(tmp_path, gpt2, "GPT2LMHeadModel has no low-bit layers to pack: convert it first")
+    convert(gpt2, "nvfp4")
+    check_refusal(tmp_path, gpt2, "transformer.h.0.attn.c_attn replaces a Conv1D, and transformers loads no")
+    check_refusal(tmp_path, llama("mxfp4"), "modelopt has no MXFP4 weights: use", layout="modelopt")
+    check_refusal(tmp_path, llama(), "unknown layout 'gguf': known: compressed-tensors", layout="gguf")
+    check_refusal(tmp_path, llama(), "unknown precision 'int4': known: w4a16, w4a4", precision="int4")
+    mixed = llama()
+    mixed.model.layers[1].mlp.up_proj.recipe = "four-over-six"
+    check_refusal(tmp_path, mixed, "the layers have different recipes (four-over-six, nvfp4), and")
+    spoiled = llama()
+    with torch.no_grad():
+        spoiled.model.norm.weight[3] = torch.nan
+    check_refusal(tmp_path, spoiled, "weight model.norm.weight has 1 values that are NaN or infinite")
+
+
+def test_rows_that_are_not_whole_blocks_are_refused(tmp_path):
+    message = (
+        "layer model.layers.0.mlp.down_proj has 88 input features, and servers read NVFP4 weights in whole"
+    )
+    check_refusal(tmp_path, llama(intermediate_size=88), f"{message} blocks of 16 only: keep it in")
+    check_refusal(
+        tmp_path, llama("mxfp4", intermediate_size=80), "has 80 input features, and servers read MXFP4"
+    )
+    kept = llama(nvfp4(keep=["*.down_proj"]), intermediate_size=88)  # 88 rows are no reason
+    assert export_packed_model(kept, tmp_path / "packed", "modelopt").num_packed == 12
+
+
+def test_a_group_that_servers_fuse_is_packed_as_a_whole(tmp_path):
+    model = llama(nvfp4(keep=["*.0.self_attn.v_proj"]))
+    check_refusal(
+        tmp_path,
+        model,
+        "servers fuse model.layers.0.self_attn.q_proj, which is low-bit, with "
+        "model.layers.0.self_attn.v_proj, which the recipe keeps in high precision: keep both, or neither",
+    )
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -1.0])
+def test_rounded_inputs_need_the_largest_input_of_every_layer(tmp_path, value):
+    model = llama()
+    maxima = dict.fromkeys(bit_layers(model), 2.0) | {"model.layers.1.mlp.up_proj": value}
+    if value is None:
+        check_refusal(
+            tmp_path, model, "the largest input of layer model.layers.0.self_attn", precision="w4a4"
+        )
+        del maxima["model.layers.1.mlp.up_proj"]
+    message = 'precision "w4a4" needs the largest input of layer model.layers.1.mlp.up_proj, and it is'
+    check_refusal(tmp_path, model, message, precision="w4a4", input_maxima=maxima)
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_before_its_weights_are_read(tmp_path):
+    write_start_checkpoint(tiny_model("gpt2"), "bf16", tmp_path / "start")
+    with pytest.raises(UserError, match="recipe 'bf16' cannot be exported packed, it quantises no weight"):
+        export_packed_checkpoint(tmp_path / "start", tmp_path / "packed", "modelopt")
+    (tmp_path / "packed").mkdir()
+    (tmp_path / "packed" / "mine").touch()
+    with pytest.raises(UserError, match="already exists and is never overwritten"):
+        export_packed_checkpoint(tmp_path / "start", tmp_path / "packed", "modelopt")

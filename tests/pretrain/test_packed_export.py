@@ -1,0 +1,82 @@
+"""From training to a served model: train, export packed, load in transformers, generate the same tokens."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from launchers import write_config
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.hf.checkpoint import export_checkpoint
+from megalowbit.hf.packed.export import export_packed_checkpoint
+from megalowbit.hf.training_checkpoint import read_checkpoint
+from megalowbit.layers.conversion.convert import bit_layers, convert
+from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.run import pretrain
+from megalowbit.quantize.names import quantizer
+
+if sys.version_info < (3, 11):
+    pytest.skip("compressed-tensors needs Python 3.11", allow_module_level=True)
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+def train(folder, recipe, **precision):
+    path = write_config(folder, **precision)
+    (folder / "model.json").write_text(json.dumps(LLAMA))
+    settings = [f"megalowbit.recipe={recipe}", "megalowbit.run.steps=12"]
+    config = load_config(path, settings, world_size=1)
+    pretrain(config, ProcessIdentity(), run_dir=folder / "run", is_resume=False)
+    return folder / "run"
+
+
+def emulated(run, folder):
+    """The run's model as a server computes it: bf16, low-bit weights as in the forward, inputs unrounded."""
+    export_checkpoint(run, folder, torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    stored = read_checkpoint(run)
+    converted = AutoModelForCausalLM.from_config(model.config)
+    convert(converted, stored.recipe)
+    with torch.no_grad():
+        for name, layer in bit_layers(converted).items():
+            weight = stored.half_state_dict[f"{name}.weight"]
+            model.get_submodule(name).weight.copy_(quantizer(layer.recipe.q_forward_weight)(weight))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("recipe", "precision"),
+    [
+        ("nvfp4", {"bf16": {"enabled": True}}),
+        pytest.param("nvidia-nvfp4", {}, marks=pytest.mark.slow),
+        pytest.param("mxfp4", {"bf16": {"enabled": True}}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_trained_model_is_served_with_the_weights_of_its_forward(tmp_path, recipe, precision):
+    run = train(tmp_path, recipe, **precision)
+    report = export_packed_checkpoint(run, tmp_path / "packed", "compressed-tensors", is_exact=True)
+    assert not report.rounded
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").eval()
+    reference = emulated(run, tmp_path / "plain")
+    prompt = torch.tensor([list(b"the baker counts")])
+    options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
+    tokens = served.generate(prompt, **options, eos_token_id=None)
+    assert tokens.shape == (1, 80)
+    assert tokens.equal(reference.generate(prompt, **options, eos_token_id=None))
+    with torch.no_grad():
+        assert served(tokens).logits.equal(reference(tokens).logits)
+    for name, parameter in reference.named_parameters():
+        assert served.get_parameter(name).equal(parameter)
