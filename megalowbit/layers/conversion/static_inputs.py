@@ -113,9 +113,10 @@ class _Range:
             if self.bounds is None:
                 self.bounds = torch.full_like(bounds, NOTHING)
                 self.sums = None if sums is None else torch.zeros_like(sums)
+            self.bounds = self.bounds.to(bounds.device)  # a loaded one is where ZeRO 3 keeps the weight
             torch.maximum(self.bounds, bounds.clone(), out=self.bounds)
             if sums is not None and self.sums is not None:
-                self.sums += sums.clone()
+                self.sums = self.sums.to(sums.device).add_(sums.clone())
 
 
 def _largest(input: Tensor) -> Tensor:
