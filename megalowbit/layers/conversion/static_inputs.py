@@ -16,7 +16,7 @@ maximum and minimum of each feature. The range of the input without the mean the
 over all recorded tokens, which is known only at the end. Numbers that are not finite are left out. Records
 stay on the device; only `result` and `state_dict` read them.
 
-An element beyond the recorded range saturates, and `count_saturated` counts such elements. Not covered, and
+Elements far beyond the recorded range saturate; `count_beyond` counts all beyond it. Not covered, and
 refused: splits along directions other than the mean, which follow from the batch; a Hadamard transform before
 the forward product; scales from the mean magnitude. Training always uses the numbers of the batch.
 """
@@ -275,15 +275,13 @@ def record_inputs(model: nn.Module) -> Iterator[InputRanges]:
             layer.input_record = before[name]
 
 
-def use_static_inputs(
-    model: nn.Module, static: StaticInputs | None, *, count_saturated: bool = False
-) -> None:
+def use_static_inputs(model: nn.Module, static: StaticInputs | None, *, count_beyond: bool = False) -> None:
     """Make a model's layers quantise their inputs by recorded numbers in evaluation mode.
 
     Args:
         model: converted. It may be a part of the recorded model.
         static: what was recorded; `None`: the layers use the numbers of the batch again.
-        count_saturated: also count elements beyond the recorded range, see `saturated`; this is slower.
+        count_beyond: also count elements beyond the recorded range, see `beyond_range`.
 
     Raises:
         UserError: inputs of the recipe cannot be static (`why_not_static`), or those of a layer that needs
@@ -302,7 +300,7 @@ def use_static_inputs(
         # siblings share what they quantise if they have the same object
         key = (layer.siblings or name, maximum, device, None if mean is None else tuple(mean.tolist()))
         if key not in made:
-            counts = torch.zeros(2, dtype=torch.int64, device=device) if count_saturated else None
+            counts = torch.zeros(2, dtype=torch.int64, device=device) if count_beyond else None
             mean = None if mean is None else mean.to(device)
             made[key] = StaticInput(maximum=maximum, mean=mean, counts=counts)
         layer.static_input = made[key]
@@ -328,10 +326,10 @@ def _of_layer(layer: BitLinear, name: str, static: StaticInputs) -> tuple[float,
     return maxima[name], mean
 
 
-def saturated(model: nn.Module) -> Tensor:
+def beyond_range(model: nn.Module) -> Tensor:
     """Elements of inputs quantised so far by recorded numbers, and how many were beyond them: (2,) int64.
 
-    Of this rank, on its device. Zeros without `count_saturated`.
+    Of this rank, on its device. Zeros without `count_beyond`.
     """
     static = (layer.static_input for layer in bit_layers(model).values())
     counts = {id(each): each.counts for each in static if each is not None and each.counts is not None}

@@ -238,8 +238,8 @@ class MatmulContext:
         operand = operand.for_quantizer(quantizer)
         x = operand.tensor
         static = self._static(quantization)
-        totals = None if static is None else static.counts
-        with_counts = with_counts or totals is not None
+        if static is not None:
+            static.count(x)
         arguments: dict[str, Any] = {
             "random_key": self._key(quantization, x),
             "with_counts": with_counts,
@@ -258,8 +258,6 @@ class MatmulContext:
         else:
             result = quantizer.quantize(transposed_values(x).values, **arguments)
         facts = _facts(result, operand) if with_counts else None
-        if totals is not None and facts is not None:
-            totals += facts[0][:2]  # elements, saturated
         return Made(MatmulOperand(result, quantization.is_transposed, low_rank=operand.low_rank), facts)
 
     def input(

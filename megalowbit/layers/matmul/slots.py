@@ -142,14 +142,20 @@ class StaticInput:
     """The numbers by which a layer in evaluation mode quantises its input; siblings have the same object.
 
     Attributes:
-        maximum: largest magnitude of what is quantised: the input, or the input without `mean`. A larger
-            element saturates.
+        maximum: largest magnitude of what is quantised: the input, or the input without `mean`. Much larger
+            elements saturate; a tensor scale that is a power of two leaves room up to a factor of 2.
         mean: (in_features,), fp32, the row that a split by the mean subtracts from each token; `None`: the
             recipe does not split its inputs.
-        counts: (2,) int64 on the layer's device: elements quantised so far, and those that saturated; `None`:
-            not counted.
+        counts: (2,) int64 on the layer's device: elements so far, and those above `maximum`; `None`: not
+            counted.
     """
 
     maximum: float
     mean: Tensor | None = None
     counts: Tensor | None = None
+
+    def count(self, quantised: Tensor) -> None:
+        """Add the elements of an input, without its mean, to `counts`."""
+        if self.counts is not None:
+            self.counts[0] += quantised.numel()
+            self.counts[1] += (quantised.detach().abs() > self.maximum).sum()

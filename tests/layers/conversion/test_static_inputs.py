@@ -16,9 +16,9 @@ from megalowbit.layers.conversion.precision_switch import switch_precision
 from megalowbit.layers.conversion.static_inputs import (
     InputRanges,
     StaticInputs,
+    beyond_range,
     needs_static_inputs,
     record_inputs,
-    saturated,
     static_inputs_of,
     use_static_inputs,
     why_not_static,
@@ -249,15 +249,15 @@ def test_elements_beyond_the_recorded_range_saturate_and_are_counted():
     x = torch.randn(4, 8, WIDTH)
     names = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")]
     maxima = {**dict.fromkeys(bit_layers(model), 1e3), **dict.fromkeys(names, 1.0)}
-    use_static_inputs(model, StaticInputs(maxima=maxima), count_saturated=True)
+    use_static_inputs(model, StaticInputs(maxima=maxima), count_beyond=True)
     with torch.no_grad():
         block(x)
-        elements, beyond = saturated(model).tolist()
+        elements, beyond = beyond_range(model).tolist()
         assert beyond == (x.abs() > 1).sum()
         assert elements == x.numel() + 4 * 8 * 96  # gate and up quantise theirs once
         assert torch.equal(block.gate_proj(10 * x.sign()), block.gate_proj(x.sign()))
     use_static_inputs(model, StaticInputs(maxima=maxima))
-    assert saturated(model).tolist() == [0, 0]
+    assert beyond_range(model).tolist() == [0, 0]
 
 
 def test_ranges_continue_from_a_saved_state():
