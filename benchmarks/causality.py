@@ -14,6 +14,9 @@ compare:
     cache          the second half, decoded token by token with past_key_values, and in one forward
     quantisation   the recipe, and the unquantised weights
 
+Where inputs can be quantised by recorded numbers, a second row does so ("static"). Their range is recorded in
+eight more sequences of other files.
+
 Every figure is ‖change‖ / ‖logits‖ in percent, over all sequences and tokens. The mean over the vocabulary is
 subtracted from the logits first. All columns but `again` start from the same random numbers. A bf16 model
 also changes because its products are summed in another order.
@@ -34,6 +37,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megalowbit as mlb
 from megalowbit.layers.carried_state import forget_uses
+from megalowbit.layers.conversion.static_inputs import needs_static_inputs, why_not_static
 
 SEQUENCES = 8
 COLUMNS = ("again", "later tokens", "batch", "cache", "quantisation")
@@ -57,7 +61,7 @@ def main() -> None:
     plain = AutoModelForCausalLM.from_pretrained(chosen.checkpoint, trust_remote_code=False).eval()
     plain = plain.to(getattr(torch, chosen.precision))
     length = plain.config.max_position_embeddings
-    tokens, other = texts(length).split(SEQUENCES)
+    tokens, other, recorded = texts(length).split(SEQUENCES)
     reference = logits(plain, tokens)
     print(f"torch {torch.__version__}, {chosen.precision}, {SEQUENCES} sequences of {length} bytes; percent")
     names = [name for name in mlb.recipes() if name != "bf16"]
@@ -65,8 +69,18 @@ def main() -> None:
     for each in [mlb.recipe("bf16"), *(chosen.recipe or map(mlb.recipe, names))]:
         model = copy.deepcopy(plain)
         mlb.convert(model, each)
-        found = (*changes(model, tokens, other), change(logits(model, tokens), reference))
-        print(f"{each.name:<32}" + "".join(f"{100 * value:14.5f}" for value in found))
+        print_row(each.name, model, tokens, other, reference)
+        if needs_static_inputs(each) and why_not_static(each) is None:
+            with mlb.record_inputs(model) as ranges:
+                logits(model, recorded)
+            mlb.use_static_inputs(model, ranges.result())
+            print_row(f"{each.name}, static", model, tokens, other, reference)
+
+
+def print_row(title: str, model: PreTrainedModel, tokens: Tensor, other: Tensor, reference: Tensor) -> None:
+    """A line with all columns, in percent."""
+    found = (*changes(model, tokens, other), change(logits(model, tokens), reference))
+    print(f"{title:<32}" + "".join(f"{100 * value:14.5f}" for value in found), flush=True)
 
 
 def recipe(text: str) -> mlb.Recipe:
@@ -78,10 +92,10 @@ def recipe(text: str) -> mlb.Recipe:
 
 
 def texts(length: int) -> Tensor:
-    """(2 · SEQUENCES, length) bytes, each row from another source file of the standard library."""
+    """(3 · SEQUENCES, length) bytes, each row from another source file of the standard library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     content = [file.read_bytes() for file in files]
-    long = [each for each in content if len(each) > 2000 + length][: 2 * SEQUENCES]
+    long = [each for each in content if len(each) > 2000 + length][: 3 * SEQUENCES]
     return torch.stack([torch.tensor(list(each[2000 : 2000 + length])) for each in long])
 
 
