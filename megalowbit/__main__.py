@@ -4,7 +4,6 @@
     python -m megalowbit evaluate runs/gpt2/checkpoints/step-00000400 --set megalowbit.validation.bf16=true
     python -m megalowbit evaluate runs/gpt2/hf --set 'megalowbit.data.validation={"corpus": "other.txt"}'
     python -m megalowbit evaluate some-hf-folder --ds-config gpt2.json --output loss.json
-    python -m megalowbit evaluate runs/gpt2 --inputs dynamic
     torchrun --nproc-per-node 2 -m megalowbit evaluate runs/gpt2
 
 Other commands are scripts in launch/ and tools/.
@@ -59,12 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
         dest="overrides",
         help="override one value, e.g. --set megalowbit.recipe=bf16",
     )
-    evaluate.add_argument(
-        "--inputs",
-        choices=("static", "dynamic"),
-        help="quantise the layers' inputs by the numbers that the run has recorded, or by those of each "
-        "batch, as validation in a run does (default: static, where they were recorded)",
-    )
+    inputs = "quantise inputs by recorded numbers, or by those of each batch (default: static if possible)"
+    evaluate.add_argument("--inputs", choices=("static", "dynamic"), help=inputs)
     evaluate.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
     return parser
 
@@ -87,14 +82,8 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         import_deepspeed(is_checked=False)
         from megalowbit.pretrain.estimate.evaluate import evaluate
 
-        evaluate(
-            options.path,
-            identity,
-            config_file=options.ds_config,
-            overrides=options.overrides,
-            output=options.output,
-            inputs=options.inputs,
-        )
+        chosen = {"config_file": options.ds_config, "overrides": options.overrides, "inputs": options.inputs}
+        evaluate(options.path, identity, output=options.output, **chosen)
         stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))
 
 
