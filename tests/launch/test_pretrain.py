@@ -9,8 +9,8 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from forks import run_script
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launchers import ROOT, metrics, write_config
