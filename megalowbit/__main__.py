@@ -58,6 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
         dest="overrides",
         help="override one value, e.g. --set megalowbit.recipe=bf16",
     )
+    inputs = "quantise inputs by recorded numbers, or by those of each batch (default: static if possible)"
+    evaluate.add_argument("--inputs", choices=("static", "dynamic"), help=inputs)
     evaluate.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
     return parser
 
@@ -80,13 +82,8 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         import_deepspeed(is_checked=False)
         from megalowbit.pretrain.estimate.evaluate import evaluate
 
-        evaluate(
-            options.path,
-            identity,
-            config_file=options.ds_config,
-            overrides=options.overrides,
-            output=options.output,
-        )
+        chosen = {"config_file": options.ds_config, "overrides": options.overrides, "inputs": options.inputs}
+        evaluate(options.path, identity, output=options.output, **chosen)
         stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))
 
 
