@@ -23,6 +23,7 @@ from megalowbit.checkpoints.layout import (
     StoredParameter,
 )
 from megalowbit.checkpoints.shards import (
+    KEPT_BYTES,
     Shards,
     check_origin,
     files_of,
@@ -128,11 +129,15 @@ class CheckpointContents:
         layout: how it was saved; None if it has only weights, or was written before layouts existed.
         header: counters, scheduler and client state.
 
+    Args:
+        folder: the checkpoint.
+        kept_bytes: limit of the memory of mapped pages, if no tensor has more.
+
     Raises:
         UserError: megalowbit did not write the checkpoint, or it is inconsistent.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, kept_bytes: int = KEPT_BYTES) -> None:
         self.folder = folder
         names = frozenset(entry.name for entry in read_manifest(folder, remedy="use an older checkpoint"))
         first = header_file(folder)
@@ -145,7 +150,9 @@ class CheckpointContents:
         saved = own.get(LAYOUT_KEY) if isinstance(own, dict) else None
         step = own.get("step") if isinstance(own, dict) else None
         self.layout = None if saved is None else Layout.from_dict(saved, where=str(folder))
-        self._shards = None if self.layout is None else Shards(folder, self.layout, names, step)
+        self._shards = (
+            None if self.layout is None else Shards(folder, self.layout, names, step, kept_bytes=kept_bytes)
+        )
         self._places: dict[str, list[tuple[int, StoredParameter]]] = {}
         for index, part in enumerate(self.layout.slices if self.layout else ()):
             for stored in part.parameters:

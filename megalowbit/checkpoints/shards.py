@@ -36,6 +36,7 @@ INNER_KEYS = MappingProxyType(
 MASTERS_KEY = "fp32_from_fp16_params"
 FROZEN_KEY = "frozen_param_fragments"
 SAFETENSORS = ".safetensors"
+KEPT_BYTES = 2**30  # opening the files of many ranks again takes longer than reading some megabytes
 ORIGIN_KEY = "megalowbit_origin"  # the result of `origin_of`, stored in the file itself
 UNSAFE_FILE = (
     "it holds objects that only the program that wrote it can create ({}): it was not written by this "
@@ -178,10 +179,22 @@ def _unsafe_file_error(path: str | Path, error: pickle.UnpicklingError) -> UserE
 
 
 class Shards:
-    """The files of a verified checkpoint; reads only `names`, the files listed in its manifest."""
+    """The files of a verified checkpoint; reads only `names`, the files listed in its manifest.
 
-    def __init__(self, folder: Path, layout: Layout, names: Collection[str], step: object = None) -> None:
+    `kept_bytes` limits the memory of mapped pages, see `_forget`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        names: Collection[str],
+        step: object = None,
+        *,
+        kept_bytes: int = KEPT_BYTES,
+    ) -> None:
         self.folder, self.layout, self._names, self._step = folder, layout, names, step
+        self._kept = kept_bytes
         self._files: dict[str, dict[str, Any]] = {}
         self._read, self._largest = 0, 0  # bytes; see `_forget`
 
@@ -287,13 +300,13 @@ class Shards:
             raise UserError(f"checkpoint {self.folder} lacks {name}: use an older checkpoint")
 
     def _forget(self, nbytes: int) -> None:
-        """Close the mapped files before more is read from them than the largest tensor has.
+        """Close the mapped files before more is read from them than `kept_bytes`, or the largest tensor, has.
 
         The pages of a mapped file stay in the process's memory until it is closed: reading all parameters one
         by one would hold the whole checkpoint. Opening a file again reads only its description.
         """
         self._largest = max(self._largest, nbytes)
-        if self._read + nbytes > self._largest:
+        if self._read + nbytes > max(self._largest, self._kept):
             self._files.clear()
             self._read = 0
         self._read += nbytes

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -170,7 +171,7 @@ def _number_of(name: str) -> int:
 
 
 def _read_contents(step: Path) -> TrainingCheckpoint:
-    contents = CheckpointContents(step)
+    contents = CheckpointContents(step, kept_bytes=0)
     ours = contents.header.get(OUR_KEY)
     if not isinstance(ours, dict):
         raise UserError(
@@ -223,7 +224,7 @@ def write_start_checkpoint(
         recipe,
         source=Path(folder),
         dtype=dtype,
-        key={},
+        key={"model": uuid.uuid4().hex},  # of an interruption nothing is used: weights in memory have no name
         tokenizer_files=tokenizer_files,
         may_be_nonfinite=True,
     )

@@ -1,7 +1,10 @@
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from megalowbit.checkpoints import shards
 from megalowbit.checkpoints.contents import CheckpointContents
+from megalowbit.checkpoints.layout import Layout, Slice, StoredParameter
 from megalowbit.checkpoints.shards import (
     ORIGIN_KEY,
     Shards,
@@ -11,6 +14,7 @@ from megalowbit.checkpoints.shards import (
     optimizer_file,
     origin_of,
 )
+from megalowbit.durable_files import MANIFEST, write_manifest
 from megalowbit.errors import UserError
 
 RANK_ONE = optimizer_file(0, 1)
@@ -30,10 +34,10 @@ def test_file_names_are_those_deepspeed_gives():
 
 def test_a_file_that_the_manifest_does_not_name_is_not_read(stage_two):
     layout = CheckpointContents(stage_two).layout
-    shards = Shards(stage_two, layout, {model_file(0, 0), optimizer_file(0, 0)})
+    read = Shards(stage_two, layout, {model_file(0, 0), optimizer_file(0, 0)})
     (_, b) = layout.slices[0].parameters
     with pytest.raises(UserError, match=f"lacks {RANK_ONE}"):
-        shards.weight(0, b)
+        read.weight(0, b)
 
 
 def test_a_flat_tensor_that_is_too_short_is_refused(stage_two):
@@ -72,3 +76,52 @@ def test_a_file_says_where_it_is_from_and_what_it_holds(tmp_path):
     for changed, place, step, message in lies:
         with pytest.raises(UserError, match=message):
             check_origin(changed, place, step)
+
+
+def opened_files(stage_two, monkeypatch, **options):
+    """Names of the files in the order in which reading both parameters twice opens them."""
+    opened = []
+    monkeypatch.setattr(shards, "load_file", lambda path: opened.append(path.name) or load_file(path))
+    contents = CheckpointContents(stage_two, **options)
+    for name in ("a", "b", "a", "b"):
+        contents.weight(name)
+    return opened
+
+
+def test_files_are_closed_before_more_is_read_than_the_largest_tensor_has(stage_two, monkeypatch):
+    both = [optimizer_file(0, 0), RANK_ONE]
+    assert opened_files(stage_two, monkeypatch, kept_bytes=0) == both * 4
+    assert opened_files(stage_two, monkeypatch, kept_bytes=4 * (12 + 5)) == both * 2
+    assert opened_files(stage_two, monkeypatch) == both
+
+
+def test_a_weight_may_be_in_a_safetensors_file(write):
+    place = ("weights.safetensors", "a")
+    stored = StoredParameter(name="a", shape=(2, 3), dtype="bfloat16", weight=place)
+    value = torch.arange(6.0).view(2, 3)
+
+    def save(layout_of, **tensors):
+        folder = write({model_file(0, 0): {}}, Layout(stage=0, data_size=1, slices=(layout_of,)))
+        save_file(tensors, folder / "weights.safetensors")
+        (folder / MANIFEST).unlink()
+        write_manifest(folder)
+        return folder
+
+    folder = save(Slice(parameters=(stored,)), a=value)
+    contents = CheckpointContents(folder)
+    assert contents.weight("a").equal(value)
+    assert contents.weight("a", as_stored=True).equal(value.bfloat16())
+    assert contents.dtype("a") == torch.bfloat16
+    for tensors, message in (
+        ({"b": value}, r"lacks a \(a of weights\.safetensors\)"),
+        ({"a": value.t().contiguous()}, r"a should have shape \(2, 3\), but the stored tensor has \(3, 2\)"),
+    ):
+        save_file(tensors, folder / "weights.safetensors")
+        with pytest.raises(UserError, match=message):
+            CheckpointContents(folder).weight("a")
+    (folder / "weights.safetensors").write_bytes(b"x" * 20)
+    with pytest.raises(UserError, match="is inconsistent"):
+        CheckpointContents(folder).weight("a")
+    (folder / MANIFEST).write_text((folder / MANIFEST).read_text().replace("weights.s", "weight.s"))
+    with pytest.raises(UserError, match=r"lacks weights\.safetensors"):
+        CheckpointContents(folder).weight("a")

@@ -10,6 +10,7 @@ from tiny_models import KINDS, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launchers import check_refusal
+from megalowbit.hf.folders.shards import ShardWriter
 
 ROOT = Path(__file__).parents[2]
 TOOL = "tools/convert_hf.py"
@@ -117,3 +118,61 @@ def test_packed_folders_from_the_command_line(tmp_path, capsys):
     arguments = ["to-hf", start, tmp_path / "w4a4", "--packed", "modelopt", "--precision", "w4a4"]
     done = call_main(TOOL, *arguments, capsys=capsys)
     check_refusal(done, 'precision "w4a4" needs the largest input of layer model.layers.0.self_attn.q_proj')
+
+
+def hf_folder(folder):
+    tiny_model("llama", vocab_size=256).save_pretrained(folder)
+    return folder
+
+
+def test_a_dry_run_prints_files_and_memory_and_writes_nothing(tmp_path, capsys):
+    source = hf_folder(tmp_path / "hf")
+    arguments = (
+        "to-megalowbit",
+        str(source),
+        str(tmp_path / "start"),
+        "--shard-size",
+        "0.00005",
+        "--dry-run",
+    )
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert done.returncode == 0
+    assert "step-00000000/weights-00001-of-0000" in done.stdout
+    assert "memory: at most" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_verified_conversion_says_so(tmp_path, capsys):
+    source, start, back = hf_folder(tmp_path / "hf"), tmp_path / "start", tmp_path / "back"
+    done = call_main(TOOL, "to-megalowbit", str(source), str(start), "--verify", capsys=capsys)
+    assert f"verified: all 21 tensors are those of {source}" in done.stdout
+    arguments = ("to-hf", str(start), str(back), "--verify", "--shard-size", "0.00005")
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert f"verified: all 21 tensors are those of {start / 'step-00000000'}" in done.stdout
+    assert (back / "model.safetensors.index.json").is_file()
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_a_size_of_files_that_is_none_is_refused(size, capsys):
+    done = call_main(TOOL, "to-hf", "a", "b", "--shard-size", size, capsys=capsys)
+    check_refusal(done, "is no size in GB: name one above 0")
+
+
+def test_ctrl_c_says_what_the_same_command_continues_with(tmp_path, monkeypatch, capsys):
+    source, start = hf_folder(tmp_path / "hf"), tmp_path / "start"
+    written, write = [], ShardWriter.write
+
+    def interrupted(writer, name, tensor):
+        if len(written) == 9:
+            raise KeyboardInterrupt
+        written.append(name)
+        return write(writer, name, tensor)
+
+    monkeypatch.setattr(ShardWriter, "write", interrupted)
+    arguments = ("to-megalowbit", str(source), str(start), "--shard-size", "0.00002")
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert done.returncode == 130
+    assert f"interrupted before {start} was complete: the same command continues" in done.stderr
+    monkeypatch.setattr(ShardWriter, "write", write)
+    assert call_main(TOOL, *arguments, capsys=capsys).returncode == 0
+    assert (start / "latest").is_file()

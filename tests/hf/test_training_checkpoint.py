@@ -9,6 +9,7 @@ from transformers import GPT2Config
 from megalowbit.durable_files import MANIFEST, write_manifest
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
+from megalowbit.hf.folders.unfinished import Draft, unfinished
 from megalowbit.hf.model import random_model
 from megalowbit.hf.training_checkpoint import (
     HEADER_FILE,
@@ -70,6 +71,27 @@ def test_writing_leaves_the_model_as_it_is(tmp_path):
     assert (tmp_path / "start" / "latest").read_text() == "step-00000000"
     with pytest.raises(UserError, match="never overwritten"):
         write_start_checkpoint(model, "bf16", tmp_path / "start")
+
+
+def test_an_interrupted_write_of_one_model_is_not_continued_with_another(tmp_path, monkeypatch):
+    """Both would have the same names, shapes, dtype and recipe."""
+    note, noted = Draft.note, []
+
+    def interrupted(draft, name):
+        note(draft, name)
+        noted.append(name)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Draft, "note", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_start_checkpoint(random_model(GPT2, seed=1), "nvfp4", tmp_path / "start")
+    assert unfinished(tmp_path / "start")
+    monkeypatch.setattr(Draft, "note", note)
+    model = random_model(GPT2, seed=2)
+    write_start_checkpoint(model, "nvfp4", tmp_path / "start")
+    found = read_checkpoint(tmp_path / "start").state_dict["transformer.wte.weight"]
+    assert found.equal(model.transformer.wte.weight)
+    assert [path.name for path in tmp_path.iterdir()] == ["start"]
 
 
 def test_the_manifest_holds_size_and_sha256(folder):

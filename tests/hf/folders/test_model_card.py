@@ -21,7 +21,8 @@ RUN = {
 def card(header=RUN):
     text = model_card(header, "metis-nvfp4", dtype="bfloat16")
     parsed = ModelCard(text, ignore_metadata_errors=False)
-    rows = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| "))
+    lines = [line.removeprefix("| ").removesuffix(" |") for line in text.splitlines() if line.startswith("|")]
+    rows = dict(line.split(" | ", 1) for line in lines[2:])  # behind the head of the table
     return text, parsed.data.to_dict(), rows
 
 
