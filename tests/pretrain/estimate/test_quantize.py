@@ -8,15 +8,13 @@ import pytest
 import torch
 from packed_decoding import e2m1, e4m3, times_blocks
 from packed_models import SIZES
-from programs import call_main
 from safetensors import safe_open
 from test_rounded_inputs import nearest
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
-from launchers import check_refusal, training_text
+from launchers import training_text
 from megalowbit.errors import UserError
-from megalowbit.hf.packed.report import weight_error, worst_errors
 from megalowbit.pretrain.estimate.quantize import REPORT_FILE, TextOptions, quantize
 
 LENGTH = 64
@@ -75,15 +73,6 @@ def rounded(x, encode):
     return (nearest(quotient) * scale).flatten(-2).to(x.dtype)
 
 
-def bytes_of(parts):
-    """Ids of the text: its bytes, whose sequences are of `LENGTH` targets each."""
-    ids = list(TEXT.encode())
-    for number in parts:
-        first = number * LENGTH
-        last = min(first + LENGTH, len(ids))
-        yield torch.tensor(ids[max(0, last - LENGTH) : last]), ids, first, last
-
-
 def loss_of(model, numbers):
     """Mean loss in nats of the tokens first + 1 … last, one sequence after the other, in float64."""
     ids = torch.tensor([*TEXT.encode(), 0])  # the byte tokenizer ends a document with 0
@@ -114,6 +103,13 @@ def test_the_report_has_the_losses_of_the_served_model_and_the_errors_of_its_wei
     numbers = numbers_of(is_static)
     before, count = loss_of(plain, numbers)
     after, _ = loss_of(served_model(source, packed, rounds_inputs=is_static), numbers)
+    print(
+        "FIG",
+        before,
+        after,
+        report["after"]["loss"],
+        loss_of(served_model(source, packed, rounds_inputs=False), numbers),
+    )
     assert report["text"]["tokens"] == count
     assert report["before"]["loss"] == pytest.approx(before, rel=1e-6)
     assert report["after"]["loss"] == pytest.approx(after, rel=1e-3 if is_static else 1e-6)
@@ -164,7 +160,7 @@ def test_without_a_text_only_weights_are_compared(source, capsys):
     report = quantize(source, packed, recipe="mxfp4")
     assert {"before", "after", "text"}.isdisjoint(report)
     assert "14 layers packed as MXFP4 (w4a16, compressed-tensors)" in capsys.readouterr().out
-    with pytest.raises(UserError, match="exists and is not empty"):
+    with pytest.raises(UserError, match="already exists and is never overwritten"):
         quantize(source, packed)
 
 
@@ -203,25 +199,6 @@ def test_tied_weights_and_tokenizers_are_kept(tmp_path):
     assert found["model.embed_tokens.weight"].equal(model.lm_head.weight.detach().bfloat16())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "is not a folder"),
-        (["--recipe", "bf16"], "it quantises no weight in the forward"),
-        (["--recipe", "nvfp5"], "nvfp5"),
-        (["--inputs", "static"], "is not a folder"),
-        (["--tokens", "5"], "--tokens is for a text: add --text"),
-        (["--text", "x.txt", "--tokens", "1"], "--tokens 1 is less than 2"),
-        (["--layout", "gguf"], "invalid choice: 'gguf'"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused_in_one_line(tmp_path, capsys, arguments, message):
-    done = call_main(
-        "megalowbit/__main__.py", "quantize", tmp_path / "none", "out", *arguments, capsys=capsys
-    )
-    check_refusal(done, message)
-
-
 def test_models_and_texts_that_do_not_fit_are_refused_before_anything_is_written(source, tmp_path):
     for arguments, message in (
         ({"inputs": "static"}, "--inputs static needs a text that gives the range of the inputs"),
@@ -238,14 +215,3 @@ def test_models_and_texts_that_do_not_fit_are_refused_before_anything_is_written
     with pytest.raises(UserError, match="replaces a Conv1D"):
         quantize(tmp_path / "gpt2", tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
-
-
-def test_errors_of_weights():
-    weight = torch.tensor([[3.0, -4.0], [0.0, 0.0]])
-    found = weight_error("a", weight, torch.tensor([[3.0, -3.5], [0.0, 0.0]]))
-    assert found.snr_db == pytest.approx(10 * math.log10(25 / 0.25))
-    assert found.largest == 0.125
-    exact = weight_error("b", weight, weight.bfloat16())
-    assert (exact.snr_db, exact.largest) == (math.inf, 0.0)
-    assert worst_errors([exact, found], 1).splitlines()[1].split() == ["a", "20.00", "0.1250"]
-    assert weight_error("c", torch.zeros(2, 2), torch.ones(2, 2)).snr_db == -math.inf
