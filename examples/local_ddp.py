@@ -59,7 +59,7 @@ def main() -> None:
         vocab_size=256, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
     inner = GPT2LMHeadModel(settings).half().to(device)
-    mlb.convert(inner, recipe="nvfp4")
+    mlb.convert(inner)
     model = mlb.LocalDDP(inner)
 
     config = mlb.OptimizerConfig(lr=3e-3, fp16=True, initial_loss_scale=2.0**19, hysteresis=1)

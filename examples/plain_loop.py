@@ -48,7 +48,7 @@ def train(steps: int, out: Path | None, rank: int, world_size: int, device: torc
         vocab_size=256, n_positions=LENGTH, n_embd=HIDDEN, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
     model = GPT2LMHeadModel(settings).half().to(device)
-    mlb.convert(model, recipe="nvfp4")
+    mlb.convert(model)
     if world_size > 1:
         model = DistributedDataParallel(model)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.unfinished import unfinished
+from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.pretrain.command_line import EXIT_INTERRUPTED, OneLineParser, escape_unprintable_output
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
     to_ours.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and weights")
     to_ours.add_argument("folder", type=Path, metavar="OUT", help="new folder for the checkpoint")
     to_ours.add_argument(
-        "--recipe", default="nvfp4", help="recipe that the model will be trained with (default: %(default)s)"
+        "--recipe",
+        default=DEFAULT_RECIPE,
+        help="recipe that the model will be trained with (default: %(default)s)",
     )
     to_hf = commands.add_parser(
         "to-hf", help="convert a training checkpoint into a Hugging Face folder", allow_abbrev=False

@@ -151,10 +151,10 @@ def _named_recipes() -> Iterator[str]:
         [(f"`{name}`", each.about + _cited(each)) for name, each in named.items()],
     )
     yield (
-        "What they do otherwise than their papers, and what the papers set in other sections of the "
-        '`"megalowbit"` block:'
+        "What they do otherwise than their papers, and which settings in other sections of the "
+        '`"megalowbit"` block belong to them:'
     )
-    yield "\n".join(_departures(name, each) for name, each in named.items() if each.source)
+    yield "\n".join(_departures(name, each) for name, each in named.items() if each.source or each.settings)
 
 
 def _cited(named: NamedRecipe) -> str:
@@ -164,7 +164,8 @@ def _cited(named: NamedRecipe) -> str:
 
 
 def _departures(name: str, named: NamedRecipe) -> str:
-    settings = [f"the paper sets `{json.dumps({key: value})[1:-1]}`" for key, value in named.settings.items()]
+    who = "the paper sets" if named.source else "meant to be used with"
+    settings = [f"{who} `{json.dumps({key: value})[1:-1]}`" for key, value in named.settings.items()]
     return f"- `{name}`: {'; '.join([*named.departures, *settings])}."
 
 

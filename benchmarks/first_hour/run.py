@@ -19,6 +19,8 @@ from benchmarks.first_hour.findings import Finding, at_most, expect, info, skip
 from benchmarks.first_hour.session import NO_GPU, ROOT, Session
 
 CONFIG = "configs/gpt2_tiny_fp4.json"
+# The same recipe in all steps, so that a run of 12 steps and the speed at the end are of FP4.
+UNSWITCHED = ("megalowbit.recipe=nvfp4", "megalowbit.late_switch=null")
 EXPECTED_LOSS, TOLERANCE = (
     2.18,
     0.25,
@@ -152,7 +154,9 @@ def pretrain(
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    overrides = [part for each in (f"megalowbit.run.steps={steps}", *settings) for part in ("--set", each)]
+    overrides = [
+        part for each in (*UNSWITCHED, f"megalowbit.run.steps={steps}", *settings) for part in ("--set", each)
+    ]
     command = [*start, *program, *overrides, *(["--resume", "auto"] if resume else [])]
     log = folder.with_suffix(".log")
     print(f"{folder.name}: its progress is in {log}", flush=True)

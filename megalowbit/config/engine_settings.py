@@ -6,7 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from megalowbit.layers.settings import ActivationCheckpointingSettings, RegularizerSettings
+from megalowbit.layers.settings import (
+    DEFAULT_RECIPE,
+    ActivationCheckpointingSettings,
+    RegularizerSettings,
+)
 from megalowbit.optim.loss_scale.base import GradScalerSettings
 from megalowbit.optim.loss_scale.registry import (
     AnyGradScalerSettings,
@@ -39,7 +43,7 @@ class EngineSettings(SettingsModel):
     recipe: str | dict[str, Any] | None = Field(
         default=None,
         description="a recipe's name or a block, see [Recipes](#recipes). `null`: `mlb.initialize` leaves "
-        "the layers unchanged, a pretraining run takes `nvfp4`",
+        f"the layers unchanged, a pretraining run takes `{DEFAULT_RECIPE}`",
     )
     regularizer: RegularizerSettings = Field(
         default=RegularizerSettings(),

@@ -58,6 +58,7 @@ from megalowbit.json_text import read_json_object, refuse_irregular_files
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES, joined
 from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.layers.state_dict_layout import parameter_layout
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     return model.train()
 
 
-def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4") -> Path:
+def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = DEFAULT_RECIPE) -> Path:
     """Convert a Hugging Face folder to a training checkpoint to start from, in the dtype of its weights.
 
     Args:
@@ -136,7 +137,9 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = "nvfp4"
     return Path(folder) / step_name(0)
 
 
-def plan_import(source: Path, recipe: Recipe | str = "nvfp4", *, shard_size: int = SHARD_SIZE) -> Conversion:
+def plan_import(
+    source: Path, recipe: Recipe | str = DEFAULT_RECIPE, *, shard_size: int = SHARD_SIZE
+) -> Conversion:
     """The conversion of a Hugging Face folder to a checkpoint to start from; nothing is written yet.
 
     Raises:

@@ -91,7 +91,8 @@ class BitLinear(SplitLinear):
         in_features: size of the input's last axis; need not be a multiple of the block size.
         out_features: size of the output's last axis.
         bias: whether to add one (kept in high precision).
-        recipe: a recipe, the name of one, or a configuration block.
+        recipe: a recipe, the name of one, or a configuration block. What it keeps in a model does not matter
+            here.
         device: of the parameters.
         dtype: of the parameters.
 

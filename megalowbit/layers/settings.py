@@ -1,4 +1,4 @@
-"""Settings of layers outside the recipe; imported without torch."""
+"""The default recipe's name, and settings of layers outside the recipe; imported without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from megalowbit.values import SettingsModel
+
+# Of a whole model whose recipe is not named. A single BitLinear has no blocks, and takes "nvfp4".
+DEFAULT_RECIPE = "nvfp4-keep-positions"
 
 NotNegative = Annotated[float, Field(ge=0)]
 

@@ -8,6 +8,7 @@ recipe; the run calls it before it writes anything. Not covered: the data.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
-from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import Recipe, named_recipes
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
 from megalowbit.quantize.backends import backend_of
@@ -94,6 +95,16 @@ def check_attention(model: PretrainedConfig, data: DataSettings, precision: str)
             f"attn_implementation {chosen!r} would not do: set it to {', '.join(map(repr, WITH_MASKS))} or "
             "one of flash attention's"
         )
+
+
+def recipe_advice(config: PretrainConfig) -> str | None:
+    """One line with the sections that belong to the run's recipe and are off; `None` if there are none."""
+    recipe = recipe_of(config.recipe)
+    named = named_recipes().get(recipe.name)
+    if named is None or named.recipe != recipe:
+        return None
+    off = {key: value for key, value in named.settings.items() if getattr(config.settings, key) is None}
+    return f"{recipe.name} is meant to be used with {json.dumps(off)[1:-1]}, which is off" if off else None
 
 
 def this_device() -> torch.device:

@@ -33,6 +33,7 @@ from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import Problems, UserError, invalid_settings, shown
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
+from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.pretrain.components.base import RUN_NAME, Component, RunSettings
 from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 from megalowbit.pretrain.components.validation import ValidationSettings, check_validation
@@ -45,7 +46,6 @@ FILE_KEYS = ("model.config", "model.checkpoint", "data.cache_dir")
 NAME_OR_FILE_KEYS = ("data.corpus", "data.tokenizer", "data.validation.corpus")
 NOT_PATHS = {"stdlib", "blend", "byte", "bpe", "none"}
 LARGE_VOCABULARY = 2**16  # from here on, the loss is computed in chunks by default
-DEFAULT_RECIPE = "nvfp4"  # of the loop only: an engine without the loop converts no layers by default
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -181,7 +181,7 @@ def load_config(
     raw = _read_overridden(path, overrides)
     block = raw[BLOCK]
     if block.get("recipe") is None:  # the resolved configuration shows the default in place of null
-        block["recipe"] = DEFAULT_RECIPE
+        block["recipe"] = DEFAULT_RECIPE  # in the loop only: an engine without it converts no layers
     problems = Problems()
     settings, grid, hidden_size, parts = None, None, None, None
     with problems.collect():

@@ -20,6 +20,7 @@ from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.data.settings import BYTE_TOKENIZER, NO_TOKENIZER
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_json_object
+from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.optim.loss_scale.dynamic import DynamicSettings
 from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 from megalowbit.speculation.settings import with_current_keys
@@ -85,6 +86,7 @@ REPORTED_FIRST = (
 )
 # Keys of a Hugging Face configuration that name its origin, or that the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
+FORMER_DEFAULT = ("megalowbit.recipe", "nvfp4", DEFAULT_RECIPE)  # key, recorded by earlier versions, now
 REMEDY = "resume with the old value, or start a new run from its weights with megalowbit.model.checkpoint"
 
 
@@ -125,6 +127,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             continue
         if not _may_change(key):
             was, now_is = _shown(saved, key, old), _shown(current, key, new)
+            was += ", the default of earlier versions," if (key, old, new) == FORMER_DEFAULT else ""
             raise UserError(f"{key} was {was} in the run to resume and is {now_is} now: {REMEDY}")
         if not key.startswith(sections) and key + "." not in sections:  # a section's defaults are no changes
             changes.append(f"{key}: {old} → {new}")

@@ -118,11 +118,24 @@ def test_an_unknown_target_is_one_line():
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
-def test_every_kernel_compiles_without_spills_and_exactly(target):
+@pytest.mark.parametrize(
+    ("target", "every"),
+    [("sm_90", 1), ("sm_100", 1), ("sm_120", 4), ("gfx942", 4), ("gfx950", 4)],
+    ids=lambda value: str(value),
+)
+def test_every_kernel_compiles_without_spills_and_exactly(target, every):
+    """Hopper and Blackwell: all launches. The others take as long: each kernel, and a quarter of them."""
     if missing := compiling.why_missing(target):
         pytest.skip(missing)
-    asked = compiling.distinct(launches.all_launches(), target)
+    distinct = compiling.distinct(launches.all_launches(), target)
+    names = [launches.name_of(each.kernel) for each in distinct]
+    asked = [
+        each
+        for index, (each, name) in enumerate(zip(distinct, names, strict=True))
+        if index % every == 0
+        or names.index(name) == index
+        or (target, each.label, name) in compiling.ACCEPTED
+    ]
     found = [compiling.compile_launch(each, target) for each in asked]
     assert {each.kernel for each in found} == launches.kernel_names()
     assert not [(each.label, each.kernel, each.problems) for each in found if each.problems]

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, import_checkpoint, read_config
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.hf.training_checkpoint import HEADER_FILE
+from megalowbit.hf.training_checkpoint import HEADER_FILE, read_checkpoint
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
+from megalowbit.layers.recipe import recipe
 
 SIZES = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
 GPT2 = GPT2Config(n_positions=32, n_embd=32, n_layer=2, n_head=2, **SIZES)
@@ -41,6 +42,7 @@ def test_from_hugging_face_and_back_gives_the_same_logits(tmp_path, name, dtype)
     # Loaded again: casting a whole model also rounds the frequencies of LLaMA's positions, loading does not.
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype="auto")
     import_checkpoint(tmp_path / "source", tmp_path / "start")
+    assert read_checkpoint(tmp_path / "start").recipe == recipe("nvfp4-keep-positions")
     export_checkpoint(tmp_path / "start", tmp_path / "back")
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert back.dtype == dtype

@@ -1,10 +1,12 @@
 """From training to a served model: train, export packed, load in transformers, generate the same tokens."""
 
 import json
+import math
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -120,3 +122,15 @@ def test_a_folder_is_finetuned_with_the_shipped_configuration_and_served(tmp_pat
     reference = emulated(run, tmp_path / "plain")
     with torch.no_grad():
         assert served(ids).logits.equal(reference(ids).logits)
+
+
+def test_servers_round_inputs_with_the_range_that_the_run_has_recorded(tmp_path):
+    run = train(tmp_path, "nvfp4", bf16={"enabled": True})
+    maxima = read_checkpoint(run).static_inputs.maxima
+    export_packed_checkpoint(run, tmp_path / "packed", "compressed-tensors", precision="w4a4")
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    assert len(maxima) == 14
+    for layer, largest in maxima.items():
+        # NVFP4 reaches 6 × 448; the scale is rounded up to a power of two
+        expected = 2.0 ** -math.ceil(math.log2(largest / 2688))
+        assert tensors[f"{layer}.input_global_scale"].item() == expected

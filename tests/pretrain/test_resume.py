@@ -5,7 +5,7 @@ import pytest
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.stock_precision import take_stock_precision
 from megalowbit.errors import UserError
-from megalowbit.layers.settings import RegularizerSettings
+from megalowbit.layers.settings import DEFAULT_RECIPE, RegularizerSettings
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.speculation.settings import SpeculationSettings
 
@@ -87,6 +87,18 @@ def test_a_component_that_is_added_or_left_out_is_one_change():
 def test_settings_fixed_by_the_checkpoint_cannot_change(path, value, message):
     with pytest.raises(UserError, match=message):
         changed_settings(SAVED, changed(*path, value=value))
+
+
+def test_a_run_with_the_former_default_recipe_says_so():
+    now = changed("megalowbit", "recipe", value=DEFAULT_RECIPE)
+    with pytest.raises(
+        UserError,
+        match=r"^megalowbit\.recipe was 'nvfp4', the default of earlier versions, in the run to resume and "
+        r"is 'nvfp4-keep-positions' now: resume with the old value",
+    ):
+        changed_settings(SAVED, now)
+    with pytest.raises(UserError, match=r"^megalowbit\.recipe was 'nvfp4-keep-positions' in the run"):
+        changed_settings(now, SAVED)
 
 
 def test_runs_of_earlier_versions_parsed_special_tokens():

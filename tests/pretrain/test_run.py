@@ -28,7 +28,7 @@ def test_a_run_ends_with_checkpoint_summary_and_model(resolve, tmp_path, capsys)
     resolved = json.loads((folder / "config.json").read_text())
     assert resolved == config.to_dict()
     output = capsys.readouterr().out
-    assert "8 layers converted, 1 kept" in output
+    assert "7 layers converted, 2 kept" in output
     assert "4/4" in output
 
 
@@ -54,7 +54,7 @@ def test_resuming_a_finished_run_does_nothing_unless_it_was_extended(resolve, tm
     ("override", "message"),
     [
         ("optimizer.params.lr=1e-5", r"optimizer\.params\.lr was 0\.003 .* is 1e-05 now"),
-        ("megalowbit.recipe=bf16", r"megalowbit\.recipe was 'nvfp4'"),
+        ("megalowbit.recipe=bf16", r"megalowbit\.recipe was 'nvfp4-keep-positions'"),
         ("megalowbit.model.overrides.n_head=4", "n_head"),
     ],
 )

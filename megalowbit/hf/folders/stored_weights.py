@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 
-from megalowbit.errors import UserError, shortened
+from megalowbit.errors import UserError, file_system_error, shortened
 from megalowbit.hf.folders.weight_files import SAFETENSORS, StoredTensor, find_weight_files, stored_tensors
 
 if TYPE_CHECKING:
@@ -215,4 +215,5 @@ def _loading(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = shortened(str(error).strip().split("\n")[0]) or type(error).__name__
-        raise UserError(f"the weights in {folder} cannot be loaded ({reason}): replace the folder") from error
+        message = f"the weights in {folder} cannot be loaded ({reason}): replace the folder"
+        raise file_system_error(message, error) from error

@@ -47,6 +47,10 @@ class Draft:
         """Record a finished file, which is on the disk."""
         path = self.path / name
         self.finished[name] = FileFacts(name, path.stat().st_size, sha256_of(path))
+        self.write_journal()
+
+    def write_journal(self) -> None:
+        """Write key and finished files; a draft with a journal is one of a conversion."""
         files = [each._asdict() for each in self.finished.values()]
         with atomic_file(self.path / JOURNAL) as file:
             file.write(json.dumps({"format": FORMAT, "key": self._key, "files": files}, indent=1) + "\n")
@@ -117,10 +121,16 @@ def _claim(folder: Path, key: Mapping[str, Any]) -> tuple[int, Draft]:
         os.close(descriptor)
     path = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     path.mkdir(parents=True)
-    descriptor = _lock(path)
-    if descriptor is None:
-        raise UserError(f"{path} was locked by another process: try again")
-    return descriptor, Draft(path, key, {})
+    draft = Draft(path, key, {})
+    try:
+        # before any other file, so that the next attempt finds the draft of a process that was killed at once
+        draft.write_journal()
+        if (descriptor := _lock(path)) is None:
+            raise UserError(f"{path} was locked by another process: try again")
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return descriptor, draft
 
 
 def _lock(path: Path) -> int | None:

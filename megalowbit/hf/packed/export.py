@@ -1,7 +1,7 @@
 """Exports a low-bit model with packed weights: a Hugging Face folder that inference servers read.
 
-The codes and scales in the folder are those that the forward of the training made from the weights, in the
-dtype in which the model computed. All other tensors are written in bf16. One tensor after the other, or one
+The codes and scales in the folder are those that the recipe's forward makes of the weights, in the dtype in
+which the model computed. All other tensors are written in bf16. One tensor after the other, or one
 fused group after the other, is read, quantised and written, and the folder appears as a whole. Before that,
 the weights are decoded from the files as their layout defines it, and compared with those of the forward.
 
@@ -79,7 +79,8 @@ class Options(TypedDict, total=False):
 
     Attributes:
         precision: `w4a16` (the default): weights are packed; `w4a4`: servers also round inputs.
-        input_maxima: largest magnitude of the input of each packed layer; for `w4a4` in NVFP4.
+        input_maxima: largest magnitude of the input of each packed layer; for `w4a4` in NVFP4. Default: those
+            that the run has recorded, see `layers.conversion.static_inputs`.
         is_exact: refuse the export if a value would differ from that of the recipe's forward.
         tokenizer: saved with the weights; default: the tokenizer kept in a checkpoint to start from, if any.
         shard_size: limit of the bytes of tensors in a file.
@@ -154,7 +155,10 @@ def plan_packed_export(source: Path, layout: str, **options: Unpack[Options]) ->
         model = random_model(config, seed=0, device="meta", where=str(source))
         convert(model, stored.recipe)
         store_generation(model, stored.generation)
-    plan = plan_packing(model, LAYOUTS[layout], precision, options.get("input_maxima"))
+    maxima = options.get("input_maxima")
+    if maxima is None and stored.static_inputs is not None:
+        maxima = stored.static_inputs.maxima
+    plan = plan_packing(model, LAYOUTS[layout], precision, maxima)
     weights = _Weights(model, stored.half_state_dict, str(source))
     return PackedExport(weights, plan, step, options, {"source": sha256_of(step / MANIFEST)}, stored)
 

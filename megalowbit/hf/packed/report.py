@@ -83,8 +83,8 @@ def notes_about(header: Mapping[str, Any]) -> tuple[str, ...]:
     notes = []
     if (progress.get("late_switch") or {}).get("since"):
         notes.append(
-            "the late switch of the run ended the rounding in the forward before this step, and the packed "
-            "model rounds: compare its loss, not that of the last steps"
+            "the late switch of the run ended the rounding in the forward before this step, but the packed "
+            "model rounds, so its loss is not that of the last steps"
         )
     if progress.get("speculation"):
         notes.append("speculation chose the precision of each product, and here all layers have one format")

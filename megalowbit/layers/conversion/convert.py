@@ -34,6 +34,7 @@ from megalowbit.layers.matmul.weight_cache import WeightCache, WeightSlot
 from megalowbit.layers.parameter_split.split_linear import RESIDUAL, SPLIT_NAMES
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.layers.siblings import SharedInput, find_siblings
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT, ParallelBitLinear
 from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 def convert(
     model: nn.Module,
-    recipe: str | Recipe | Mapping[str, Any] = "nvfp4",
+    recipe: str | Recipe | Mapping[str, Any] = DEFAULT_RECIPE,
     *,
     seed: int = 0,
     rank: int | None = None,

@@ -52,8 +52,10 @@ class LateSwitchSettings(SettingsModel):
         raise ValueError("expected a whole number of steps ≥ 1, or a fraction of run.steps between 0 and 1")
 
     def step(self, total_steps: int) -> int:
-        """Optimizer steps before the switch; a fraction of the run is rounded, to one step at least."""
-        return self.at if isinstance(self.at, int) else max(1, round(self.at * total_steps))
+        """Optimizer steps before the switch; a fraction leaves a step on both sides, if there are two."""
+        if isinstance(self.at, int):
+            return self.at
+        return max(1, min(round(self.at * total_steps), total_steps - 1))
 
 
 class LateSwitch(Component):
@@ -77,7 +79,10 @@ class LateSwitch(Component):
 
     key = "late_switch"
     settings_class = LateSwitchSettings
-    description = "from this step on, run the layers in high precision; off unless set"
+    description = (
+        "from this step on, run the layers in high precision; off unless set. No effect if the recipe "
+        "quantises nothing"
+    )
     may_change = (KEY, f"{KEY}.*")  # unless it conflicts with the steps trained so far: see `check_resumed`
 
     def __init__(
@@ -101,7 +106,10 @@ class LateSwitch(Component):
         self._since: list[float | None] = []  # losses of the first steps after it
 
     @classmethod
-    def build(cls, settings: LateSwitchSettings, parts: RunParts) -> LateSwitch:
+    def build(cls, settings: LateSwitchSettings, parts: RunParts) -> LateSwitch | None:
+        """Build it; None if the recipe quantises nothing, as in a bf16 baseline."""
+        if not parts.recipe.quantizes:
+            return None
         return cls(
             settings,
             parts.engine.module,
@@ -112,8 +120,8 @@ class LateSwitch(Component):
 
     @classmethod
     def check(cls, settings: LateSwitchSettings, run: RunSettings, recipe: object) -> None:
-        """Reject a switch after the last step."""
-        if settings.step(run.steps) >= run.steps:
+        """Reject a switch after the last step; a fraction in a run of one step means none."""
+        if isinstance(settings.at, int) and settings.at >= run.steps:
             raise UserError(
                 f"{KEY}.at = {settings.at} leaves no step after the switch, because megalowbit.run.steps is "
                 f"{run.steps}: lower at, or leave late_switch out"
@@ -121,10 +129,11 @@ class LateSwitch(Component):
 
     @classmethod
     def check_recipe(cls, settings: LateSwitchSettings, recipe: Recipe) -> None:
-        """Reject a recipe that quantises nothing that could be switched."""
+        """Reject a recipe that quantises, but nothing that could be switched."""
         from megalowbit.layers.conversion.precision_switch import switched
 
-        switched(recipe, settings.scope)
+        if recipe.quantizes:
+            switched(recipe, settings.scope)
 
     @classmethod
     def check_resumed(cls, saved: Mapping[str, Any], current: Mapping[str, Any], *, step: int) -> None:

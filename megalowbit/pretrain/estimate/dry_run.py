@@ -29,7 +29,7 @@ from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.precision_switch import switched
 from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.checks import check_config, this_device, why_not
+from megalowbit.pretrain.checks import check_config, recipe_advice, this_device, why_not
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.config import PretrainConfig
@@ -90,7 +90,7 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     check_fits(model.config, vocab_size=vocab_size, sequence_length=settings.data.sequence_length)
     device = this_device()
     return {
-        "layers": "\n".join([str(report), *split_ranks(layers)]),
+        "layers": "\n".join([str(report), *split_ranks(layers), *filter(None, [recipe_advice(config)])]),
         "products": why_not(recipe, device) or f"{recipe.gemm} on this machine ({device})",
         "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers"
         + padding_text(model.config),
@@ -142,7 +142,7 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     }
     if speculation is not None:
         sections["speculation"] = describe_speculation(speculation)
-    if switch is not None:
+    if switch is not None and recipe.quantizes:
         later = switched(recipe, switch.scope)
         sections["late switch"] = f"after step {switch.step(settings.run.steps)}: {later}"
         saved = estimate_run(config, later).saved_for_backward  # the only part that changes

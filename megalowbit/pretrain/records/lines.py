@@ -9,7 +9,7 @@ from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.parameters.full_weights import full_numel
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.optim.optimizers.param_groups import learning_rate
-from megalowbit.pretrain.checks import describe_kernels
+from megalowbit.pretrain.checks import describe_kernels, recipe_advice
 from megalowbit.pretrain.job import Job
 from megalowbit.telemetry.columns import scale_text
 from megalowbit.values import counted
@@ -83,6 +83,7 @@ def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, chan
                 f"{data.corpus}, {job.loader.num_samples:,} sequences of {data.sequence_length} tokens "
                 f"({job.loader.tokenizer.name})" + (f", {packing}" if packing else ""),
             ),
+            *([f"advice    {advice}"] if (advice := recipe_advice(job.config)) and not is_resumed else []),
             *([f"schedule  {warning}"] if (warning := zero_rate_warning(job)) is not None else []),
             *(f"changed   {change}" for change in changes),
             "",

@@ -54,11 +54,13 @@ def test_one_stage_trains_like_plain_autograd():
         torch.testing.assert_close(moved, parameter - 0.1 * parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_layers_are_converted_under_the_models_names():
+@pytest.mark.parametrize(("recipe", "count"), [("nvfp4", 8), ("nvfp4-keep-positions", 7)])
+def test_layers_are_converted_under_the_models_names(recipe, count):
     module = pipeline_module(model(), num_stages=1)
-    initialize(model=module, config=config("nvfp4", pipeline={"stages": 1}))
+    initialize(model=module, config=config(recipe, pipeline={"stages": 1}))
     whole = model()
-    report = mlb.convert(whole, "nvfp4")
+    report = mlb.convert(whole, recipe)
+    assert len(report.swapped) == count
     assert list(mlb.bit_layers(module)) == [layer.name for layer in report.swapped]
     assert all(layer.layer_name == name for name, layer in mlb.bit_layers(module).items())
     assert module.full_model is None

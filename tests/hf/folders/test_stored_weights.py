@@ -1,5 +1,6 @@
 """Weights read one by one, held against the model that transformers loads from the same folder."""
 
+import errno
 import json
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import KINDS, tiny_model
 
-from megalowbit.errors import UserError
+from megalowbit.errors import TransientError, UserError
 from megalowbit.families.registry import family
+from megalowbit.hf.folders import stored_weights
 from megalowbit.hf.folders.stored_weights import StoredWeights, same_bits, widest
 from megalowbit.hf.model import load_weights
 
@@ -161,3 +163,16 @@ def test_an_index_with_another_order_gives_the_same_weights(tmp_path):
     path.write_text(json.dumps({**index, "weight_map": dict(reversed(index["weight_map"].items()))}))
     weights = open_weights(tmp_path, model.config)
     assert all(weights[name].equal(value) for name, value in model.state_dict().items())
+
+
+def test_a_lost_file_system_is_not_damage(tmp_path, monkeypatch):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path)
+    weights = open_weights(tmp_path, model.config)
+
+    def lost(*_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(stored_weights, "safe_open", lost)
+    with pytest.raises(TransientError, match="Stale file handle"):
+        weights["lm_head.weight"]

@@ -27,7 +27,9 @@ def hf_folder(folder):
 
 
 def tokenizer_files(folder):
-    paths = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    paths = [
+        path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".safetensors", ".md")
+    ]
     names = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
     return {name: data for name, data in names.items() if "config.json" not in name or "token" in name}
 

@@ -1,5 +1,6 @@
 import fcntl
 import os
+import signal
 
 import pytest
 
@@ -45,6 +46,21 @@ def test_an_interruption_before_the_first_file_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         attempt(tmp_path / "x", KeyboardInterrupt(), names=())
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("num_files", [0, 1])
+def test_the_draft_of_a_killed_process_is_continued(tmp_path, num_files):
+    child = os.fork()
+    if child == 0:
+        with resumable_folder(tmp_path / "x", KEY) as draft:
+            for name in "ab"[:num_files]:
+                (draft.path / name).write_text(name)
+                draft.note(name)
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert len(unfinished(tmp_path / "x")) == 1
+    assert attempt(tmp_path / "x") == ["a"][:num_files]
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
 def interrupted(folder):

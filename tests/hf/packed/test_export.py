@@ -182,7 +182,8 @@ def test_one_group_of_weights_is_in_memory_at_a_time(tmp_path, monkeypatch):
 def test_an_interrupted_export_continues_and_reports_all_layers(tmp_path, monkeypatch):
     plain = tiny_model("llama", **SIZES)
     with torch.no_grad():
-        plain.model.layers[0].self_attn.v_proj.weight[3] *= 2.0**-15
+        plain.model.layers[0].self_attn.v_proj.weight *= 0.03
+        plain.model.layers[0].self_attn.v_proj.weight[3] *= 2.0**-12
     write_start_checkpoint(plain, "nvfp4", tmp_path / "start")
     export_packed_checkpoint(tmp_path / "start", tmp_path / "a", "modelopt", shard_size=20_000)
     read = _Weights.read

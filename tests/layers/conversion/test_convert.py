@@ -13,6 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert, random_stream, restore, set_observer
+from megalowbit.layers.recipe import recipe
+from megalowbit.layers.settings import DEFAULT_RECIPE
 
 
 def gpt2(**kwargs) -> GPT2LMHeadModel:
@@ -39,7 +41,7 @@ IDS = torch.arange(32).view(2, 16)
 
 def test_gpt2_projections_are_swapped_and_the_head_is_kept():
     model = gpt2()
-    report = convert(model)
+    report = convert(model, "nvfp4")
     names = [each.name for each in report.swapped]
     assert names == [
         f"transformer.h.{block}.{name}"
@@ -130,7 +132,7 @@ def test_a_frozen_conv1d_stays_frozen():
 def test_meta_models_can_be_converted():
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config())
-    report = convert(model)
+    report = convert(model, "nvfp4")
     assert len(report.swapped) == 48
     assert model.transformer.h[0].attn.c_attn.weight.shape == (2304, 768)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -155,13 +157,28 @@ def test_a_keep_pattern_that_matches_nothing_names_the_nearest_layer():
     ("model", "kept"),
     [(gpt2(), {"transformer.h.0.attn.c_attn"}), (gpt2().transformer, {"h.0.attn.c_attn"}), (llama(), set())],
 )
-def test_keep_if_present_may_match_nothing(model, kept):
+def test_keep_if_present_may_match_nothing(caplog, model, kept):
     """Position embeddings are read by one layer of GPT-2, and by none of a model with rotary positions."""
-    report = convert(model, "nvfp4-keep-positions")
+    report = convert(model)  # the default
+    assert report.recipe == recipe("nvfp4-keep-positions")
+    assert BitLinear(4, 4).recipe == recipe("nvfp4")  # a layer has no blocks
     named = {each.name for each in report.kept if each.reason == "named by the recipe's keep_if_present"}
     assert named == kept
     assert not kept & {each.name for each in report.swapped}
     assert len(report.swapped) >= 7
+    assert not caplog.records
+
+
+def test_without_position_embeddings_the_default_has_the_bits_of_nvfp4():
+    tokens, found = torch.arange(64).reshape(2, 32) % 48, []
+    for chosen in (DEFAULT_RECIPE, "nvfp4"):
+        torch.manual_seed(0)
+        model = llama()
+        convert(model, chosen)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))
 
 
 class Tied(nn.Module):

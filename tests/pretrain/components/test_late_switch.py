@@ -134,11 +134,12 @@ def test_a_run_switches_and_records_it(resolve, tmp_path, capsys, scope):
     }
     assert "late_switch" not in summaries[1]
     printed = capsys.readouterr().out
-    assert f"switch    after step 3: nvfp4, {scope} in high precision" in printed
-    assert f"precision switched after step 3: 8 layers now use nvfp4, {scope} in high" in printed
+    assert f"switch    after step 3: nvfp4-keep-positions, {scope} in high precision" in printed
+    line = f"precision switched after step 3: 7 layers now use nvfp4-keep-positions, {scope} in high"
+    assert line in printed
     assert "over the 3 steps since" in printed
     stored = read_checkpoint(tmp_path / "run")
-    assert stored.recipe == recipe("nvfp4")  # the one configured
+    assert stored.recipe == recipe("nvfp4-keep-positions")  # the one configured
 
 
 # before, at and after the switch
@@ -191,16 +192,28 @@ def test_after_a_switch_to_high_precision_nothing_is_counted(resolve, tmp_path):
 
 @pytest.mark.parametrize("start", [run, lambda config, folder: describe(config)])
 def test_a_recipe_with_nothing_to_switch_is_refused_and_leaves_no_folder(resolve, tmp_path, start):
-    config = resolve("megalowbit.recipe=bf16", f"{AT}=2")
-    with pytest.raises(UserError, match=r"^megalowbit\.late_switch: .*'bf16' quantises nothing there: leave"):
+    config = resolve("megalowbit.recipe=mxfp4-rht", f"{AT}=2")  # its forward is in high precision already
+    with pytest.raises(
+        UserError, match=r"^megalowbit\.late_switch: .*'mxfp4-rht' quantises nothing there: leave"
+    ):
         start(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_one_override_makes_the_bf16_baseline_of_a_run_with_a_switch(resolve, tmp_path):
+    plain = run(resolve("megalowbit.recipe=bf16"), tmp_path / "plain")
+    rows = run(resolve("megalowbit.recipe=bf16", f"{AT}=2"), tmp_path / "run")
+    assert [row["loss"] for row in rows] == [row["loss"] for row in plain]
+    assert "precision_switched" not in rows[-1]
+    assert "== late switch" not in describe(resolve("megalowbit.recipe=bf16", f"{AT}=2"))
 
 
 def test_a_dry_run_describes_later_splits_and_their_memory(resolve):
     text = describe(resolve('megalowbit.late_switch={"at": 2, "scope": "all"}'))
     parts = dict(part.split("\n", 1) for part in text.removeprefix("== ").split("\n\n== "))
-    assert parts["late switch"].startswith("after step 2: nvfp4, all in high precision (forward: input fp32")
+    assert parts["late switch"].startswith(
+        "after step 2: nvfp4-keep-positions, all in high precision (forward: input fp32"
+    )
     kept = [
         float(
             next(

@@ -54,7 +54,7 @@ def test_a_trace_has_ranges_of_each_phase_and_layer_of_the_chosen_steps(trace):
     each_micro_batch = (
         "data", "forward", "backward", "optimizer step", "transformer.wte forward",
         "transformer.h.0 forward", "transformer.h.1 backward", "transformer.h.1.mlp.c_fc forward",
-        "transformer.h.0.attn.c_attn backward",
+        "transformer.h.1.attn.c_attn backward",
     )  # fmt: skip
     expected = dict.fromkeys(each_micro_batch, STEPS * MICRO_BATCHES)
     assert {name: counts[name] for name in expected} == expected

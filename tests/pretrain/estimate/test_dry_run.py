@@ -21,10 +21,11 @@ def test_the_report_has_configuration_layers_sizes_and_memory(resolve):
     config = resolve()
     parts = sections(describe(config))
     assert json.loads(parts["configuration"]) == config.to_dict()
-    assert "converted 8 layers" in parts["layers"]
-    # embeddings (256 + 64)·32, two blocks of 12·32² + 13·32, final norm 2·32; projections 12·32² each block
+    assert "converted 7 layers" in parts["layers"]
+    # embeddings (256 + 64)·32, two blocks of 12·32² + 13·32, final norm 2·32; projections 12·32² each block,
+    # of which 3·32² of the first stay in high precision
     assert parts["parameters"] == f"{320 * 32 + 2 * (12 * 1024 + 13 * 32) + 64:,}, of which " + (
-        f"{2 * 12 * 1024:,} ({2 * 12 * 1024 / 35712:.1%}) in low-bit layers"
+        f"{(2 * 12 - 3) * 1024:,} ({(2 * 12 - 3) * 1024 / 35712:.1%}) in low-bit layers"
     )
     assert "128 tokens per step" in parts["data"]
     assert parts["products"].startswith("bf16 on ")

@@ -29,7 +29,7 @@ def source(tmp_path, monkeypatch):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.mul_({"v_proj": 0.1, "up_proj": 4.0}.get(name.split(".")[-2], 1.0))
-            parameter.mul_(3.0 if name.endswith("proj.weight") else 1.0)
+            parameter.mul_(3.0 if name.endswith("proj.weight") else 30.0 if "lm_head" in name else 1.0)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path / "hf"

@@ -5,6 +5,9 @@ import pytest
 import torch
 
 from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.layers.recipe import recipe
+from megalowbit.pretrain.checks import recipe_advice
+from megalowbit.pretrain.estimate.dry_run import describe
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.records.lines import products_line, startup_lines, zero_rate_warning
 
@@ -19,7 +22,7 @@ def test_the_startup_lines_name_folder_model_recipe_data_and_batch(build_job):
     text = startup_lines(job, ProcessIdentity(), is_resumed=False, changes=["run.steps 5 -> 6"])
     first_words = [line.split()[0] for line in text.splitlines() if line]
     assert first_words == [
-        "run", "model", "recipe", "kernels", "data", "batch", "flops", "schedule", "changed"
+        "run", "model", "recipe", "kernels", "data", "batch", "flops", "advice", "schedule", "changed"
     ]  # fmt: skip
     parameters = sum(p.numel() for p in job.engine.module.parameters())
     assert f"{parameters:,} parameters" in text
@@ -30,7 +33,40 @@ def test_the_startup_lines_name_folder_model_recipe_data_and_batch(build_job):
 def test_a_resumed_run_says_after_which_step(build_job):
     job = build_job()
     job.totals.steps = 17
-    assert "resumed after step 17" in startup_lines(job, ProcessIdentity(), is_resumed=True, changes=[])
+    text = startup_lines(job, ProcessIdentity(), is_resumed=True, changes=[])
+    assert "resumed after step 17" in text
+    assert "advice" not in text  # it may be too late
+
+
+SWITCH = {"at": 0.7, "scope": "forward"}
+PERIOD = {"start": 0.7, "period": 400, "window": 50, "threshold": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "missing"),
+    [
+        ((), {"late_switch": SWITCH}),
+        (("recipe=nvfp4-keep-positions", "late_switch.at=2"), None),
+        (("recipe=nvfp4",), None),
+        (("recipe=bf16",), None),
+        (("recipe=tetrajet-2",), {"oscillation_reset": PERIOD}),
+        (('recipe={"base": "nvfp4-keep-positions"}',), {"late_switch": SWITCH}),
+        (('recipe={"base": "nvfp4-keep-positions", "name": "nvfp4-keep-positions", "keep_last": 1}',), None),
+    ],
+)
+def test_what_belongs_to_a_recipe_and_is_off_is_named(resolve, overrides, missing):
+    config = resolve(*(f"megalowbit.{each}" for each in overrides))
+    advice = recipe_advice(config)
+    if missing is None:
+        assert advice is None
+        assert "meant to be used" not in describe(config)
+        return
+    assert advice.startswith(f"{recipe(config.recipe).name} is meant to be used with ")
+    assert json.loads("{" + advice.partition(" with ")[2].removesuffix(", which is off") + "}") == missing
+    assert advice in describe(config).split("== layers")[1].split("== products")[0]
+    followed = (f"megalowbit.{key}={json.dumps(value)}" for key, value in missing.items())
+    steps = "megalowbit.run.steps=1000"
+    assert recipe_advice(resolve(steps, *(f"megalowbit.{each}" for each in overrides), *followed)) is None
 
 
 @pytest.mark.parametrize(

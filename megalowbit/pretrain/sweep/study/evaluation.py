@@ -59,7 +59,7 @@ def final_recipe(config: PretrainConfig) -> Recipe:
     """The recipe at the end of the run, after a late switch."""
     recipe = recipe_of(config.recipe)
     switch = config.settings.of(LateSwitchSettings)
-    return recipe if switch is None else switched(recipe, switch.scope)
+    return switched(recipe, switch.scope) if switch is not None and recipe.quantizes else recipe
 
 
 def read_tokens(settings: DataSettings, heldout: Path) -> torch.Tensor:
