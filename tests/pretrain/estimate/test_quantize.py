@@ -106,7 +106,7 @@ def test_the_report_has_the_losses_of_the_served_model_and_the_errors_of_its_wei
     weights_only, _ = loss_of(served_model(source, packed, rounds_inputs=False), numbers)
     assert report["text"]["tokens"] == count
     assert report["before"]["loss"] == pytest.approx(before, rel=1e-6)
-    # in bf16 the order of sums differs, and rounded inputs with it; leaving inputs alone would give a share of 1
+    # the order of sums in bf16 differs, and rounded inputs with it; unrounded ones would give a share of 1
     difference = abs(report["after"]["loss"] - after)
     assert difference < (0.5 * abs(after - weights_only) if is_static else 1e-5), (
         before,
