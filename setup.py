@@ -44,6 +44,7 @@ setup(
         "test": [
             "pytest>=9",
             "compressed-tensors==0.20.0; python_version>='3.11'",  # transformers reads packed exports with it
+            "peft>=0.21",  # LoRA on converted models
             "accelerate>=1.1",  # transformers' Trainer, which tests train with, needs it
             "pytest-timeout>=2.4",
             "pytest-xdist>=3.6",

@@ -14,6 +14,10 @@ compare:
     cache          the second half, decoded token by token with past_key_values, and in one forward
     quantisation   the recipe, and the unquantised weights
 
+Where inputs can be quantised by recorded numbers, a second row does so ("static"). Their range is recorded in
+eight more sequences of other files. The last column is the loss of 64 further sequences, in batches of eight
+(in nats); with `--only-loss` it is the only one.
+
 Every figure is ‖change‖ / ‖logits‖ in percent, over all sequences and tokens. The mean over the vocabulary is
 subtracted from the logits first. All columns but `again` start from the same random numbers. A bf16 model
 also changes because its products are summed in another order.
@@ -27,6 +31,7 @@ import json
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,9 +39,27 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megalowbit as mlb
 from megalowbit.layers.carried_state import forget_uses
+from megalowbit.layers.conversion.static_inputs import needs_static_inputs, why_not_static
 
 SEQUENCES = 8
+LOSS_BATCHES = 8
 COLUMNS = ("again", "later tokens", "batch", "cache", "quantisation")
+
+
+class Texts(NamedTuple):
+    """Sequences, each (n, length).
+
+    Attributes:
+        tokens: whose logits are compared.
+        other: whose second halves replace theirs.
+        recorded: in which ranges of inputs are recorded.
+        of_loss: whose loss is measured.
+    """
+
+    tokens: Tensor
+    other: Tensor
+    recorded: Tensor
+    of_loss: Tensor
 
 
 def main() -> None:
@@ -48,6 +71,7 @@ def main() -> None:
         "--recipe", action="append", type=recipe, help="name or JSON block; default: all names"
     )
     options.add_argument("--precision", choices=("float32", "bfloat16"), default="float32")
+    options.add_argument("--only-loss", action="store_true", help="measure only the loss")
     chosen = options.parse_args()
     if not (chosen.checkpoint / "config.json").is_file():
         sys.exit(
@@ -57,16 +81,40 @@ def main() -> None:
     plain = AutoModelForCausalLM.from_pretrained(chosen.checkpoint, trust_remote_code=False).eval()
     plain = plain.to(getattr(torch, chosen.precision))
     length = plain.config.max_position_embeddings
-    tokens, other = texts(length).split(SEQUENCES)
-    reference = logits(plain, tokens)
+    text = Texts(*texts(length).split([SEQUENCES] * 3 + [SEQUENCES * LOSS_BATCHES]))
+    reference = logits(plain, text.tokens)
     print(f"torch {torch.__version__}, {chosen.precision}, {SEQUENCES} sequences of {length} bytes; percent")
     names = [name for name in mlb.recipes() if name != "bf16"]
-    print(f"{'':<32}" + "".join(f"{column:>14}" for column in COLUMNS))
+    columns = () if chosen.only_loss else COLUMNS
+    print(f"{'':<32}" + "".join(f"{column:>14}" for column in (*columns, "loss")))
     for each in [mlb.recipe("bf16"), *(chosen.recipe or map(mlb.recipe, names))]:
         model = copy.deepcopy(plain)
         mlb.convert(model, each)
-        found = (*changes(model, tokens, other), change(logits(model, tokens), reference))
-        print(f"{each.name:<32}" + "".join(f"{100 * value:14.5f}" for value in found))
+        print_row(each.name, model, text, None if chosen.only_loss else reference)
+        if needs_static_inputs(each) and why_not_static(each) is None:
+            with mlb.record_inputs(model) as ranges:
+                logits(model, text.recorded)
+            mlb.use_static_inputs(model, ranges.result())
+            print_row(f"{each.name}, static", model, text, None if chosen.only_loss else reference)
+
+
+def print_row(title: str, model: PreTrainedModel, text: Texts, reference: Tensor | None) -> None:
+    """A line: changes in percent, and the loss. `reference`: unquantised logits; `None`: only the loss."""
+    found: tuple[float, ...] = ()
+    if reference is not None:
+        quantisation = change(logits(model, text.tokens), reference)
+        found = (*changes(model, text.tokens, text.other), quantisation)
+    cells = "".join(f"{100 * value:14.5f}" for value in found)
+    print(f"{title:<32}{cells}{loss(model, text.of_loss):14.5f}", flush=True)
+
+
+def loss(model: PreTrainedModel, tokens: Tensor) -> float:
+    """Mean loss of all predictions, in batches of `SEQUENCES`."""
+    losses = []
+    for batch in tokens.split(SEQUENCES):
+        predicted = logits(model, batch)[:, :-1].flatten(0, 1).double()
+        losses.append(torch.nn.functional.cross_entropy(predicted, batch[:, 1:].flatten()))
+    return torch.stack(losses).mean().item()
 
 
 def recipe(text: str) -> mlb.Recipe:
@@ -78,10 +126,10 @@ def recipe(text: str) -> mlb.Recipe:
 
 
 def texts(length: int) -> Tensor:
-    """(2 · SEQUENCES, length) bytes, each row from another source file of the standard library."""
+    """(n, length) bytes, each row from another source file of the standard library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     content = [file.read_bytes() for file in files]
-    long = [each for each in content if len(each) > 2000 + length][: 2 * SEQUENCES]
+    long = [each for each in content if len(each) > 2000 + length][: (3 + LOSS_BATCHES) * SEQUENCES]
     return torch.stack([torch.tensor(list(each[2000 : 2000 + length])) for each in long])
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from megalowbit.layers.conversion.other_loops import check_training
     from megalowbit.layers.conversion.precision_switch import switch_precision
+    from megalowbit.layers.conversion.static_inputs import StaticInputs, record_inputs, use_static_inputs
     from megalowbit.layers.recipe import Recipe, recipe, recipes
     from megalowbit.layers.regularizer import DualRangeRegularizer
     from megalowbit.layers.settings import RegularizerSettings
@@ -78,6 +79,7 @@ _MODULES = {
     "PrecisionController": "speculation.controller",
     "Recipe": "layers.recipe",
     "RegularizerSettings": "layers.settings",
+    "StaticInputs": "layers.conversion.static_inputs",
     "UserError": "errors",
     "attach_autocast": "optim.precision.autocast",
     "autocast": "optim.precision.autocast",
@@ -96,12 +98,14 @@ _MODULES = {
     "quantizer_names": "quantize.names",
     "random_stream": "layers.conversion.convert",
     "recipe": "layers.recipe",
+    "record_inputs": "layers.conversion.static_inputs",
     "recipes": "layers.recipe",
     "restore": "layers.conversion.convert",
     "save_quantized": "quantize.packed_file",
     "set_observer": "layers.conversion.convert",
     "split_weights": "engine.parameters.split",
     "switch_precision": "layers.conversion.precision_switch",
+    "use_static_inputs": "layers.conversion.static_inputs",
 }
 
 __all__ = [
@@ -127,6 +131,7 @@ __all__ = [
     "PrecisionController",
     "Recipe",
     "RegularizerSettings",
+    "StaticInputs",
     "UserError",
     "attach_autocast",
     "autocast",
@@ -146,11 +151,13 @@ __all__ = [
     "random_stream",
     "recipe",
     "recipes",
+    "record_inputs",
     "restore",
     "save_quantized",
     "set_observer",
     "split_weights",
     "switch_precision",
+    "use_static_inputs",
 ]
 
 

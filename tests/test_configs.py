@@ -1,5 +1,6 @@
 """Every shipped configuration is valid: it can be read, and its model and recipe exist."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,10 @@ def load(name, world_size=8):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_shipped_configuration_is_valid(path):
     config = load(path.stem)
-    assert config.settings.model.config.is_file()
+    if path.stem.startswith("finetune_"):  # from a folder that the user names
+        assert config.settings.model.checkpoint is not None
+    else:
+        assert config.settings.model.config.is_file()
     assert recipe(config.recipe).name
 
 
@@ -40,6 +44,16 @@ def test_a_shipped_configuration_can_be_tried_for_fewer_steps_than_its_warmup_ha
     schedule = config.parts.settings.lr_schedule
     assert schedule.total_steps == schedule.warmup_steps == 40
     assert [schedule.factor(step) for step in range(4)] == [1 / 40, 2 / 40, 3 / 40, 4 / 40]
+
+
+@pytest.mark.parametrize("name", ["finetune_gpt2", "finetune_llama"])
+def test_finetuning_is_gentle_and_rounds_to_the_end(name):
+    """With a late switch, the last steps would not train the rounded weights that are exported."""
+    config = load(name)
+    assert config.parts.deepspeed["optimizer"]["params"]["lr"] <= 2e-5
+    assert config.parts.settings.lr_schedule.warmup_steps <= 0.05 * config.settings.run.steps
+    assert "late_switch" not in json.loads((CONFIGS / f"{name}.json").read_text())["megalowbit"]
+    assert recipe(config.recipe).quantizes
 
 
 @pytest.mark.parametrize("name", METIS)

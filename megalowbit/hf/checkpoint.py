@@ -168,12 +168,7 @@ def plan_import(
         return _plan_foreign(source, recipe, config, shard_size)
     if is_training_checkpoint(source):
         raise UserError(f"{source} is already a training checkpoint: start from it directly")
-    config_file = _config_file(source)
-    hf_config = config_from_dict(read_json_object(config_file), {}, str(source))
-    model = random_model(hf_config, seed=0, device="meta", where=str(source))
-    weights = StoredWeights(source, model, family(hf_config.model_type).former_buffers)
-    model.config.dtype = weights.dtype
-    read_generation(model, source)
+    config_file, model, weights = open_folder(source)
     return start_conversion(
         model,
         weights,
@@ -184,6 +179,21 @@ def plan_import(
         tokenizer_files=source,
         shard_size=shard_size,
     )
+
+
+def open_folder(source: Path) -> tuple[Path, PreTrainedModel, StoredWeights]:
+    """A Hugging Face folder: its configuration file, its model on the meta device, and its weights.
+
+    Raises:
+        UserError: see `plan_import`.
+    """
+    config_file = _config_file(source)
+    config = config_from_dict(read_json_object(config_file), {}, str(source))
+    model = random_model(config, seed=0, device="meta", where=str(source))
+    weights = StoredWeights(source, model, family(config.model_type).former_buffers)
+    model.config.dtype = weights.dtype
+    read_generation(model, source)
+    return config_file, model, weights
 
 
 def _has_hf_weights(source: Path) -> bool:

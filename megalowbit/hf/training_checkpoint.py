@@ -50,6 +50,7 @@ from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
 from megalowbit.hf.generation import prepare_for_training, stored_generation
 from megalowbit.hf.model import random_model
 from megalowbit.layers.conversion.convert import bit_layers, convert
+from megalowbit.layers.conversion.static_inputs import StaticInputs
 from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.state_dict_layout import parameter_layout
@@ -76,6 +77,8 @@ class TrainingCheckpoint(NamedTuple):
         half_state_dict: the same in the dtype in which the model computed.
         generation: see `hf.generation`; None in older checkpoints.
         header: all of the checkpoint's counters, states and settings, see `CheckpointContents`.
+        static_inputs: what was recorded of the layers' inputs at the end of training, see
+            `layers.conversion.static_inputs`; None: nothing yet, or an older checkpoint.
     """
 
     hf_config: dict[str, Any]
@@ -84,6 +87,7 @@ class TrainingCheckpoint(NamedTuple):
     half_state_dict: StateDict
     generation: dict[str, Any] | None = None
     header: Mapping[str, Any] = MappingProxyType({})
+    static_inputs: StaticInputs | None = None
 
 
 def is_training_checkpoint(path: Path) -> bool:
@@ -145,6 +149,17 @@ def stored_config(step: Path) -> dict[str, Any]:
     return config
 
 
+def stored_static_inputs(step: Path) -> StaticInputs | None:
+    """What was recorded of the layers' inputs in a step folder; None: nothing, or it is not ours.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    with reading(f"checkpoint {step}"):
+        ours = CheckpointContents(step).header.get(OUR_KEY)
+        return _static_inputs(ours) if isinstance(ours, dict) else None
+
+
 def _passed_over(step: Path) -> list[str]:
     """Names of incomplete or damaged checkpoints of later steps than the newest complete one."""
     names = [*map(step_name, steps_in(step.parent)), *damaged_in(step.parent)]
@@ -176,7 +191,13 @@ def _read_contents(step: Path) -> TrainingCheckpoint:
         StateDict(contents, as_stored=True),
         ours.get("generation"),
         contents.header,
+        _static_inputs(ours),
     )
+
+
+def _static_inputs(ours: Mapping[str, Any]) -> StaticInputs | None:
+    stored = ours.get("static_inputs")
+    return None if stored is None else StaticInputs.from_dict(stored)
 
 
 def write_start_checkpoint(

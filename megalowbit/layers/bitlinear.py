@@ -34,7 +34,7 @@ from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.matmul.gemms import autocast_dtype
 from megalowbit.layers.matmul.quantizations import OPERANDS
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
-from megalowbit.layers.matmul.slots import Chooser, Observer, Probe
+from megalowbit.layers.matmul.slots import Chooser, InputRecord, Observer, Probe, StaticInput
 from megalowbit.layers.matmul.use_counter import LayerStream, ProductCounts, Use, UseCounter, is_recomputing
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
@@ -69,6 +69,8 @@ SLOTS = (
     "shared_input",
     "split_states",
     "is_split",
+    "input_record",
+    "static_input",
     "_product_counts",
 )
 
@@ -109,6 +111,9 @@ class BitLinear(SplitLinear):
         split_states: for split operands, by role: directions from which the next factorisation starts.
         is_transposed: whether it replaces a transformers `Conv1D`, which stores its weight as (in, out).
         is_split: whether the weight is W_R + U·diag(S)·V, see `SplitLinear`.
+        input_record: records the range of the layer's inputs, or `None`. Copies and pickles have none.
+        static_input: recorded numbers by which it quantises its input in evaluation mode; `None`: by those
+            of the batch. See `conversion.static_inputs`.
         handle: identifies the layer and its recipe in a compiled graph; see `compiled`.
 
     Raises:
@@ -148,6 +153,8 @@ class BitLinear(SplitLinear):
         self.random_stream: RandomStream | None = None
         self._layer_stream = LayerStream()
         self._uses = UseCounter()
+        self.input_record: InputRecord | None = None
+        self.static_input: StaticInput | None = None
         self._product_counts = ProductCounts()
 
     @property
@@ -182,7 +189,12 @@ class BitLinear(SplitLinear):
     def changes_no_host_state(self) -> bool:
         """Whether a use of the layer changes nothing on the host but its number of uses."""
         is_observed = self.training and self.observer is not None
+        is_observed = is_observed or self.input_record is not None or self._counts_static_inputs
         return not is_observed and self.weight_slot is None and self.shards is None
+
+    @property
+    def _counts_static_inputs(self) -> bool:
+        return self.static_input is not None and self.static_input.counts is not None
 
     @property
     def title(self) -> str:
@@ -369,6 +381,12 @@ class BitLinear(SplitLinear):
                 f"the counts of {self.title}, but not the calls of its observer",
                 "call set_observer(model, None) before the capture",
             )
+        if self.input_record is not None or self._counts_static_inputs:
+            cuda_graphs.refuse(
+                self.weight.device,
+                f"the record of the inputs of {self.title}, but not its beginning and end",
+                "capture outside of record_inputs and of counts of static inputs",
+            )
         return MatmulContext(
             recipe=recipe,
             compute_dtype=compute_dtype,
@@ -389,6 +407,8 @@ class BitLinear(SplitLinear):
             shards=self.shards if shards is None else shards,
             probe=probe,
             input_forms=input_forms,
+            input_record=self.input_record,
+            static_input=None if self.training else self.static_input,
         )
 
     def _weight_slot_outside_graphs(self) -> WeightSlot | None:
@@ -429,12 +449,14 @@ class BitLinear(SplitLinear):
         return state if use.is_training else state.copy()
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and pickles: without the chooser, which belongs to the original's layers."""
-        return {**self.__dict__, "chooser": None, "_chosen": None, "_pending_probe": None}
+        """State for copies and pickles: without chooser and record, which belong to the original's layers."""
+        none = dict.fromkeys(("chooser", "_chosen", "_pending_probe", "input_record"))
+        return {**self.__dict__, **none}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copied or unpickled state, with a new handle and without the original's weight cache."""
-        state = {"siblings": (), "shared_input": None, "_product_counts": ProductCounts(), **state}
+        new = dict.fromkeys(("shared_input", "input_record", "static_input"))
+        state = {"siblings": (), **new, "_product_counts": ProductCounts(), **state}
         super().__setstate__(state)  # older pickles lack some of these
         self.weight_slot, self.handle = None, register(self)
         self._needed_blocks = needed_blocks(self._recipe)

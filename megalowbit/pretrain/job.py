@@ -59,6 +59,7 @@ from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.profiler import Profiler
 from megalowbit.pretrain.components.registry import COMPONENTS
 from megalowbit.pretrain.components.source_losses import SourceLosses
+from megalowbit.pretrain.components.static_inputs import StaticInputRecord, static_inputs_in
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.pretrain.run_folder.folder import RunFolder
@@ -212,6 +213,7 @@ class Job:
 
     def _state(self, weight_splits: Mapping[str, Any]) -> dict[str, Any]:
         """The client state of a checkpoint; the engine adds weights and optimizer state."""
+        of_components = {kind.key: _state_of(self.find(kind)) for kind in COMPONENTS if kind.key}
         return {
             "megalowbit": {
                 "format": FORMAT,
@@ -220,13 +222,14 @@ class Job:
                 "recipe": self.recipe.to_dict(),
                 "config": self.config.to_dict(),
                 "generation": stored_generation(self.engine.module),
+                "static_inputs": static_inputs_in(of_components[StaticInputRecord.key]),
             },
             "progress": {
                 "loader": self.loader.state_dict(),
                 "totals": self.totals.state_dict(),
                 "skips_in_a_row": self.skips_in_a_row,
                 "random_stream": _state_of(random_stream(self.engine.module)),
-                **{kind.key: _state_of(self.find(kind)) for kind in COMPONENTS if kind.key},
+                **of_components,
                 "weight_splits": weight_splits,
             },
         }

@@ -240,7 +240,23 @@ def _split_mean(matrix: Tensor, first: Tensor) -> SplitTensor:
     wide = torch.promote_types(matrix.dtype, torch.float32)
     mean = torch.div(first.sum(0, dtype=wide), max(1, len(first)), out=matrix.new_empty(matrix.shape[1]))
     # a mean that is not finite is replaced by 0, so the residual is the matrix itself in that column
-    mean = mean.nan_to_num_(0, 0, 0).unsqueeze(0)
+    return _without(matrix, mean.nan_to_num_(0, 0, 0))
+
+
+def without_mean(x: Tensor, mean: Tensor) -> SplitTensor:
+    """Split an operand by a given mean row.
+
+    Args:
+        x: floating-point, at least 16 bits, any shape, may be empty; flattened to (rows, cols).
+        mean: (cols,), finite; rounded to x's dtype.
+    """
+    with torch.no_grad(), _no_autocast(x.device.type):
+        matrix = x.detach().reshape(matrix_shape(x.shape))
+        return _without(matrix, mean.to(matrix))
+
+
+def _without(matrix: Tensor, mean: Tensor) -> SplitTensor:
+    mean = mean.unsqueeze(0)
     ones, amax, products = matrix.new_ones((1, len(matrix))), None, None
     if launch_residual.covers(matrix, mean, mean):
         products = ones.view(-1, 1), mean

@@ -49,7 +49,8 @@ def rewrite(step, content):
 
 
 def test_a_written_checkpoint_is_read_back(folder):
-    hf_config, read_recipe, state_dict, half_state_dict, generation, header = read_checkpoint(folder)
+    hf_config, read_recipe, state_dict, half_state_dict, generation, header, static = read_checkpoint(folder)
+    assert static is None
     assert generation["use_cache"] is True
     assert header["megalowbit"]["step"] == 0
     expected = random_model(GPT2, seed=1).half()

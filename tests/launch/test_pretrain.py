@@ -9,6 +9,7 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from forks import run_script
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -123,8 +124,12 @@ def test_a_checkpoint_of_the_run_exports_to_the_same_model_with_its_tokenizer(fi
     run_dir, exported = finished[0] / "run", tmp_path / "exported"
     done = run_script(ROOT / "tools" / "convert_hf.py", "to-hf", run_dir, exported)
     assert done.returncode == 0, done.stderr
-    for name in ("model.safetensors", "tokenizer.json"):
-        assert (exported / name).read_bytes() == (run_dir / "hf" / name).read_bytes()
+    assert (exported / "tokenizer.json").read_bytes() == (run_dir / "hf" / "tokenizer.json").read_bytes()
+    found, expected = (load_file(folder / "model.safetensors") for folder in (exported, run_dir / "hf"))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert found[name].equal(value)
     assert AutoTokenizer.from_pretrained(exported)("x = 1").input_ids == list(b"x = 1")
 
 

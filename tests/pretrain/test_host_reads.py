@@ -91,11 +91,12 @@ CASES = {
     "loss guard": ['megalowbit.loss_guard={"nonfinite": "rollback", "spike": "rollback"}'],
     "profiler": ['megalowbit.profile={"first_step": 1, "steps": 4}'],
     "speculation between checks": [each.replace("EVERY", "4") for each in SPECULATION],
+    "static inputs": ["megalowbit.recipe=metis-nvfp4", "megalowbit.static_inputs.last=6"],
     "within a window of oscillation_reset": ['megalowbit.oscillation_reset={"start": 2, "window": 2}'],
 }  # fmt: skip
 
 
-QUICK = ["ZeRO 0", "splits", "ZeRO 2"]
+QUICK = ["ZeRO 0", "splits", "ZeRO 2", "static inputs"]
 
 
 @pytest.mark.parametrize("case", slow_except(QUICK, CASES))

@@ -1,13 +1,16 @@
 """From training to a served model: train, export packed, load in transformers, generate the same tokens."""
 
 import json
+import math
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
-from launchers import write_config
+from launchers import ROOT, metrics, write_config
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.hf.checkpoint import export_checkpoint
 from megalowbit.hf.packed.export import export_packed_checkpoint
@@ -80,3 +83,54 @@ def test_a_trained_model_is_served_with_the_weights_of_its_forward(tmp_path, rec
         assert served(tokens).logits.equal(reference(tokens).logits)
     for name, parameter in reference.named_parameters():
         assert served.get_parameter(name).equal(parameter)
+
+
+def test_a_folder_is_finetuned_with_the_shipped_configuration_and_served(tmp_path):
+    """Weights, tokens and losses: the run begins with the folder, and the packed export is its result."""
+    write_config(tmp_path)  # for its text
+    tiny = tiny_model("llama", vocab_size=256, intermediate_size=96, hidden_size=64, positions=64)
+    tiny.save_pretrained(tmp_path / "hf")
+    settings = {
+        "megalowbit.model.checkpoint": tmp_path / "hf",
+        "megalowbit.data.tokenizer": "byte",
+        "megalowbit.data.corpus": tmp_path / "text.txt",
+        "megalowbit.data.corpus_config": "null",
+        "megalowbit.data.sequence_length": 32,
+        "megalowbit.data.cache_dir": tmp_path / "cache",
+        "megalowbit.run.steps": 10,
+        "megalowbit.lr_schedule.warmup_steps": 2,
+        "optimizer.params.lr": 3e-3,
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization.stage": 0,
+    }
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    config = load_config(ROOT / "configs" / "finetune_llama.json", overrides, world_size=1)
+    run = tmp_path / "run"
+    pretrain(config, ProcessIdentity(), run_dir=run, is_resume=False)
+    losses = [row["loss"] for row in metrics(run)]
+    ids = torch.tensor([list((tmp_path / "text.txt").read_bytes()[:32])])
+    with torch.no_grad():
+        assert abs(tiny(ids, labels=ids).loss.item() - losses[0]) < 0.2
+    assert losses[-1] < losses[0] - 0.3
+    finetuned = AutoModelForCausalLM.from_pretrained(run / "hf")
+    for name, parameter in tiny.named_parameters():  # all weights are trained
+        assert not finetuned.get_parameter(name).float().equal(parameter.detach().bfloat16().float()), name
+    report = export_packed_checkpoint(run, tmp_path / "packed", "compressed-tensors")
+    assert report.notes == ()
+    served = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").eval()
+    reference = emulated(run, tmp_path / "plain")
+    with torch.no_grad():
+        assert served(ids).logits.equal(reference(ids).logits)
+
+
+def test_servers_round_inputs_with_the_range_that_the_run_has_recorded(tmp_path):
+    run = train(tmp_path, "nvfp4", bf16={"enabled": True})
+    maxima = read_checkpoint(run).static_inputs.maxima
+    export_packed_checkpoint(run, tmp_path / "packed", "compressed-tensors", precision="w4a4")
+    tensors = load_file(tmp_path / "packed" / "model.safetensors")
+    assert len(maxima) == 14
+    for layer, largest in maxima.items():
+        # NVFP4 reaches 6 × 448; the scale is rounded up to a power of two
+        expected = 2.0 ** -math.ceil(math.log2(largest / 2688))
+        assert tensors[f"{layer}.input_global_scale"].item() == expected

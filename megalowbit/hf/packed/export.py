@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from safetensors import safe_open
@@ -28,8 +28,9 @@ from megalowbit.durable_files import MANIFEST, sha256_of
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import num_tokens, pad_config
+from megalowbit.hf.checkpoint import open_folder
 from megalowbit.hf.folders.config_file import config_from_dict
-from megalowbit.hf.folders.conversion import Conversion
+from megalowbit.hf.folders.conversion import Conversion, identity_of
 from megalowbit.hf.folders.model_card import FILE as MODEL_CARD
 from megalowbit.hf.folders.model_card import model_card
 from megalowbit.hf.folders.new_folder import refuse_existing
@@ -51,8 +52,15 @@ from megalowbit.hf.packed.modelopt import ModelOpt
 from megalowbit.hf.packed.plan import PackingPlan, plan_packing
 from megalowbit.hf.packed.recipes import PRECISIONS, Precision, packed_format
 from megalowbit.hf.packed.report import PackingReport, RoundedLayer, notes_about
-from megalowbit.hf.training_checkpoint import TrainingCheckpoint, find_checkpoint, read_checkpoint
+from megalowbit.hf.training_checkpoint import (
+    TrainingCheckpoint,
+    find_checkpoint,
+    is_training_checkpoint,
+    read_checkpoint,
+)
 from megalowbit.layers.conversion.convert import convert
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.quantize.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -71,10 +79,12 @@ class Options(TypedDict, total=False):
 
     Attributes:
         precision: `w4a16` (the default): weights are packed; `w4a4`: servers also round inputs.
-        input_maxima: largest magnitude of the input of each packed layer; for `w4a4` in NVFP4.
+        input_maxima: largest magnitude of the input of each packed layer; for `w4a4` in NVFP4. Default: those
+            that the run has recorded, see `layers.conversion.static_inputs`.
         is_exact: refuse the export if a value would differ from that of the recipe's forward.
         tokenizer: saved with the weights; default: the tokenizer kept in a checkpoint to start from, if any.
         shard_size: limit of the bytes of tensors in a file.
+        examine: called with the unfinished folder and its packed layers before it appears; may add files.
     """
 
     precision: Precision
@@ -82,6 +92,21 @@ class Options(TypedDict, total=False):
     is_exact: bool
     tokenizer: SavableTokenizer | None
     shard_size: int
+    examine: Callable[[Path, Iterator[PackedLayer]], None]
+
+
+class PackedLayer(NamedTuple):
+    """A layer as it was given and as a server decodes it.
+
+    Attributes:
+        name: its name.
+        weight: (out_features, in_features), as given.
+        decoded: the same from the files, fp32.
+    """
+
+    name: str
+    weight: Tensor
+    decoded: Tensor
 
 
 def export_packed_checkpoint(
@@ -130,9 +155,38 @@ def plan_packed_export(source: Path, layout: str, **options: Unpack[Options]) ->
         model = random_model(config, seed=0, device="meta", where=str(source))
         convert(model, stored.recipe)
         store_generation(model, stored.generation)
-    plan = plan_packing(model, LAYOUTS[layout], precision, options.get("input_maxima"))
+    maxima = options.get("input_maxima")
+    if maxima is None and stored.static_inputs is not None:
+        maxima = stored.static_inputs.maxima
+    plan = plan_packing(model, LAYOUTS[layout], precision, maxima)
     weights = _Weights(model, stored.half_state_dict, str(source))
     return PackedExport(weights, plan, step, options, {"source": sha256_of(step / MANIFEST)}, stored)
+
+
+def plan_packed_folder(
+    source: Path, recipe: Recipe | str, layout: str, **options: Unpack[Options]
+) -> PackedExport:
+    """The export of an ordinary Hugging Face folder, with its weights rounded; nothing is written yet.
+
+    Args:
+        source: `config.json` and weights of a model of a known family.
+        recipe: says which layers are packed and how they are rounded.
+        layout: see `export_packed_checkpoint`.
+        options: see `Options`.
+
+    Raises:
+        UserError: see `plan_import`; layout or servers cannot hold the model.
+    """
+    precision = _checked(layout, options)
+    chosen = recipe_of(recipe)
+    packed_format(chosen, precision)  # before the folder, whose weights may be many
+    if is_training_checkpoint(source):
+        raise UserError(f"{source} is a training checkpoint: use tools/convert_hf.py to-hf with --packed")
+    config_file, model, weights = open_folder(source)
+    convert(model, chosen)
+    plan = plan_packing(model, LAYOUTS[layout], precision, options.get("input_maxima"))
+    key = {"source": identity_of([config_file, *weights.paths], source)}
+    return PackedExport(_Weights(model, weights, str(source)), plan, source, options, key)
 
 
 def _checked(layout: str, options: Options) -> Precision:
@@ -155,8 +209,8 @@ class _Weights:
     def __init__(self, model: PreTrainedModel, state: Mapping[str, Tensor], where: str) -> None:
         self.model, self._state, self._where = model, state, where
         expected = model.state_dict(keep_vars=True)
-        refuse_differences(expected.keys() - state.keys(), state.keys() - expected.keys(), where)
-        self.names = [names[0] for names in tied_names(expected)]
+        self.names = [names[0] for names in tied_names(expected)]  # folders hold no others
+        refuse_differences(set(self.names) - state.keys(), state.keys() - expected.keys(), where)
         self._shapes = {name: tuple(value.shape) for name, value in expected.items()}
         self._num_tokens = num_tokens(model.config)
         names = family(model.config.model_type)
@@ -208,7 +262,7 @@ class PackedExport:
         stored: TrainingCheckpoint | None = None,
     ) -> None:
         self._weights, self._plan, self._stored = weights, plan, stored
-        self._tokenizer = options.get("tokenizer")
+        self._tokenizer, self._examine = options.get("tokenizer"), options.get("examine")
         self._is_exact = options.get("is_exact", False)
         self._groups = {layer: group for group in plan.groups for layer in group}
         self._layers: dict[str, str] = {}  # tensor → the packed layer that it is a part of
@@ -225,6 +279,21 @@ class PackedExport:
             key={**key, "packed": self._settings, "input_scales": scales},
             shard_size=options.get("shard_size", SHARD_SIZE),
         )
+
+    @property
+    def packed(self) -> tuple[str, ...]:
+        """Names of the packed layers."""
+        return tuple(self._plan.shapes)
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """Whether servers round the inputs of packed layers."""
+        return self._plan.format.input_encoding is not None
+
+    @property
+    def needs_input_maxima(self) -> bool:
+        """Whether the files hold scales of inputs."""
+        return bool(self._plan.input_scales)
 
     def run(self, folder: Path) -> PackingReport:
         """Write `folder`, completely or not at all.
@@ -291,15 +360,24 @@ class PackedExport:
             notes=() if stored is None else notes_about(stored.header),
         )
         self._write_settings(draft)
+        source = self.conversion.source
+        kept = source if stored is None else source.parent / TOKENIZER_FOLDER
+        if self._tokenizer is None and kept.is_dir():
+            copy_tokenizer(kept, draft, with_config=False)
         if stored is not None:
-            kept = self.conversion.source.parent / TOKENIZER_FOLDER
-            if self._tokenizer is None and kept.is_dir():
-                copy_tokenizer(kept, draft, with_config=False)
             dtype = f"{plan.format.name} ({self.report.precision}, {plan.layout.name}), others bfloat16"
             card = model_card(stored.header, stored.recipe.name, dtype=dtype, usage=plan.layout.usage)
             (draft / MODEL_CARD).write_text(card, encoding="utf-8")
         if self.report.rounded:
             logger.warning("%s", self.report)
+        if self._examine is not None:
+            self._examine(draft, self._packed_layers(draft))
+
+    def _packed_layers(self, draft: Path) -> Iterator[PackedLayer]:
+        with _opened(draft) as read:
+            for name in self.packed:
+                weight = self._weights.read(f"{name}.weight")
+                yield PackedLayer(name, weight, self._plan.layout.decoded(name, read))
 
     def _compare(self, draft: Path) -> Iterator[RoundedLayer]:
         """Decode the files and compare with the weights of the forward; yields layers rounded again."""

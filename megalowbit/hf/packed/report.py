@@ -1,10 +1,14 @@
-"""The report of a packed export: what was packed, and which blocks are not those of the training."""
+"""Reports of a packed export: what was packed, which blocks were rounded again, the errors of weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from megalowbit.values import counted
 
@@ -85,3 +89,48 @@ def notes_about(header: Mapping[str, Any]) -> tuple[str, ...]:
     if progress.get("speculation"):
         notes.append("speculation chose the precision of each product, and here all layers have one format")
     return tuple(notes)
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """How far the packed weight of a layer is from the given one.
+
+    Attributes:
+        name: of the layer.
+        snr_db: signal-to-noise ratio, 10 · log10(Σ w² / Σ (ŵ − w)²); infinite if all values are exact.
+        largest: largest |ŵ − w|, divided by the largest |w|. An element alone may lose all of its value, so
+            its own magnitude is no measure.
+    """
+
+    name: str
+    snr_db: float
+    largest: float
+
+
+def weight_error(name: str, weight: Tensor, packed: Tensor) -> WeightError:
+    """The error of one layer, in float64.
+
+    Args:
+        name: of the layer.
+        weight: as given.
+        packed: of the same shape, as a server decodes it.
+    """
+    weight = weight.to(torch.float64)
+    error = packed.to(torch.float64) - weight
+    signal, noise = (float(each.square().sum()) for each in (weight, error))
+    if noise == 0.0:
+        return WeightError(name, math.inf, 0.0)
+    snr_db = 10 * math.log10(signal / noise) if signal else -math.inf
+    largest = float(weight.abs().max())
+    return WeightError(name, snr_db, float(error.abs().max()) / largest if largest else math.inf)
+
+
+def worst_errors(errors: Sequence[WeightError], count: int) -> str:
+    """A table of the layers with the lowest signal-to-noise ratio."""
+    chosen = sorted(errors, key=lambda each: each.snr_db)[:count]
+    width = max(len(each.name) for each in chosen)
+    lines = [f"{'layer':{width}}   SNR (dB)   largest error / largest weight"]
+    lines += [f"{each.name:{width}}   {each.snr_db:8.2f}   {each.largest:.4f}" for each in chosen]
+    if len(errors) > count:
+        lines.append(f"… and {counted(len(errors) - count, 'layer')} with a higher SNR")
+    return "\n".join(lines)

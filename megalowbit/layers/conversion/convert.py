@@ -16,6 +16,7 @@ forward is one micro-batch.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -65,8 +66,8 @@ def convert(
 
     Raises:
         UserError: the recipe quantises but nothing could be converted, a `keep` pattern matches nothing, the
-            blocks to keep cannot be found, the model is itself a linear layer, it was converted before, or
-            seed or rank is not a whole number.
+            blocks to keep cannot be found, the model is itself a linear layer, it was converted before, PEFT
+            has added adapters to it, or seed or rank is not a whole number.
     """
     chosen = recipe_of(recipe)
     stream = RandomStream(seed, rank)
@@ -92,8 +93,10 @@ def restore(model: nn.Module) -> None:
     The weight of a layer split into parameters is merged into a new parameter.
 
     Raises:
-        UserError: the model is itself a BitLinear, or was a Conv1D and transformers is not imported.
+        UserError: the model is itself a BitLinear, or was a Conv1D and transformers is not imported; PEFT has
+            added adapters to it.
     """
+    _refuse_adapters(model, "restore", "merge_and_unload them first")
     if isinstance(model, BitLinear):
         raise UserError(
             "restore cannot replace the model itself: pass the module that contains this BitLinear"
@@ -233,6 +236,7 @@ def refuse_partitioned(model: nn.Module) -> None:
 
 def _refuse_unfit(model: nn.Module) -> None:
     refuse_partitioned(model)
+    _refuse_adapters(model, "convert", "convert the model before get_peft_model")
     if is_linear(model):
         raise UserError(
             f"the model is itself a {type(model).__name__}, which cannot be replaced in place: "
@@ -242,6 +246,20 @@ def _refuse_unfit(model: nn.Module) -> None:
         raise UserError(
             f"this {type(model).__name__} was converted before: call megalowbit.restore(model) first"
         )
+
+
+def _refuse_adapters(model: nn.Module, function: str, remedy: str) -> None:
+    """Reject a model with adapters of PEFT, which would be rounded, and merged in the former orientation.
+
+    PEFT notes at each adapter whether it belongs to a Conv1D. With that of a square weight, the transposed
+    product would be added without an error.
+    """
+    adapter = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
+    if adapter is None:
+        return
+    found = [name for name, module in model.named_modules() if isinstance(module, adapter)]
+    if found:
+        raise UserError(f"PEFT has added an adapter to layer {found[0]}, so {function} is refused: {remedy}")
 
 
 def _nothing_to_swap(model: nn.Module, recipe: Recipe, selection: Selection) -> UserError:

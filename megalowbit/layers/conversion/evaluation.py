@@ -75,6 +75,7 @@ def evaluation(
 def _set_up(layer: BitLinear, *, is_quantized: bool, keeps_weights: bool) -> None:
     """Give a layer empty state for the evaluation."""
     layer.split_states, layer._uses, layer._product_counts = {}, UseCounter(), ProductCounts()
+    layer.input_record = None  # of training
     # a split weight depends on the batch for which it was split
     is_kept = keeps_weights and layer.recipe.split_weight is None
     layer.weight_slot = WeightSlot() if is_kept else None

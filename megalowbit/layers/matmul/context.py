@@ -18,7 +18,7 @@ from megalowbit.layers.matmul.quantizations import (
     quantizations_of,
 )
 from megalowbit.layers.matmul.sharded_operands import AmaxRequest, ShardedOperands
-from megalowbit.layers.matmul.slots import Probe
+from megalowbit.layers.matmul.slots import InputRecord, Probe, StaticInput
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
@@ -26,7 +26,7 @@ from megalowbit.layers.siblings import InputForms, shares_input
 from megalowbit.quantize.philox import RandomKey, StoredKey
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer, takes_row_maximum
 from megalowbit.spectral.settings import OperandSplit
-from megalowbit.spectral.split import split
+from megalowbit.spectral.split import split, without_mean
 from megalowbit.spectral.state import SplitState
 
 Observe = Callable[[str, Tensor, Tensor], None]
@@ -99,6 +99,8 @@ class MatmulContext:
         probe: inspects operands and products, or `None`; see `slots`.
         probed_maxima: operand → its amax, if the probe has computed it.
         input_forms: quantised forms of the input that sibling layers share, or `None`; see `siblings`.
+        input_record: records the range of inputs, or `None`.
+        static_input: numbers to quantise the input by, instead of those of the batch, or `None`.
         quantizations: the recipe's.
     """
 
@@ -122,6 +124,8 @@ class MatmulContext:
     probe: Probe | None = None
     probed_maxima: dict[str, Tensor] = field(default_factory=dict)
     input_forms: InputForms | None = None
+    input_record: InputRecord | None = None
+    static_input: StaticInput | None = None
     quantizations: Quantizations = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,9 +141,18 @@ class MatmulContext:
         requests = [
             AmaxRequest(each, operands[each.operand], self._signs(each))
             for each in dict.fromkeys(wanted)
-            if each.operand != "weight" or self._cached_weight(operands["weight"], each) is None
+            if self._static(each) is None
+            and (each.operand != "weight" or self._cached_weight(operands["weight"], each) is None)
         ]
         self.maxima.update(self.shards.maxima(requests))
+
+    def record_input(self, input: Tensor) -> None:
+        """Record the range of an input, if the layer has a record."""
+        if self.input_record is not None and not self.is_replay:
+            with no_autocast(input.device.type):
+                self.input_record.add(
+                    input.detach(), None if self.input_forms is None else self.input_forms.forms
+                )
 
     def probe_operands(self, **operands: Tensor) -> None:
         """Pass the operands to the probe, in this order, before any of them is quantised."""
@@ -170,16 +183,20 @@ class MatmulContext:
         settings: OperandSplit | None = getattr(self.recipe, f"split_{role}")
         if settings is None:
             return SplitOperand(x, factors=factors)
-        assert self.split_state is not None  # a layer whose recipe has splits provides it
-        found = split(
-            x.detach(),
-            settings,
-            self.split_state(role),
-            rank=settings.rank_of(*self.sizes),
-            step=self.step,
-            is_replay=self.is_replay and role != "grad_output",
-            random_key=self.random_key(f"{role}_split", x.device),
-        )
+        static = self.static_input
+        if role == "input" and static is not None and static.mean is not None:
+            found = without_mean(x.detach(), static.mean)
+        else:
+            assert self.split_state is not None  # a layer whose recipe has splits provides it
+            found = split(
+                x.detach(),
+                settings,
+                self.split_state(role),
+                rank=settings.rank_of(*self.sizes),
+                step=self.step,
+                is_replay=self.is_replay and role != "grad_output",
+                random_key=self.random_key(f"{role}_split", x.device),
+            )
         gain = None
         if settings.gains != "none":
             gain = torch.full((), found.residual_gain, dtype=torch.float32, device=x.device)
@@ -220,6 +237,9 @@ class MatmulContext:
         quantizer = quantization.quantizer
         operand = operand.for_quantizer(quantizer)
         x = operand.tensor
+        static = self._static(quantization)
+        if static is not None:
+            static.count(x)
         arguments: dict[str, Any] = {
             "random_key": self._key(quantization, x),
             "with_counts": with_counts,
@@ -267,6 +287,7 @@ class MatmulContext:
             self._key(quantization, input),
             self._signs(quantization),
             needs_exponents(self.recipe, quantization.name),
+            self._static(quantization),
         )
         made = forms.get(request)
         if made is None or (made.facts is None and observe is not None):
@@ -311,9 +332,16 @@ class MatmulContext:
     def _signs(self, quantization: Quantization) -> int | None:
         return self.hadamard_signs if quantization.is_transformed else None
 
-    def _amax(self, operand: SplitOperand, quantization: Quantization) -> Tensor | None:
-        """The operand's amax, if other ranks or the probe have found it and the quantizer can use it."""
-        role = quantization.role
+    def _static(self, quantization: Quantization) -> StaticInput | None:
+        """The recorded numbers for this operand: the input of `output`, if it is quantised."""
+        is_input = quantization.role == "input" and not quantization.quantizer.is_identity
+        return self.static_input if is_input else None
+
+    def _amax(self, operand: SplitOperand, quantization: Quantization) -> Tensor | float | None:
+        """The operand's amax: recorded, or found by other ranks or the probe if the quantizer can use it."""
+        static, role = self._static(quantization), quantization.role
+        if static is not None:
+            return _scaled(static.maximum, quantization.quantizer)
         if role in self.maxima:
             return self.maxima[role]
         is_straight = not (quantization.is_transposed or quantization.is_transformed)
@@ -340,6 +368,11 @@ class MatmulContext:
         role, operand = quantization.role, quantization.operand
         is_reported = operand == "grad_output" or (role == operand and not self.is_replay)
         return self.observe if is_reported and not quantization.quantizer.is_identity else None
+
+
+def _scaled(maximum: float, quantizer: Quantizer) -> float:
+    """The number from which the quantizer computes its tensor scale, for a tensor with this maximum."""
+    return maximum * quantizer.encoding.q_scalar if isinstance(quantizer, BlockQuantizer) else maximum
 
 
 def _is_maximum_of(quantizer: Quantizer, largest: Tensor) -> bool:

@@ -82,6 +82,7 @@ def forward_products(
     the weight or of a factor is needed, and `keeps_weight` if that of the input is needed.
     """
     plan = context.quantizations
+    context.record_input(input)
     # Evaluated once, and only if no sibling or no cache has the quantised forms.
     split_input = once(lambda: context.split(input, "input"))
     split_weight = once(lambda: context.split(weight, "weight", factors))

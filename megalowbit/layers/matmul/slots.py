@@ -1,4 +1,4 @@
-"""Protocols for a layer's slots: an observer, which receives counts, and a chooser, which picks recipes.
+"""What a layer's slots hold: an observer, which receives counts, a chooser, which picks recipes, and more.
 
 Telemetry implements `Observer`, speculation implements `Chooser` and `Probe`. Layers depend on these
 protocols only, and an empty slot costs nothing. A chooser returns each layer's recipe for the step and may
@@ -20,12 +20,16 @@ uses several times, or of a layer without the model's random stream, the probe g
 is unknown which one is repeated.
 
 Not covered: weights split into parameters, whose products are wider than the weight.
+
+`InputRecord` and `StaticInput` are for inputs that are quantised by numbers recorded before, and not by those
+of their batch: see `conversion.static_inputs`, which implements the record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -119,3 +123,39 @@ class GradientSums(Protocol):
         Returns:
             Whether the gradient was added. False also if autograd has to see it, for example for a hook.
         """
+
+
+class InputRecord(Protocol):
+    """Records the range of one layer's inputs."""
+
+    def add(self, input: Tensor, found_before: dict[tuple[object, ...], Any] | None) -> None:
+        """Take an input before it is split and quantised; not called when a forward is repeated.
+
+        Args:
+            input: (…, in_features) as the layer got it; this rank's shard in a row-parallel layer.
+            found_before: what siblings have found in this input, to use and to add to; `None`: not shared.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StaticInput:
+    """The numbers by which a layer in evaluation mode quantises its input; siblings have the same object.
+
+    Attributes:
+        maximum: largest magnitude of what is quantised: the input, or the input without `mean`. Much larger
+            elements saturate; a tensor scale that is a power of two leaves room up to a factor of 2.
+        mean: (in_features,), fp32, the row that a split by the mean subtracts from each token; `None`: the
+            recipe does not split its inputs.
+        counts: (2,) int64 on the layer's device: elements so far, and those above `maximum`; `None`: not
+            counted.
+    """
+
+    maximum: float
+    mean: Tensor | None = None
+    counts: Tensor | None = None
+
+    def count(self, quantised: Tensor) -> None:
+        """Add the elements of an input, without its mean, to `counts`."""
+        if self.counts is not None:
+            self.counts[0] += quantised.numel()
+            self.counts[1] += (quantised.detach().abs() > self.maximum).sum()

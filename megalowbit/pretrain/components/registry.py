@@ -16,13 +16,14 @@ from megalowbit.pretrain.components.parameter_split import ParameterSplitting
 from megalowbit.pretrain.components.profiler import Profiler
 from megalowbit.pretrain.components.source_losses import SourceLosses
 from megalowbit.pretrain.components.speculation import Speculation
+from megalowbit.pretrain.components.static_inputs import StaticInputRecord
 from megalowbit.pretrain.components.throughput import Throughput
 from megalowbit.pretrain.components.validation import Validation
 
 # off if their section is null or left out
 OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation, OscillationReset, Profiler)
 # part of every run; without a section they use default settings
-ALWAYS_ON: tuple[type[Component], ...] = (LossGuard, Validation)
+ALWAYS_ON: tuple[type[Component], ...] = (LossGuard, Validation, StaticInputRecord)
 COMPONENTS: tuple[type[Component], ...] = (
     OverflowCounts,
     *OPTIONAL,

@@ -1,8 +1,11 @@
 """`python -m megalowbit evaluate`: the loss of a checkpoint or a Hugging Face folder on held-out text.
 
 It builds the job of a run, with the same model, precision, recipe and layout on any number of processes, and
-does what `components/validation.py` does in a run. A checkpoint therefore gives the losses that its run has
-recorded, bit for bit on the same process grid. The corpus of the training need not be there.
+does what `components/validation.py` does in a run. The corpus of the training need not be there.
+
+If the checkpoint holds the range of the layers' inputs (`components/static_inputs.py`), layers quantise by
+it, as servers do: the loss then depends on no batch. With `--inputs dynamic` they quantise by the numbers of
+each batch, and a checkpoint gives the losses that its run has recorded, bit for bit on the same process grid.
 
 The configuration is that of the run that the path is in, or any other. If its recipe is that of the
 checkpoint, the full state is restored, with a late switch, chosen precisions and split weights; otherwise
@@ -17,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +30,8 @@ from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
 from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer
 from megalowbit.data.validation import open_validation
-from megalowbit.distributed.agreement import agree
+from megalowbit.distributed import collectives, process_group
+from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.durable_files import atomic_file
 from megalowbit.engine.process_start import compute_deterministically, start_process_group
@@ -39,8 +43,16 @@ from megalowbit.hf.training_checkpoint import (
     holds_run,
     is_training_checkpoint,
     stored_config,
+    stored_static_inputs,
 )
 from megalowbit.json_text import read_json_object
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.conversion.static_inputs import (
+    StaticInputs,
+    beyond_range,
+    needs_static_inputs,
+    use_static_inputs,
+)
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
 from megalowbit.pretrain.components.validation import Validation, describe
@@ -65,6 +77,7 @@ TEXT_TO_COMPARE = (
 TOKENIZER_FILES = ("tokenizer*", "vocab.*")
 
 SHOWN = ("model ", "recipe ", "kernels ", "data ")  # labels of the lines that are printed
+STATIC, DYNAMIC = INPUTS = ("static", "dynamic")  # whether inputs are quantised by recorded numbers
 
 
 def evaluate(
@@ -74,6 +87,7 @@ def evaluate(
     config_file: Path | None,
     overrides: list[str],
     output: Path | None,
+    inputs: str | None = None,
 ) -> dict[str, Fact]:
     """Evaluate the weights in `path` and print the result; every rank calls this once.
 
@@ -83,6 +97,7 @@ def evaluate(
         config_file: the configuration; None: that of the run.
         overrides: as for `load_config`.
         output: file for the figures as JSON; None: none.
+        inputs: one of `INPUTS`; None: static, where the recipe needs it and the numbers were recorded.
 
     Returns:
         The figures, by the names that a run's metrics have.
@@ -115,16 +130,71 @@ def evaluate(
         if is_ours and agree(holds_run, source, recipe_of(config.recipe)):
             agree(_check_rows, source, job.engine.module.config.vocab_size)
             job.load(source)
+        used = _use_inputs(job, agree(stored_static_inputs, source) if is_ours else None, inputs)
         validation = job.find(Validation)
         assert validation is not None  # `_configuration` has checked that there is a text
         if identity.is_main:
             lines = job_lines(job, identity, validation.describe_text())
-            print("\n".join(line for line in lines if line.startswith(SHOWN)), flush=True)
+            lines = [*(line for line in lines if line.startswith(SHOWN)), *used.lines]
+            print("\n".join(lines), flush=True)
         facts = validation.measure(lambda: None)
+        share = _beyond_share(job) if used.kind == STATIC else None
         if identity.is_main:
-            print(f"\n{source}: {describe(facts)}", flush=True)
-        agree(lambda: _write(output, source, job, facts))
+            beyond = "" if share is None else f"; {share:.2%} of the inputs beyond their recorded range"
+            print(f"\n{source}: {describe(facts)}{beyond}", flush=True)
+        agree(lambda: _write(output, source, job, facts, used.kind, share))
     return facts
+
+
+class UsedInputs(NamedTuple):
+    """How layers quantise their inputs.
+
+    Attributes:
+        kind: one of `INPUTS`; None: not by numbers of a whole tensor.
+        lines: to print.
+    """
+
+    kind: str | None
+    lines: tuple[str, ...] = ()
+
+
+def _use_inputs(job: Job, static: StaticInputs | None, inputs: str | None) -> UsedInputs:
+    """Make the layers use the recorded numbers, if they need them and `inputs` allows it; collective.
+
+    Raises:
+        UserError: `inputs` is "static", but the layers cannot use recorded numbers.
+    """
+    model = job.engine.module
+    layers = bit_layers(model).values()
+    needs = any(needs_static_inputs(layer.recipe) or layer.chooser is not None for layer in layers)
+    if not any(gather(needs)):
+        return UsedInputs(None)
+    if inputs == DYNAMIC:
+        return UsedInputs(DYNAMIC, ("inputs    dynamic: quantised by the numbers of each batch",))
+    reason = "their range was not recorded there"
+    if static is not None:
+        try:
+            use_static_inputs(model, static, count_beyond=True)
+            reason = ""
+        except UserError as error:
+            reason = str(error)
+    reasons = [each for each in gather(reason) if each]
+    if not reasons:
+        return UsedInputs(STATIC, ("inputs    static: quantised by numbers recorded at the end of training",))
+    if inputs == STATIC:
+        raise raised_on_all_ranks(f"--inputs static: {reasons[0]}")
+    use_static_inputs(model, None)
+    return UsedInputs(DYNAMIC, (f"inputs    dynamic: quantised by the numbers of each batch; {reasons[0]}",))
+
+
+def _beyond_share(job: Job) -> float:
+    """Share of the quantised elements of inputs that were beyond their recorded range, over all ranks."""
+    counts = beyond_range(job.engine.module)
+    if process_group.world_size() > 1:
+        counts = counts.to(process_group.exchange_device(None, job.engine.device))
+        collectives.all_reduce(counts)
+    elements, beyond = counts.tolist()
+    return beyond / max(1, elements)
 
 
 def _run_folder_of(path: Path) -> Path | None:
@@ -252,10 +322,18 @@ def _check_output(output: Path | None) -> None:
         raise UserError(f"--output {output}: the folder does not exist: make it, or name another")
 
 
-def _write(output: Path | None, source: Path, job: Job, facts: Mapping[str, Fact]) -> None:
+def _write(
+    output: Path | None,
+    source: Path,
+    job: Job,
+    facts: Mapping[str, Fact],
+    inputs: str | None,
+    beyond_share: float | None,
+) -> None:
     if output is None:
         return
     content = {"path": str(source), "step": job.step or None, "recipe": job.recipe.name, **facts}
+    content |= {"inputs": inputs, "inputs_beyond_range": beyond_share}
     try:
         with atomic_file(output) as file:
             file.write(json.dumps(content, indent=2) + "\n")

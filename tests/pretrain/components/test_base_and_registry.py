@@ -10,6 +10,8 @@ from megalowbit.values import SettingsModel
 SWITCH = "megalowbit.late_switch.at=4"
 SPECULATION = ("megalowbit.recipe=speculative-int8", "megalowbit.speculation={}")
 PROFILE = "megalowbit.profile={}"
+SWITCHED = ["OverflowCounts", "LateSwitch"]
+RECORDED = ["LossGuard", "StaticInputRecord"]
 SPLIT = 'megalowbit.recipe={"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 3}}'
 
 
@@ -31,10 +33,16 @@ def test_keys_and_files_of_components_are_their_own():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), ["OverflowCounts", "LossGuard", "Throughput"]),
-        ((PROFILE,), ["OverflowCounts", "Profiler", "LossGuard", "Throughput"]),
-        ((SWITCH, *SPECULATION), ["OverflowCounts", "LateSwitch", "Speculation", "LossGuard", "Throughput"]),
-        ((SWITCH, SPLIT), ["OverflowCounts", "LateSwitch", "LossGuard", "ParameterSplitting", "Throughput"]),
+        ((), ["OverflowCounts", *RECORDED, "Throughput"]),
+        ((PROFILE,), ["OverflowCounts", "Profiler", *RECORDED, "Throughput"]),
+        (
+            (SWITCH, *SPECULATION),
+            [*SWITCHED, "Speculation", *RECORDED, "Throughput"],
+        ),
+        (
+            (SWITCH, SPLIT),
+            [*SWITCHED, *RECORDED, "ParameterSplitting", "Throughput"],
+        ),
         (("megalowbit.recipe=bf16",), ["LossGuard", "Throughput"]),
     ],
 )

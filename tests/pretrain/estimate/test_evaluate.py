@@ -45,9 +45,10 @@ def trained(folder, held=("held.txt", TEXT), **block):
     }
 
 
-def evaluated(path, folder, *overrides, config_file=None):
+def evaluated(path, folder, *overrides, config_file=None, inputs="dynamic"):
+    """By default, inputs are quantised as a run's own validation does it."""
     output = folder / "out.json"
-    options = {"config_file": config_file, "overrides": list(overrides), "output": output}
+    options = {"config_file": config_file, "overrides": list(overrides), "output": output, "inputs": inputs}
     facts = evaluate(path, ProcessIdentity(), **options)
     found = json.loads(output.read_text())
     assert figures(found) == facts
@@ -78,6 +79,36 @@ def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path,
     (tmp_path / "text.txt").write_text(TEXT)  # the text for training may be evaluated, too
     trained_on = evaluated(run, tmp_path, f"megalowbit.data.validation.corpus={tmp_path / 'text.txt'}")
     assert figures(trained_on) == recorded[4]
+
+
+def test_recorded_inputs_are_used_where_they_are_and_make_the_batch_size_unimportant(tmp_path, capsys):
+    recorded = trained(tmp_path, recipe="metis-nvfp4", run={"steps": 4})
+    run = tmp_path / "run"
+    sizes = [f"megalowbit.validation.micro_batch_size={size}" for size in (1, 2, 5)]
+    for inputs, tolerance in (("dynamic", None), (None, 1e-9)):
+        losses = [evaluated(run, tmp_path, size, inputs=inputs)["validation/loss"] for size in sizes]
+        spread = max(losses) - min(losses)
+        assert spread > 1e-5 if tolerance is None else spread < tolerance
+    found = evaluated(run, tmp_path, inputs=None)
+    assert found["inputs"] == "static"
+    assert 0 <= found["inputs_beyond_range"] < 0.01
+    assert 0 < abs(found["validation/loss"] - recorded[4]["validation/loss"]) < 0.01
+    assert found["validation/bf16_loss"] == recorded[4]["validation/bf16_loss"]
+    printed = capsys.readouterr().out
+    assert "inputs    static: quantised by numbers recorded at the end of training" in printed
+    assert f"{found['inputs_beyond_range']:.2%} of the inputs beyond their recorded range" in printed
+    half = run / "checkpoints" / "step-00000002"  # before the record
+    earlier = evaluated(half, tmp_path, inputs=None)
+    assert figures(earlier) == recorded[2]
+    assert (earlier["inputs"], earlier["inputs_beyond_range"]) == ("dynamic", None)
+    assert "each batch; their range was not recorded there" in capsys.readouterr().out
+    with pytest.raises(UserError, match="--inputs static: their range was not recorded there"):
+        evaluated(half, tmp_path, inputs="static")
+    assert evaluated(run, tmp_path, "megalowbit.recipe=nvfp4", inputs=None)["inputs"] == "static"
+    assert evaluated(run, tmp_path, "megalowbit.recipe=mxfp4", inputs=None)["inputs"] is None
+    qb = 'megalowbit.recipe={"base": "nvfp4", "split_input": {"method": "qb", "rank": 2}}'
+    assert evaluated(run, tmp_path, qb, inputs=None)["inputs"] == "dynamic"
+    assert "takes directions from each batch" in capsys.readouterr().out
 
 
 def test_packing_and_padding_are_those_of_the_run(tmp_path):
@@ -198,6 +229,7 @@ def test_runs_of_earlier_versions_parse_special_tokens(tmp_path, tokenizer, pars
 def test_two_processes_find_the_same(tmp_path):
     recorded, port, run = trained(tmp_path), free_port(), tmp_path / "run"
     command = [sys.executable, "-m", "megalowbit", "evaluate", run, "--output", tmp_path / "out.json"]
+    command += ["--inputs", "dynamic"]
     environment = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
     ranks = [
         subprocess.Popen([str(word) for word in command], env={**environment, **variables(rank, 2, port)})

@@ -1,0 +1,217 @@
+"""`python -m megalowbit quantize`: its files, figures and refusals, against references written here."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from packed_decoding import e2m1, e4m3, times_blocks
+from packed_models import SIZES
+from safetensors import safe_open
+from test_rounded_inputs import nearest
+from tiny_models import tiny_model
+from transformers import AutoModelForCausalLM
+
+from launchers import training_text
+from megalowbit.errors import UserError
+from megalowbit.pretrain.estimate.quantize import REPORT_FILE, TextOptions, quantize
+
+LENGTH = 64
+TEXT = training_text()[:2000]
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A folder with a model of bytes, whose head prefers some tokens, and a text beside it."""
+    monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
+    model = tiny_model("llama", vocab_size=256, **SIZES)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_({"v_proj": 0.1, "up_proj": 4.0}.get(name.split(".")[-2], 1.0))
+            parameter.mul_(3.0 if name.endswith("proj.weight") else 30.0 if "lm_head" in name else 1.0)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "hf"
+
+
+def options(source, **more):
+    return TextOptions(str(source.parent / "text.txt"), "byte", sequence_length=LENGTH, **more)
+
+
+def tensors_of(folder):
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def decoded(found, name):
+    """A layer of the ModelOpt layout, in float64, from its bits."""
+    values = times_blocks(e2m1(found[f"{name}.weight"]), e4m3(found[f"{name}.weight_scale"]))
+    return torch.from_numpy(values) * found[f"{name}.weight_scale_2"].double()
+
+
+def served_model(source, packed, *, rounds_inputs):
+    """The model with weights decoded here, and inputs rounded as NVFP4 defines it."""
+    model, found = AutoModelForCausalLM.from_pretrained(source).eval(), tensors_of(packed)
+    for name, layer in model.named_modules():
+        if not name.endswith("_proj"):
+            continue
+        with torch.no_grad():
+            layer.weight.copy_(decoded(found, name))
+        if rounds_inputs:
+            encode = 1 / found[f"{name}.input_scale"].double()
+            layer.register_forward_pre_hook(lambda _, inputs, encode=encode: rounded(inputs[0], encode))
+    return model
+
+
+def rounded(x, encode):
+    """E2M1 · E4M3 in blocks of 16 under a given tensor scale."""
+    blocks = x.double().unflatten(-1, (-1, 16))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scale = (largest / 6 * encode).clamp(max=448).float().to(torch.float8_e4m3fn).double() / encode
+    quotient = torch.where(scale > 0, blocks / torch.where(scale > 0, scale, 1.0), 0.0)
+    return (nearest(quotient) * scale).flatten(-2).to(x.dtype)
+
+
+def loss_of(model, numbers):
+    """Mean loss in nats of the tokens first + 1 … last, one sequence after the other, in float64."""
+    ids = torch.tensor([*TEXT.encode(), 0])  # the byte tokenizer ends a document with 0
+    total, count = 0.0, 0
+    for number in numbers:
+        first = number * LENGTH
+        last = min(first + LENGTH, len(ids) - 1)
+        start = max(0, last - LENGTH)
+        with torch.no_grad():
+            logits = model(ids[start : start + LENGTH][None], use_cache=False).logits[0].double()
+        for place in range(first, last):
+            total -= logits[place - start].log_softmax(-1)[ids[place + 1]].item()
+            count += 1
+    return total / count, count
+
+
+def numbers_of(is_static):
+    count = math.ceil(len(TEXT.encode()) / LENGTH)
+    return [number for number in range(count) if not is_static or number % 4]
+
+
+@pytest.mark.parametrize("inputs", ["none", "static"])
+def test_the_report_has_the_losses_of_the_served_model_and_the_errors_of_its_weights(source, capsys, inputs):
+    is_static, packed = inputs == "static", source.parent / "packed"
+    report = quantize(source, packed, layout="modelopt", inputs=inputs, text=options(source))
+    assert report == json.loads((packed / REPORT_FILE).read_text())
+    plain, found = AutoModelForCausalLM.from_pretrained(source).eval(), tensors_of(packed)
+    numbers = numbers_of(is_static)
+    before, count = loss_of(plain, numbers)
+    after, _ = loss_of(served_model(source, packed, rounds_inputs=is_static), numbers)
+    weights_only, _ = loss_of(served_model(source, packed, rounds_inputs=False), numbers)
+    assert report["text"]["tokens"] == count
+    assert report["before"]["loss"] == pytest.approx(before, rel=1e-6)
+    # the order of sums in bf16 differs, and rounded inputs with it; unrounded ones would give a share of 1
+    difference = abs(report["after"]["loss"] - after)
+    assert difference < (0.5 * abs(after - weights_only) if is_static else 1e-5), (
+        before,
+        weights_only,
+        after,
+    )
+    assert abs(after - before) > 1e-3  # so that the comparison above means something
+    assert report["before"]["bits_per_byte"] == pytest.approx(before / math.log(2), rel=0.01)
+    assert report["before"]["perplexity"] == pytest.approx(math.exp(before), rel=1e-5)
+    assert len(report["layers"]) == 14
+    for each in report["layers"]:
+        weight = plain.get_submodule(each["name"]).weight.detach().double()
+        error = decoded(found, each["name"]) - weight
+        snr = 10 * math.log10(weight.square().sum() / error.square().sum())
+        assert each["snr_db"] == pytest.approx(snr)
+        assert each["largest"] == pytest.approx((error.abs().max() / weight.abs().max()).item())
+        assert 15 < snr < 30
+    printed = capsys.readouterr().out
+    assert "SNR (dB)" in printed
+    assert "… and 4 layers with a higher SNR" in printed
+    assert f"loss {before:.4f} nats" in printed
+    assert ("others that calibrate" in printed) == is_static
+    assert (report["inputs_beyond_range"] is not None) == is_static
+
+
+def test_input_scales_are_those_of_the_calibration_sequences(source):
+    packed = source.parent / "packed"
+    report = quantize(source, packed, layout="modelopt", inputs="static", text=options(source))
+    model, largest = AutoModelForCausalLM.from_pretrained(source).eval(), {}
+
+    def record(name):
+        def hook(_, inputs):
+            largest[name] = max(largest.get(name, 0.0), inputs[0].abs().max().item())
+
+        return hook
+
+    for name, layer in model.named_modules():
+        if name.endswith("_proj"):
+            layer.register_forward_pre_hook(record(name))
+    calibrating = [number for number in numbers_of(False) if number % 4 == 0]
+    loss_of(model, calibrating)
+    assert report["input_maxima"] == pytest.approx(largest)
+    assert report["text"]["calibration_sequences"] == len(calibrating)
+    found = tensors_of(packed)
+    for name, maximum in largest.items():
+        assert found[f"{name}.input_scale"].item() == 2.0 ** -math.floor(math.log2(2688 / maximum))
+
+
+def test_without_a_text_only_weights_are_compared(source, capsys):
+    packed = source.parent / "packed"
+    report = quantize(source, packed, recipe="mxfp4")
+    assert {"before", "after", "text"}.isdisjoint(report)
+    assert "14 layers packed as MXFP4 (w4a16, compressed-tensors)" in capsys.readouterr().out
+    with pytest.raises(UserError, match="already exists and is never overwritten"):
+        quantize(source, packed)
+
+
+def test_a_dry_run_writes_nothing(source, capsys):
+    before = sorted(source.parent.iterdir())
+    text = options(source)
+    assert quantize(source, source.parent / "packed", inputs="static", text=text, is_dry_run=True) is None
+    assert sorted({*source.parent.iterdir(), *before} - {source.parent / "cache"}) == before
+    printed = capsys.readouterr().out
+    assert "model.safetensors: " in printed
+    assert "text.txt, " in printed
+
+
+def test_a_text_of_one_sequence_calibrates_and_is_evaluated_and_says_so(source, capsys):
+    report = quantize(source, source.parent / "packed", inputs="static", text=options(source, tokens=LENGTH))
+    assert report["text"]["calibration_is_evaluated"]
+    assert "too short for two parts, so the same sequence calibrates" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="compressed-tensors needs Python 3.11")
+def test_transformers_loads_the_folder_with_the_evaluated_loss(source):
+    packed = source.parent / "packed"
+    report = quantize(source, packed, text=options(source))
+    loaded = AutoModelForCausalLM.from_pretrained(packed).eval()
+    assert loss_of(loaded, numbers_of(False))[0] == pytest.approx(report["after"]["loss"], rel=1e-6)
+
+
+def test_tied_weights_and_tokenizers_are_kept(tmp_path):
+    model = tiny_model("llama", tie_word_embeddings=True, **SIZES)
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    quantize(tmp_path / "hf", tmp_path / "packed", layout="modelopt")
+    assert (tmp_path / "packed" / "tokenizer.json").read_text() == "{}"
+    found = tensors_of(tmp_path / "packed")
+    assert "lm_head.weight" not in found
+    assert found["model.embed_tokens.weight"].equal(model.lm_head.weight.detach().bfloat16())
+
+
+def test_models_and_texts_that_do_not_fit_are_refused_before_anything_is_written(source, tmp_path):
+    for arguments, message in (
+        ({"inputs": "static"}, "--inputs static needs a text that gives the range of the inputs"),
+        ({"text": options(source)._replace(tokenizer=None)}, "has no tokenizer: name its folder"),
+        ({"text": options(source)._replace(sequence_length=4096)}, "4096"),
+        ({"text": options(source)._replace(path=str(tmp_path / "no.txt"))}, "no.txt"),
+        ({"recipe": "metis-nvfp4", "inputs": "static", "text": options(source)}, "split_input"),
+    ):
+        with pytest.raises(UserError, match=message):
+            quantize(source, tmp_path / "packed", **arguments)
+    with pytest.raises(UserError, match="is inside"):
+        quantize(source, source / "packed")
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(UserError, match="replaces a Conv1D"):
+        quantize(tmp_path / "gpt2", tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
