@@ -1,6 +1,7 @@
-"""Convert between Hugging Face folders and megalowbit training checkpoints.
+"""Convert between Hugging Face folders and megalowbit training checkpoints, and import others' checkpoints.
 
     python tools/convert_hf.py to-megalowbit gpt2/ start/
+    python tools/convert_hf.py to-megalowbit deepspeed_run/ start/ --config gpt2/
     python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/
     python tools/convert_hf.py to-hf runs/tiny/ tiny-nvfp4/ --packed compressed-tensors
 
@@ -40,15 +41,22 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_ours = commands.add_parser(
         "to-megalowbit",
-        help="convert a Hugging Face folder into a checkpoint to start from",
+        help="convert a Hugging Face folder, or a checkpoint of DeepSpeed or Megatron-LM, into a checkpoint "
+        "to start from",
         allow_abbrev=False,
     )
-    to_ours.add_argument("source", type=Path, metavar="SRC", help="folder with config.json and weights")
+    to_ours.add_argument("source", type=Path, metavar="SRC", help="folder of the model or checkpoint")
     to_ours.add_argument("folder", type=Path, metavar="OUT", help="new folder for the checkpoint")
     to_ours.add_argument(
         "--recipe",
         default=DEFAULT_RECIPE,
         help="recipe that the model will be trained with (default: %(default)s)",
+    )
+    to_ours.add_argument(
+        "--config",
+        type=Path,
+        metavar="CONFIG",
+        help="config.json of a checkpoint of DeepSpeed or Megatron-LM, or a folder that has it",
     )
     to_hf = commands.add_parser(
         "to-hf", help="convert a training checkpoint into a Hugging Face folder", allow_abbrev=False
@@ -144,7 +152,9 @@ def _to_megalowbit(options: argparse.Namespace) -> None:
     from megalowbit.hf.folders.tokenizer_files import FOLDER
 
     _silence_progress()
-    conversion = plan_import(options.source, options.recipe, shard_size=_shard_size(options))
+    conversion = plan_import(
+        options.source, options.recipe, config=options.config, shard_size=_shard_size(options)
+    )
     if not _convert(conversion, options):
         return
     step = options.folder / step_name(0)

@@ -1,7 +1,7 @@
 """Recognises checkpoints written by plain DeepSpeed, and says how to load their weights.
 
 They have no manifest and none of our states, so nothing here reads them. Users load the weights into the
-model before `megalowbit.initialize`; optimizer states cannot be used.
+model before `megalowbit.initialize`, or convert them (`hf.importers`); optimizer states cannot be used.
 """
 
 from __future__ import annotations
@@ -45,5 +45,5 @@ def loading_advice(folder: Path) -> str:
         weights = f"torch.load({str(folder / MODEL_FILE)!r}, weights_only=True)['module']"
     return (
         f"if plain DeepSpeed wrote it, take its weights: model.load_state_dict({weights}), "
-        "then mlb.initialize, or model.save_pretrained and megalowbit.model.checkpoint"
+        "then mlb.initialize; a Hugging Face model is converted by tools/convert_hf.py to-megalowbit --config"
     )

@@ -1,13 +1,15 @@
 """Builds models from the `"model"` section, imports Hugging Face folders, and exports training checkpoints.
 
 Two kinds of folder are read: Hugging Face's (`config.json` and weights), and megalowbit's training
-checkpoints (`training_checkpoint`). Imports and exports hold one tensor in memory at a time. A model to train
-is always returned in fp32 and without low-bit layers; the caller chooses precision and conversion. Not
-covered: optimizer states, which the engine restores on `--resume`.
+checkpoints (`training_checkpoint`). Checkpoints of other programs (`importers`) can only be imported. Imports
+and exports hold one tensor in memory at a time. A model to train is always returned in fp32 and without
+low-bit layers; the caller chooses precision and conversion. Not covered: optimizer states, which the engine
+restores on `--resume`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +37,10 @@ from megalowbit.hf.folders.stored_weights import (
 )
 from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
 from megalowbit.hf.folders.tokenizer_files import TEMPLATES, copy_tokenizer
+from megalowbit.hf.folders.weight_files import NAMES as WEIGHT_NAMES
 from megalowbit.hf.generation import prepare_for_training, read_generation, restore_generation, save_settings
+from megalowbit.hf.importers.base import fitted
+from megalowbit.hf.importers.registry import is_foreign, read_foreign
 from megalowbit.hf.model import (
     SavableTokenizer,
     fill_weights,
@@ -63,6 +68,8 @@ from megalowbit.layers.state_dict_layout import parameter_layout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 
 def read_config(settings: ModelSettings) -> PretrainedConfig:
@@ -118,13 +125,18 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     return model.train()
 
 
-def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = DEFAULT_RECIPE) -> Path:
-    """Convert a Hugging Face folder to a training checkpoint to start from, in the dtype of its weights.
+def import_checkpoint(
+    source: Path, folder: Path, recipe: Recipe | str = DEFAULT_RECIPE, config: Path | None = None
+) -> Path:
+    """Convert a model to a training checkpoint to start from, in the dtype of its weights.
 
     Args:
-        source: `config.json` and weights of a model of a known family.
+        source: a Hugging Face folder with a model of a known family, or a checkpoint of plain DeepSpeed or
+            Megatron-LM.
         folder: a new folder.
         recipe: the recipe that the model will be trained with.
+        config: `config.json`, or a folder with one, for a checkpoint of another program. `None`: the one in
+            `source`, if any.
 
     Returns:
         The step folder inside `folder`; the source's tokenizer, if it has one, is copied next to it.
@@ -133,19 +145,27 @@ def import_checkpoint(source: Path, folder: Path, recipe: Recipe | str = DEFAULT
         UserError: see `plan_import` and `Conversion.run`.
     """
     refuse_existing(folder)
-    plan_import(source, recipe).run(folder)
+    plan_import(source, recipe, config=config).run(folder)
     return Path(folder) / step_name(0)
 
 
 def plan_import(
-    source: Path, recipe: Recipe | str = DEFAULT_RECIPE, *, shard_size: int = SHARD_SIZE
+    source: Path,
+    recipe: Recipe | str = DEFAULT_RECIPE,
+    *,
+    config: Path | None = None,
+    shard_size: int = SHARD_SIZE,
 ) -> Conversion:
-    """The conversion of a Hugging Face folder to a checkpoint to start from; nothing is written yet.
+    """The conversion of a model to a checkpoint to start from; nothing is written yet.
+
+    For the arguments see `import_checkpoint`.
 
     Raises:
-        UserError: `source` is no such folder; weights are missing, unexpected, misshapen or damaged; the
-            recipe is unknown or matches nothing.
+        UserError: `source` is none of the folders that are read; weights are missing, unexpected, misshapen
+            or damaged; the recipe is unknown or matches nothing.
     """
+    if config is not None or (is_foreign(source) and not _has_hf_weights(source)):
+        return _plan_foreign(source, recipe, config, shard_size)
     if is_training_checkpoint(source):
         raise UserError(f"{source} is already a training checkpoint: start from it directly")
     config_file, model, weights = open_folder(source)
@@ -174,6 +194,52 @@ def open_folder(source: Path) -> tuple[Path, PreTrainedModel, StoredWeights]:
     model.config.dtype = weights.dtype
     read_generation(model, source)
     return config_file, model, weights
+
+
+def _has_hf_weights(source: Path) -> bool:
+    """Whether a folder has weights that transformers reads; its Trainer writes them beside DeepSpeed's."""
+    return (source / CONFIG_FILE).is_file() and any((source / name).is_file() for name in WEIGHT_NAMES)
+
+
+def _plan_foreign(source: Path, recipe: Recipe | str, config: Path | None, shard_size: int) -> Conversion:
+    """The conversion of a checkpoint of another program; see `plan_import`."""
+    folder = source if config is None else None  # of tokenizer and generation settings
+    if config is None and (source / CONFIG_FILE).is_file():
+        config = source
+    config_file = None if config is None else _named_config(config)
+    if config_file is not None and config_file.name == CONFIG_FILE:
+        folder = config_file.parent
+    foreign = read_foreign(source, None if config_file is None else read_json_object(config_file))
+    where = f"checkpoint {source}"
+    hf_config = config_from_dict(foreign.hf_config, {}, where if config is None else str(config))
+    model = random_model(hf_config, seed=0, device="meta", where=where)
+    weights = fitted(foreign.weights, model.state_dict(keep_vars=True), where)
+    logger.info("%s: %s, %d weights", source, foreign.description, len(weights))
+    model.config.dtype = weights.dtype
+    if config_file is not None and folder is not None:
+        read_generation(model, folder)
+    return start_conversion(
+        model,
+        weights,
+        recipe,
+        source=source,
+        dtype=weights.dtype,
+        key={"source": identity_of(foreign.paths, source), "config": foreign.hf_config},
+        tokenizer_files=folder,
+        shard_size=shard_size,
+    )
+
+
+def _named_config(config: Path) -> Path:
+    """The file that `--config` means.
+
+    Raises:
+        UserError: there is none.
+    """
+    file = config / CONFIG_FILE if config.is_dir() else config
+    if not file.is_file():
+        raise UserError(f"--config {config} is neither a file nor a folder with {CONFIG_FILE}: name one")
+    return file
 
 
 def export_checkpoint(

@@ -25,6 +25,7 @@ from megalowbit.hf.folders.stored_weights import (
     refuse_differences,
     refuse_nonfinite_weight,
     widest,
+    without_scale,
 )
 from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
 from megalowbit.hf.folders.weight_files import find_weight_files, stored_dtypes
@@ -208,9 +209,7 @@ def _refuse_integers(model: PreTrainedModel, stored: dict[str, torch.dtype | str
     own = {name.removeprefix(f"{model.base_model_prefix}.") for name, _ in named}
     for name, dtype in sorted(stored.items()):
         if name.removeprefix(f"{model.base_model_prefix}.") in own and dtype not in WEIGHT_DTYPES:
-            raise UserError(
-                f"{where}: weight {name} is {dtype}, whose scale is unknown: save the model unquantised"
-            )
+            raise without_scale(where, name, dtype)
 
 
 def _unavailable(config: PretrainedConfig, error: ImportError) -> UserError:

@@ -174,6 +174,11 @@ def _read_contents(step: Path) -> TrainingCheckpoint:
     contents = CheckpointContents(step, kept_bytes=0)
     ours = contents.header.get(OUR_KEY)
     if not isinstance(ours, dict):
+        if ENGINE_KEY in contents.header:
+            raise UserError(
+                f"checkpoint {step} was saved by an engine of mlb.initialize, without the configuration of "
+                "its model: load it into such an engine, and save its model with save_16bit_model"
+            )
         raise UserError(
             f"checkpoint {step} was not written by megalowbit: convert the model from Hugging Face"
         )
@@ -268,8 +273,9 @@ def start_conversion(
         expected = model.state_dict(keep_vars=True)
     groups = tied_names(expected)
     specs = tuple(TensorSpec(group[0], dtype, tuple(expected[group[0]].shape)) for group in groups)
-    given = [spec.name for spec in specs if not _is_factor(spec.name)]
-    refuse_differences(set(given) - weights.keys(), weights.keys() - set(given), str(source))
+    given = {spec.name for spec in specs if not _is_factor(spec.name)}
+    names = set(weights)  # a mapping that reads on access reads to answer whether it has a name
+    refuse_differences(given - names, names - given, str(source))
     shapes = {spec.name: spec.shape for spec in specs}
 
     def read(name: str) -> torch.Tensor:

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import megatron_writer
 import pytest
 import torch
 import transformers
@@ -14,6 +15,7 @@ from megalowbit.hf.folders.shards import ShardWriter
 
 ROOT = Path(__file__).parents[2]
 TOOL = "tools/convert_hf.py"
+GPT2 = "configs/models/gpt2_tiny.json"
 
 
 def convert_hf(*arguments):
@@ -72,6 +74,10 @@ def test_round_trip_from_the_command_line(tmp_path, kind):
         (["to-hf", "nowhere", "x" * 300], "cannot be used (File name too long)"),
         (["to-megalowbit", "x" * 300, "out"], "out (File name too long): name other folders"),
         (["to-megalowbit", "docs", "docs/../docs/new/start"], "start is inside "),
+        (["to-megalowbit", "docs", "out", "--config", "nowhere"], "--config nowhere is neither a file nor a"),
+        (["to-megalowbit", "docs", "out", "--config", "README.md"], "README.md is not"),
+        (["to-megalowbit", "docs", "out", "--config", GPT2], "is neither DeepSpeed's nor Megatron-LM's"),
+        (["to-hf", "nowhere", "out", "--config", GPT2], "unrecognized arguments: --config"),
         (["to-hf", "nowhere", "tests"], "tests already exists and is never overwritten"),
         (["to-mars", "a", "b"], "invalid choice: 'to-mars'"),
         (["to-hf", "a"], "the following arguments are required: OUT; see --help"),
@@ -86,6 +92,24 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, monkeypatch, 
 @pytest.mark.slow
 def test_a_mistake_ends_the_program_with_exit_code_2():
     check_refusal(convert_hf("to-mars", "a", "b"), "invalid choice: 'to-mars'")
+
+
+def test_a_checkpoint_of_megatron_lm_from_the_command_line(tmp_path, capsys):
+    model = tiny_model("llama", vocab_size=256).eval()
+    megatron_writer.write(tmp_path / "megatron", model, ranks=2)
+    small = ["--shard-size", "0.00005"]
+    command = ["to-megalowbit", tmp_path / "megatron", tmp_path / "to-megalowbit", *small]
+    done = call_main(TOOL, *command, "--dry-run", capsys=capsys)
+    assert "step-00000000/weights-00001-of-0000" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
+    for arguments in (command, ["to-hf", tmp_path / "to-megalowbit", tmp_path / "to-hf"]):
+        done = call_main(TOOL, *arguments, "--verify", capsys=capsys)
+        assert done.returncode == 0, done.stderr
+        assert f"verified: all 21 tensors are those of {arguments[1]}" in done.stdout
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "to-hf").eval()
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        assert back(tokens).logits.equal(model(tokens).logits)
 
 
 def test_help_names_both_directions(capsys):

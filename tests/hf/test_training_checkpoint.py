@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from small_engines import make_engine
 from transformers import GPT2Config
 
 from megalowbit.durable_files import MANIFEST, write_manifest
@@ -207,6 +208,14 @@ def test_a_checkpoint_of_another_program_or_version_is_refused(folder):
     rewrite(step, [1])
     with pytest.raises(UserError, match="holds a list"):
         read_checkpoint(step)
+
+
+def test_a_checkpoint_of_an_engine_has_no_configuration(tmp_path):
+    make_engine().save_checkpoint(str(tmp_path), tag="step-00000001")
+    with pytest.raises(
+        UserError, match=r"was saved by an engine of mlb\.initialize, without the configuration"
+    ):
+        read_checkpoint(tmp_path)
 
 
 class Harmful:

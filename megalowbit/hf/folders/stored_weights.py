@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -55,30 +56,18 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             stored = stored_tensors(files)
         self.paths, self.dtype = files.paths, widest(each.dtype for each in stored.values())
         names = _names(stored, expected.keys(), model.base_model_prefix, folder)
-        for name, key in names.items():
-            if name in expected and stored[key].dtype not in WEIGHT_DTYPES:
-                raise UserError(
-                    f"{folder}: weight {name} is {stored[key].dtype}, whose scale is unknown: "
-                    "save the model unquantised"
-                )
-        groups = tied_names(expected)
-        missing = [group[0] for group in groups if not any(name in names for name in group)]
-        unexpected = [
-            name for name in names if name not in expected and not name.endswith(tuple(former_buffers))
-        ]
-        refuse_differences(missing, unexpected, str(folder))
-        self._keys: dict[str, str] = {}
-        self.specs: dict[str, StoredTensor] = {}
+        present = names_by_parameter(
+            {name: stored[key] for name, key in names.items()},
+            expected,
+            str(folder),
+            former_buffers=former_buffers,
+        )
+        self._keys = {first: names[found[0]] for first, found in present.items()}
+        self.specs = {first: stored[key] for first, key in self._keys.items()}
         self._legacy: tuple[Path, Mapping[str, torch.Tensor]] | None = None
-        for group in groups:
-            present = [name for name in group if name in names]
-            for name in present:
-                found = stored[names[name]]
-                if found.shape != expected[name].shape:
-                    raise misshapen(str(folder), name, found.shape, expected[name].shape)
-            self._keys[group[0]], self.specs[group[0]] = names[present[0]], stored[names[present[0]]]
-            for other in present[1:]:
-                self._refuse_other_values(group[0], other, names[other], stored[names[other]])
+        for first, found in present.items():
+            for other in found[1:]:
+                self._refuse_other_values(first, other, names[other], stored[names[other]])
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read(self._keys[name], self.specs[name])
@@ -119,6 +108,57 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             raise other_tied_values(self.folder, other, name)
 
 
+class Described(Protocol):
+    """What is known of a stored tensor before it is read."""
+
+    @property
+    def dtype(self) -> torch.dtype | str:
+        """Its dtype; a name if torch has none."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+
+def names_by_parameter(
+    stored: Mapping[str, Described],
+    expected: Mapping[str, torch.Tensor],
+    where: str,
+    *,
+    former_buffers: Collection[str] = (),
+    remedy: str | None = None,
+) -> dict[str, list[str]]:
+    """Check that stored tensors are the weights of a model, without reading them.
+
+    Args:
+        stored: by the names of the model.
+        expected: the model's state dict, with the parameters themselves.
+        where: what holds them, for messages.
+        former_buffers: ends of the names of buffers that may be stored in addition.
+        remedy: what the user should do if names or shapes differ; None: what helps for a folder.
+
+    Returns:
+        Of every parameter, its first name in the model and all its names in `stored`.
+
+    Raises:
+        UserError: a weight is missing, unexpected, misshapen or of a dtype that holds no weights.
+    """
+    for name, found in stored.items():
+        if name in expected and found.dtype not in WEIGHT_DTYPES:
+            raise without_scale(where, name, found.dtype)
+    groups = tied_names(expected)
+    missing = [group[0] for group in groups if not any(name in stored for name in group)]
+    unexpected = [
+        name for name in stored if name not in expected and not name.endswith(tuple(former_buffers))
+    ]
+    refuse_differences(missing, unexpected, where, remedy)
+    present = {group[0]: [name for name in group if name in stored] for group in groups}
+    for name in chain(*present.values()):
+        if stored[name].shape != expected[name].shape:
+            raise misshapen(where, name, stored[name].shape, expected[name].shape, remedy)
+    return present
+
+
 def tied_names(state_dict: Mapping[str, torch.Tensor]) -> list[list[str]]:
     """Names of a state dict, grouped by parameter; it must hold the parameters themselves."""
     groups: dict[int, list[str]] = {}
@@ -142,12 +182,19 @@ def widest(dtypes: Any) -> torch.dtype:
     return functools.reduce(torch.promote_types, weights)
 
 
-def misshapen(where: str, name: str, found: Collection[int], expected: Collection[int]) -> UserError:
+def misshapen(
+    where: str, name: str, found: Collection[int], expected: Collection[int], remedy: str | None = None
+) -> UserError:
     """The error for a weight of another shape than the configuration's."""
     return UserError(
         f"{where}: weight {name} has shape {tuple(found)}, its configuration says {tuple(expected)}: "
-        "correct the overrides"
+        f"{remedy or 'correct the overrides'}"
     )
+
+
+def without_scale(where: str, name: str, dtype: torch.dtype | str) -> UserError:
+    """The error for a quantised weight."""
+    return UserError(f"{where}: weight {name} is {dtype}, whose scale is unknown: save the model unquantised")
 
 
 def other_tied_values(folder: Path, other: str, name: str) -> UserError:
@@ -158,18 +205,20 @@ def other_tied_values(folder: Path, other: str, name: str) -> UserError:
     )
 
 
-def refuse_differences(missing: Collection[str], unexpected: Collection[str], where: str) -> None:
+def refuse_differences(
+    missing: Collection[str], unexpected: Collection[str], where: str, remedy: str | None = None
+) -> None:
     """Check that weights and configuration have the same names.
 
     Raises:
         UserError: names the first weight that is missing or unexpected.
     """
     if missing:
-        raise UserError(f"{where} lacks {_first_weight(missing)}: replace it")
+        raise UserError(f"{where} lacks {_first_weight(missing)}: {remedy or 'replace it'}")
     if unexpected:
         raise UserError(
             f"{where} has {_first_weight(unexpected)} that its configuration does not have: "
-            "correct its config.json or the overrides"
+            f"{remedy or 'correct its config.json or the overrides'}"
         )
 
 

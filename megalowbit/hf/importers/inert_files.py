@@ -1,0 +1,106 @@
+"""Reads files of `torch.save` that contain objects of other programs, without running any of their code.
+
+Checkpoints of DeepSpeed and Megatron-LM contain a few objects besides tensors: arguments
+(`argparse.Namespace`), enumerations, loss scalers. `torch.load(weights_only=True)` rejects names that it does
+not know. Here it is given a class of ours under each such name. This class only keeps what the pickle passes
+to it, so nothing is imported or called by a name from the file, and DeepSpeed and Megatron-LM need not be
+installed. torch itself still rejects names of `os` and `sys`.
+
+Not covered: other kinds of dictionaries and lists (`collections.defaultdict`), which torch rejects under any
+name; files in the format of torch before 1.6, if they contain such objects.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from megalowbit.errors import UserError, file_system_error, shortened, shown
+
+
+class Inert:
+    """Stands for an object of another program.
+
+    Attributes:
+        kind: dotted name of its class in that program.
+        arguments: what its constructor would have received.
+        state: its attributes.
+    """
+
+    kind: ClassVar[str] = ""
+    arguments: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> Inert:
+        made = super().__new__(cls)
+        made.__dict__.update(arguments=arguments, state=None)
+        return made
+
+    def __init__(self, *_: Any) -> None:
+        """Keep nothing more than `__new__` does."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+def read_inert(path: Path, *, is_dictionary: bool = True) -> Any:
+    """Content of a file; its tensors are mapped, and objects of other programs are `Inert`.
+
+    Args:
+        path: the file.
+        is_dictionary: reject a file that does not hold a dictionary.
+
+    Raises:
+        UserError: the file cannot be read, holds something else, or names code that is never allowed.
+    """
+    try:
+        with torch.serialization.safe_globals([_inert_class(name) for name in _unknown_names(path)]):
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_archive(path))
+    except pickle.UnpicklingError as error:
+        message = f"{path} is not loaded, because it holds objects that are not allowed: {_reason(error)}"
+        raise UserError(message) from error
+    except Exception as error:  # torch raises many kinds of errors for damaged files
+        message = f"{path} cannot be read ({_reason(error)}): use another checkpoint"
+        raise file_system_error(message, error) from error
+    if is_dictionary and not isinstance(content, dict):
+        raise UserError(f"{path} holds {shown(type(content).__name__)}, not a checkpoint: name another")
+    return content
+
+
+def fields_of(value: object) -> dict[str, Any]:
+    """Attributes of an `Inert` object or items of a dictionary; empty for anything else."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    state = value.state if isinstance(value, Inert) else None
+    return dict(state) if isinstance(state, Mapping) else {}
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether the file has torch's current format, which can be mapped into memory."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _unknown_names(path: Path) -> list[str]:
+    """Names of classes in the file that torch does not allow; they are listed, not imported."""
+    if not _is_archive(path):
+        return []
+    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+
+
+def _inert_class(name: str) -> tuple[Any, str]:
+    """A class of ours under another program's name, in the form that `safe_globals` takes."""
+    return type("Inert", (Inert,), {"kind": name}), name
+
+
+def _reason(error: Exception) -> str:
+    """The part of torch's message that says what is wrong."""
+    text = str(error).strip()
+    if "GLOBAL " in text:
+        return text.split("GLOBAL ")[1].split()[0]
+    text = text.split("WeightsUnpickler error:")[-1].strip()
+    return shortened(text.split("\n")[0], 200) or type(error).__name__

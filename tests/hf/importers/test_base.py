@@ -1,0 +1,80 @@
+import pytest
+import torch
+
+from megalowbit.errors import UserError
+from megalowbit.hf.importers.base import LazyTensor, LazyWeights, fitted, shape_of
+
+
+def model_of(tied=(), **shapes):
+    """The state dict of a model on no device; the `tied` names hold the parameter of the first of them."""
+    found = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    return found | dict.fromkeys(tied, found[tied[0]]) if tied else found
+
+
+def weights(**tensors):
+    return LazyWeights({name: LazyTensor.of(value) for name, value in tensors.items()})
+
+
+def test_shapes_are_known_before_anything_is_read():
+    parts, reads = [torch.ones(2, 3), torch.zeros(4, 3)], []
+
+    def join(tensors):
+        reads.append(tensors[0].device.type)
+        return torch.cat(list(tensors)).t()
+
+    stored = LazyTensor.joined(parts, join)
+    assert (stored.shape, stored.dtype, reads) == ((3, 6), torch.float32, ["meta"])
+    found = LazyWeights({"x": stored})
+    assert reads == ["meta"]
+    assert found["x"].equal(torch.tensor([[1.0, 1, 0, 0, 0, 0]] * 3))
+    assert reads == ["meta", "cpu"]
+
+
+def test_the_widest_dtype_holds_all_weights():
+    half, brain, single = (torch.ones(1, dtype=d) for d in (torch.float16, torch.bfloat16, torch.float32))
+    assert weights(a=half, b=half).dtype == torch.float16
+    assert weights(a=half, b=brain).dtype == torch.float32
+    assert weights(a=brain, b=single).dtype == torch.float32
+
+
+def test_weights_that_fit_come_in_the_models_order_and_tied_ones_once():
+    model = model_of(("tokens", "head"), tokens=4, b=2, head=4)
+    for name in ("tokens", "head"):
+        found = fitted(weights(b=torch.ones(2), **{name: torch.full((4,), 2.0)}), model, "x")
+        assert list(found) == ["tokens", "b"]
+        assert found["tokens"].equal(torch.full((4,), 2.0))
+
+
+def test_a_tied_copy_may_be_the_rounded_weight_but_not_another():
+    model, tokens = model_of(("tokens", "head"), tokens=2, head=2), torch.tensor([1.0, 1.0001])
+    found = fitted(weights(tokens=tokens, head=tokens.bfloat16()), model, "x")
+    assert found["tokens"].equal(tokens)
+    with pytest.raises(UserError, match="x: head differs from tokens, but the configuration ties them"):
+        fitted(weights(tokens=tokens, head=tokens + 1), model, "x")
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [
+        ({"a": 2}, "x has the weight b that its configuration does not have: correct --config"),
+        ({"a": 2, "b": 3, "c": 1}, "x lacks the weight c: correct --config"),
+        (dict.fromkeys("cdefg", 1), "x lacks the weight c and 4 others: correct --config"),
+        ({"a": 2, "b": 4}, r"b has shape \(3,\), its configuration says \(4,\): correct --config"),
+    ],
+)
+def test_a_difference_is_named(expected, message):
+    with pytest.raises(UserError, match=message):
+        fitted(weights(a=torch.ones(2), b=torch.ones(3)), model_of(**expected), "x")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(dtype):
+    with pytest.raises(UserError, match=f"x: weight a is {dtype}, whose scale is unknown"):
+        fitted(weights(a=torch.ones(2).to(dtype)), model_of(a=2), "x")
+
+
+@pytest.mark.parametrize("value", [None, "ab", (1, -1), (1.0,), (True,)])
+def test_a_damaged_shape_is_refused(value):
+    assert shape_of(torch.Size([2, 3]), "a") == (2, 3)
+    with pytest.raises(UserError, match=r"a has shape .*: the file is damaged"):
+        shape_of(value, "a")
