@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed_cases import CASES, FROZEN
 from forks import run_processes
 from quick_cases import slow_except
-from ranks_deepspeed import CASES, FROZEN
 from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM
 
