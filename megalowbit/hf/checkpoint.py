@@ -94,13 +94,17 @@ def _stored_config(settings: ModelSettings) -> PretrainedConfig:
     return config_from_dict(raw, settings.overrides, str(folder))
 
 
-def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> PreTrainedModel:
+def build_model(
+    settings: ModelSettings, *, seed: int, device: str = "cpu", reads_weights: bool = True
+) -> PreTrainedModel:
     """Build the model that `settings` describe: fp32, in training mode, without key-value cache.
 
     Args:
         settings: the `"model"` section.
         seed: seed of random weights and of planted outliers, which are the same on every rank.
-        device: `"cpu"`, or `"meta"` for a model of the same shapes without weights (a dry run).
+        device: `"cpu"`, or `"meta"` for a model of the same shapes without weights.
+        reads_weights: whether the weights of a checkpoint are read; a dry run, whose tensors have no values,
+            takes random ones of the same shapes.
 
     Raises:
         UserError: see `read_config`; also for missing, unexpected, misshapen or damaged weights in a
@@ -108,14 +112,14 @@ def build_model(settings: ModelSettings, *, seed: int, device: str = "cpu") -> P
     """
     if device not in ("cpu", "meta"):
         raise ValueError(f"device must be cpu or meta: {device!r}")
-    if settings.config is not None or device == "meta":
+    if settings.config is not None or device == "meta" or not reads_weights:
         model = random_model(_stored_config(settings), seed=seed, device=device, where=str(_source(settings)))
     elif is_training_checkpoint(_checkpoint_of(settings)):
         folder = _checkpoint_of(settings)
         model = _rebuild(read_checkpoint(folder), settings.overrides, str(folder))
     else:
         model = load_weights(_stored_config(settings), _checkpoint_of(settings), dtype=torch.float32)
-    if settings.config is None and device != "meta":
+    if settings.config is None and device != "meta" and reads_weights:
         refuse_nonfinite(model, str(_source(settings)))
     if settings.outliers is not None and device != "meta":
         plant(model, family(model.config.model_type), settings.outliers, seed=seed)

@@ -75,7 +75,8 @@ def describe(config: PretrainConfig) -> str:
 def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     settings = config.settings
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real
-        model = build_model(without_flash_attention(settings.model), seed=settings.run.seed)
+        chosen = without_flash_attention(settings.model)
+        model = build_model(chosen, seed=settings.run.seed, reads_weights=False)
         report = convert(model, recipe)
         check_all_projections_seen(model.config, report)
         layers = bit_layers(model).values()

@@ -231,7 +231,7 @@ def _converted(
     model_settings: ModelSettings, recipe: Recipe, layout: ModelLayout, precision: str, *, fp32_norms: bool
 ) -> PreTrainedModel:
     """The model of one process before it is divided into stages."""
-    model = build_model(model_settings, seed=0)
+    model = build_model(model_settings, seed=0, reads_weights=False)
     keep_first_shard(model, layout.tensor_size)
     convert(model, recipe)
     for layer in bit_layers(model).values():
