@@ -81,12 +81,14 @@ def test_causality_prints_what_logits_depend_on(tmp_path):
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
     block = '{"base": "nvfp4", "name": "mean", "split_input": {"method": "mean"}}'
     printed = run("causality.py", "--checkpoint", tmp_path, "--recipe", "mxfp4", "--recipe", block)
-    found = {
-        line.split()[0]: [float(number) for number in line.split()[1:]] for line in printed.splitlines()[2:]
-    }
+    rows = [line.rsplit(maxsplit=6) for line in printed.splitlines()[2:]]
+    found = {name.strip(): [float(number) for number in numbers] for name, *numbers in rows}
     assert found["bf16"][:2] == found["mxfp4"][:2] == [0, 0]
     assert found["mxfp4"][4] > 0.1
     assert found["mean"][1] > 0.1
+    assert found["mean, static"][:3] == [0, 0, 0]
+    assert found["mean, static"][4] > 0.1
+    assert all(5 < numbers[5] < 6 for numbers in found.values())  # the loss of a model that was not trained
 
 
 @pytest.mark.slow
