@@ -17,6 +17,7 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_vocabulary
+from megalowbit.hf.folders.model_card import FILE as MODEL_CARD
 from megalowbit.hf.folders.new_folder import new_folder
 from megalowbit.hf.folders.stored_weights import (
     WEIGHT_DTYPES,
@@ -154,6 +155,7 @@ def save_hf(
     dtype: torch.dtype | None = None,
     whole: Mapping[str, torch.Tensor] | None = None,
     tokenizer_files: Path | None = None,
+    card: str | None = None,
 ) -> None:
     """Save `model` as an ordinary Hugging Face checkpoint for `from_pretrained`, completely or not at all.
 
@@ -167,6 +169,7 @@ def save_hf(
         dtype: of the saved weights; `None` keeps the model's.
         whole: the model's full weights if ranks hold parts of them, see `plain_state_dict`.
         tokenizer_files: folder of a tokenizer whose files are copied unchanged.
+        card: text of the model card, see `folders.model_card`; None: none.
 
     Raises:
         UserError: `folder` exists and is not empty, or cannot be written.
@@ -184,6 +187,8 @@ def save_hf(
             tokenizer.save_pretrained(draft)
         if tokenizer_files is not None:
             copy_tokenizer(tokenizer_files, draft, with_config=False)
+        if card is not None:
+            (draft / MODEL_CARD).write_text(card, encoding="utf-8")
 
 
 def use_end_of_text(model: PreTrainedModel, tokenizer: SavableTokenizer) -> None:

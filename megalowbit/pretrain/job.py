@@ -7,6 +7,7 @@ loop needs to continue exactly: data position, random stream, totals and the sta
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -60,6 +61,7 @@ from megalowbit.pretrain.components.profiler import Profiler
 from megalowbit.pretrain.components.registry import COMPONENTS
 from megalowbit.pretrain.components.source_losses import SourceLosses
 from megalowbit.pretrain.components.static_inputs import StaticInputRecord, static_inputs_in
+from megalowbit.pretrain.components.validation import Validation
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import changed_settings, check_same_model
 from megalowbit.pretrain.run_folder.folder import RunFolder
@@ -232,6 +234,21 @@ class Job:
                 **of_components,
                 "weight_splits": weight_splits,
             },
+        }
+
+    def facts_for_card(self) -> dict[str, Any]:
+        """What `model_card` reads of a checkpoint's header, without saving one."""
+        return {
+            "megalowbit": {
+                "step": self.step,
+                "hf_config": self.engine.module.config.to_dict(),
+                "config": self.config.to_dict(),
+            },
+            "progress": {
+                "totals": self.totals.state_dict(),
+                Validation.key: _state_of(self.find(Validation)),
+            },
+            "ds_version": importlib.metadata.version("deepspeed"),
         }
 
     def resume(self) -> bool:

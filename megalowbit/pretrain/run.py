@@ -29,6 +29,7 @@ from megalowbit.engine.run_checks.ranks_agree import (
     installation_facts,
 )
 from megalowbit.errors import TransientError, UserError, file_system_error
+from megalowbit.hf.folders.model_card import model_card
 from megalowbit.hf.generation import store_generation, stored_generation
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.conversion.convert import added_counts, product_counts
@@ -258,7 +259,9 @@ def export(job: Job, console: Console) -> None:
         whole = gather_weights(model)
         model = random_model(model.config, seed=0, device="meta")
         store_generation(model, stored_generation(job.engine.module))
-    agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole))
+    dtype = str(model.dtype).removeprefix("torch.")
+    card = model_card(job.facts_for_card(), job.recipe.name, dtype=dtype)
+    agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole, card=card))
     console.print(f"Hugging Face checkpoint: {job.folder.hf}")
 
 

@@ -131,6 +131,9 @@ def test_a_checkpoint_of_the_run_exports_to_the_same_model_with_its_tokenizer(fi
         assert found[name].dtype == value.dtype
         assert found[name].equal(value)
     assert AutoTokenizer.from_pretrained(exported)("x = 1").input_ids == list(b"x = 1")
+    card = (run_dir / "hf" / "README.md").read_text()
+    assert card == (exported / "README.md").read_text()
+    assert "| steps | 12 |" in card
 
 
 @pytest.mark.slow

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 FILE = "README.md"
+ORIGIN = "exported from a training checkpoint of megalowbit"
 USAGE = "Load it with\n`transformers.AutoModelForCausalLM.from_pretrained`."
 LIBRARIES = ("megalowbit", "torch", "transformers", "deepspeed")
 
 
-def model_card(header: Mapping[str, Any], recipe: str, *, dtype: str, usage: str = USAGE) -> str:
+def model_card(
+    header: Mapping[str, Any], recipe: str, *, dtype: str, usage: str = USAGE, origin: str = ORIGIN
+) -> str:
     """The text of a card.
 
     Args:
@@ -26,6 +29,7 @@ def model_card(header: Mapping[str, Any], recipe: str, *, dtype: str, usage: str
         recipe: name of the recipe.
         dtype: of the exported weights.
         usage: what to do with the folder.
+        origin: where the weights are from, after "a causal language model, ".
     """
     ours, progress = _mapping(header.get("megalowbit")), _mapping(header.get("progress"))
     # values in JSON are YAML
@@ -43,7 +47,7 @@ def model_card(header: Mapping[str, Any], recipe: str, *, dtype: str, usage: str
     table = "\n".join(f"| {key} | {_cell(value)} |" for key, value in rows.items() if value is not None)
     return (
         f"---\n{front}---\n\n# A {kind} model in megalowbit\n\n"
-        f"A causal language model, exported from a training checkpoint of megalowbit. {usage}\n\n"
+        f"A causal language model, {origin}. {usage}\n\n"
         f"| | |\n|---|---|\n{table}\n"
     )
 

@@ -32,7 +32,7 @@ from megalowbit.hf.checkpoint import open_folder
 from megalowbit.hf.folders.config_file import config_from_dict
 from megalowbit.hf.folders.conversion import Conversion, identity_of
 from megalowbit.hf.folders.model_card import FILE as MODEL_CARD
-from megalowbit.hf.folders.model_card import model_card
+from megalowbit.hf.folders.model_card import ORIGIN, model_card
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
 from megalowbit.hf.folders.stored_weights import (
@@ -58,7 +58,7 @@ from megalowbit.hf.training_checkpoint import (
     is_training_checkpoint,
     read_checkpoint,
 )
-from megalowbit.layers.conversion.convert import convert
+from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.quantize.quantized_tensor import QuantizedTensor
@@ -364,14 +364,22 @@ class PackedExport:
         kept = source if stored is None else source.parent / TOKENIZER_FOLDER
         if self._tokenizer is None and kept.is_dir():
             copy_tokenizer(kept, draft, with_config=False)
-        if stored is not None:
-            dtype = f"{plan.format.name} ({self.report.precision}, {plan.layout.name}), others bfloat16"
-            card = model_card(stored.header, stored.recipe.name, dtype=dtype, usage=plan.layout.usage)
-            (draft / MODEL_CARD).write_text(card, encoding="utf-8")
+        (draft / MODEL_CARD).write_text(self._card(self.report), encoding="utf-8")
         if self.report.rounded:
             logger.warning("%s", self.report)
         if self._examine is not None:
             self._examine(draft, self._packed_layers(draft))
+
+    def _card(self, report: PackingReport) -> str:
+        """The model card; of weights that are not from a checkpoint, it has only what the model tells."""
+        plan, model = self._plan, self._weights.model
+        header: Mapping[str, Any] = {"megalowbit": {"hf_config": model.config.to_dict()}}
+        origin = "whose weights megalowbit has rounded without training it"
+        if self._stored is not None:
+            header, origin = self._stored.header, ORIGIN
+        dtype = f"{report.format} ({report.precision}, {report.layout}), others bfloat16"
+        recipe = next(iter(bit_layers(model).values())).recipe.name
+        return model_card(header, recipe, dtype=dtype, usage=plan.layout.usage, origin=origin)
 
     def _packed_layers(self, draft: Path) -> Iterator[PackedLayer]:
         with _opened(draft) as read:

@@ -184,6 +184,10 @@ def test_without_a_text_only_weights_are_compared(source, capsys):
     report = quantize(source, packed, recipe="mxfp4")
     assert {"before", "after", "text"}.isdisjoint(report)
     assert "14 layers packed as MXFP4 (w4a16, compressed-tensors)" in capsys.readouterr().out
+    card = (packed / "README.md").read_text()
+    assert "whose weights megalowbit has rounded without training it" in card
+    assert "| recipe | mxfp4 |" in card
+    assert "| dtype of these weights | mxfp4 (w4a16, compressed-tensors), others bfloat16 |" in card
     with pytest.raises(UserError, match="already exists and is never overwritten"):
         quantize(source, packed)
 
