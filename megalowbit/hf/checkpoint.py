@@ -52,12 +52,12 @@ from megalowbit.hf.model import (
 )
 from megalowbit.hf.outliers import plant
 from megalowbit.hf.settings import ModelSettings
+from megalowbit.hf.start_checkpoint import start_conversion
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
     find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
-    start_conversion,
 )
 from megalowbit.json_text import read_json_object, refuse_irregular_files
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore

@@ -10,53 +10,30 @@ ranks. Not covered: shards of tensor-parallel ranks saved before layouts were wr
 
 from __future__ import annotations
 
-import copy
 import logging
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-
 from megalowbit.checkpoints.contents import FIRST_FILES, CheckpointContents, StateDict
-from megalowbit.checkpoints.layout import ENGINE_KEY, LAYOUT_KEY, Layout, Slice, StoredParameter
-from megalowbit.checkpoints.shards import ORIGIN_KEY, model_file, origin_of, reading
+from megalowbit.checkpoints.layout import ENGINE_KEY
+from megalowbit.checkpoints.shards import model_file, reading
 from megalowbit.durable_files import (
     DAMAGED,
-    LATEST,
-    FileFacts,
     complete_steps,
     damaged_in,
     is_step_name,
     step_name,
     steps_in,
     verify_folder,
-    write_manifest,
 )
 from megalowbit.errors import UserError
-from megalowbit.hf.folders.conversion import Conversion
-from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
-from megalowbit.hf.folders.stored_weights import (
-    misshapen,
-    refuse_differences,
-    refuse_nonfinite_weight,
-    tied_names,
-    widest,
-)
-from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
-from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
-from megalowbit.hf.generation import prepare_for_training, stored_generation
-from megalowbit.hf.model import random_model
-from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.static_inputs import StaticInputs
-from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES
 from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.state_dict_layout import parameter_layout
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -198,155 +175,6 @@ def _read_contents(step: Path) -> TrainingCheckpoint:
 def _static_inputs(ours: Mapping[str, Any]) -> StaticInputs | None:
     stored = ours.get("static_inputs")
     return None if stored is None else StaticInputs.from_dict(stored)
-
-
-def write_start_checkpoint(
-    model: PreTrainedModel, recipe: Recipe | str, folder: Path, *, tokenizer_files: Path | None = None
-) -> Path:
-    """Write the weights of a plain model as a checkpoint to start training from.
-
-    Args:
-        model: an unconverted Hugging Face model; it does not change. Weights are stored in its dtype.
-        recipe: the recipe of the conversion.
-        folder: a new folder, for `step-00000000/`, `latest` and `tokenizer/`.
-        tokenizer_files: folder whose tokenizer files, if any, are copied unchanged next to the step.
-
-    Returns:
-        The step folder.
-
-    Raises:
-        UserError: `folder` exists and is not empty or cannot be written; the recipe matches nothing.
-    """
-    config = type(model.config).from_dict(model.config.to_dict())
-    empty = random_model(config, seed=0, device="meta")
-    empty.generation_config = copy.deepcopy(model.generation_config)
-    state = model.state_dict(keep_vars=True)
-    weights = {group[0]: state[group[0]] for group in tied_names(state)}
-    dtype = widest(each.dtype for each in weights.values())
-    conversion = start_conversion(
-        empty,
-        weights,
-        recipe,
-        source=Path(folder),
-        dtype=dtype,
-        key={"model": uuid.uuid4().hex},  # of an interruption nothing is used: weights in memory have no name
-        tokenizer_files=tokenizer_files,
-        may_be_nonfinite=True,
-    )
-    conversion.run(Path(folder))
-    return Path(folder) / step_name(0)
-
-
-def start_conversion(
-    model: PreTrainedModel,
-    weights: Mapping[str, torch.Tensor],
-    recipe: Recipe | str,
-    *,
-    source: Path,
-    dtype: torch.dtype,
-    key: Mapping[str, Any],
-    tokenizer_files: Path | None = None,
-    shard_size: int = SHARD_SIZE,
-    may_be_nonfinite: bool = False,
-) -> Conversion:
-    """The conversion of a plain model's weights into a checkpoint to start from, one tensor at a time.
-
-    Args:
-        model: of the weights' configuration, on the meta device; becomes a converted one.
-        weights: by the model's names and in its layout, of tied names only the first; read on access.
-        recipe: the recipe of the training.
-        source: where the weights are from, for messages.
-        dtype: of the stored weights.
-        key: see `Conversion`.
-        tokenizer_files: see `write_start_checkpoint`.
-        shard_size: limit of the bytes of tensors in a file.
-        may_be_nonfinite: also write weights that are NaN or infinite.
-
-    Raises:
-        UserError: names differ, or the recipe matches nothing; on reading, a weight is not finite.
-    """
-    hf_config = model.config.to_dict()
-    prepare_for_training(model)
-    report = convert(model, recipe)
-    layers = bit_layers(model)
-    with parameter_layout(model):
-        expected = model.state_dict(keep_vars=True)
-    groups = tied_names(expected)
-    specs = tuple(TensorSpec(group[0], dtype, tuple(expected[group[0]].shape)) for group in groups)
-    given = {spec.name for spec in specs if not _is_factor(spec.name)}
-    names = set(weights)  # a mapping that reads on access reads to answer whether it has a name
-    refuse_differences(given - names, names - given, str(source))
-    shapes = {spec.name: spec.shape for spec in specs}
-
-    def read(name: str) -> torch.Tensor:
-        if _is_factor(name):
-            return torch.zeros(shapes[name], dtype=dtype)  # of a layer that is not split yet
-        weight = weights[name].detach()
-        if not may_be_nonfinite:
-            refuse_nonfinite_weight(name, weight, str(source))
-        layer = layers.get(name.removesuffix(".weight"))
-        if layer is not None and layer.is_transposed and name.endswith(".weight"):
-            weight = weight.t()
-        if tuple(weight.shape) != shapes[name]:
-            raise misshapen(str(source), name, weight.shape, shapes[name])
-        return weight.to(dtype)
-
-    ours = {
-        "format": FORMAT,
-        "step": 0,
-        "hf_config": hf_config,
-        "recipe": report.recipe.to_dict(),
-        "config": {},
-        "generation": stored_generation(model),
-    }
-    tied = {other: group[0] for group in groups for other in group[1:]}
-    conversion = Conversion(
-        source=source,
-        tensors=specs,
-        read=read,
-        read_dtype=dtype,
-        finish=lambda draft, facts: _finish_start(draft, facts, conversion, ours, tied, tokenizer_files),
-        key={**key, "recipe": ours["recipe"], "dtype": str(dtype)},
-        place=step_name(0),
-        stem="weights",
-        shard_size=shard_size,
-    )
-    return conversion
-
-
-def _finish_start(
-    draft: Path,
-    facts: Sequence[FileFacts],
-    conversion: Conversion,
-    ours: Mapping[str, Any],
-    tied: Mapping[str, str],
-    tokenizer_files: Path | None,
-) -> None:
-    """Write everything but the weights of a checkpoint to start from."""
-    step = draft / step_name(0)
-    parameters = tuple(
-        StoredParameter(
-            name=each.name,
-            shape=each.shape,
-            dtype=str(each.dtype).removeprefix("torch."),
-            weight=(shard.file, each.name),
-        )
-        for shard in conversion.shards
-        for each in shard.tensors
-    )
-    layout = Layout(stage=0, data_size=1, slices=(Slice(parameters=parameters),), tied=tied)
-    header: dict[str, Any] = {OUR_KEY: ours, ENGINE_KEY: {LAYOUT_KEY: layout.to_dict()}}
-    path = step / HEADER_FILE
-    header[ORIGIN_KEY] = origin_of(header, path, None)
-    torch.save(header, path)
-    write_manifest(step, facts)
-    (draft / LATEST).write_text(step.name, encoding="utf-8")
-    if tokenizer_files is not None:
-        copy_tokenizer(tokenizer_files, draft / TOKENIZER_FOLDER, with_config=True)
-
-
-def _is_factor(name: str) -> bool:
-    return name.rpartition(".")[2] in SPLIT_NAMES
 
 
 def _is_step_folder(path: Path) -> bool:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from quick_cases import every_value
+from start_checkpoints import write_start_checkpoint
 from tiny_models import KINDS, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,6 @@ from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.losses.token_losses import sum_of_model_losses
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.hf.training_checkpoint import write_start_checkpoint
 
 TOKENS = torch.arange(20).reshape(2, 10) * 7 % 50
 SIZE, PADDED = 50, 64

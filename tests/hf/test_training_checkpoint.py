@@ -5,21 +5,19 @@ import shutil
 import pytest
 import torch
 from small_engines import make_engine
+from start_checkpoints import write_start_checkpoint
 from transformers import GPT2Config
 
 from megalowbit.durable_files import MANIFEST, write_manifest
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
-from megalowbit.hf.folders.unfinished import Draft, unfinished
 from megalowbit.hf.model import random_model
 from megalowbit.hf.training_checkpoint import (
     HEADER_FILE,
     find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
-    write_start_checkpoint,
 )
-from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import recipe
 
 GPT2 = GPT2Config(
@@ -30,7 +28,8 @@ GPT2 = GPT2Config(
 @pytest.fixture(scope="module")
 def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("start") / "checkpoints"
-    write_start_checkpoint(random_model(GPT2, seed=1).half(), "nvfp4", folder)
+    step = write_start_checkpoint(random_model(GPT2, seed=1).half(), "nvfp4", folder)
+    assert step == folder / (folder / "latest").read_text() == folder / "step-00000000"
     return folder
 
 
@@ -46,53 +45,6 @@ def rewrite(step, content):
     data = (step / HEADER_FILE).read_bytes()
     facts = {"name": HEADER_FILE, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (step / MANIFEST).write_text(json.dumps({"format": 1, "files": [facts]}))
-
-
-def test_a_written_checkpoint_is_read_back(folder):
-    hf_config, read_recipe, state_dict, half_state_dict, generation, header, static = read_checkpoint(folder)
-    assert static is None
-    assert generation["use_cache"] is True
-    assert header["megalowbit"]["step"] == 0
-    expected = random_model(GPT2, seed=1).half()
-    convert(expected, "nvfp4")
-    assert hf_config["n_embd"] == 32
-    assert read_recipe == recipe("nvfp4")
-    parameters = dict(expected.named_parameters(remove_duplicate=False))
-    assert state_dict.keys() == parameters.keys()
-    assert all(state_dict[name].equal(value) for name, value in parameters.items())
-    assert {value.dtype for value in state_dict.values()} == {torch.float16}
-    assert {value.dtype for value in half_state_dict.values()} == {torch.float16}
-
-
-def test_writing_leaves_the_model_as_it_is(tmp_path):
-    model = random_model(GPT2, seed=1)
-    step = write_start_checkpoint(model, recipe("bf16"), tmp_path / "start")
-    assert not bit_layers(model)
-    assert step == tmp_path / "start" / "step-00000000"
-    assert (tmp_path / "start" / "latest").read_text() == "step-00000000"
-    with pytest.raises(UserError, match="never overwritten"):
-        write_start_checkpoint(model, "bf16", tmp_path / "start")
-
-
-def test_an_interrupted_write_of_one_model_is_not_continued_with_another(tmp_path, monkeypatch):
-    """Both would have the same names, shapes, dtype and recipe."""
-    note, noted = Draft.note, []
-
-    def interrupted(draft, name):
-        note(draft, name)
-        noted.append(name)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Draft, "note", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        write_start_checkpoint(random_model(GPT2, seed=1), "nvfp4", tmp_path / "start")
-    assert unfinished(tmp_path / "start")
-    monkeypatch.setattr(Draft, "note", note)
-    model = random_model(GPT2, seed=2)
-    write_start_checkpoint(model, "nvfp4", tmp_path / "start")
-    found = read_checkpoint(tmp_path / "start").state_dict["transformer.wte.weight"]
-    assert found.equal(model.transformer.wte.weight)
-    assert [path.name for path in tmp_path.iterdir()] == ["start"]
 
 
 def test_the_manifest_holds_size_and_sha256(folder):

@@ -131,19 +131,27 @@ def evaluate(
             agree(_check_rows, source, job.engine.module.config.vocab_size)
             job.load(source)
         used = _use_inputs(job, agree(stored_static_inputs, source) if is_ours else None, inputs)
-        validation = job.find(Validation)
-        assert validation is not None  # `_configuration` has checked that there is a text
-        if identity.is_main:
-            lines = job_lines(job, identity, validation.describe_text())
-            lines = [*(line for line in lines if line.startswith(SHOWN)), *used.lines]
-            print("\n".join(lines), flush=True)
-        facts = validation.measure(lambda: None)
-        share = _beyond_share(job) if used.kind == STATIC else None
-        if identity.is_main:
-            beyond = "" if share is None else f"; {share:.2%} of the inputs beyond their recorded range"
-            print(f"\n{source}: {describe(facts)}{beyond}", flush=True)
+        facts, share = _measure(job, identity, source, used)
         agree(lambda: _write(output, source, job, facts, used.kind, share))
     return facts
+
+
+def _measure(
+    job: Job, identity: ProcessIdentity, source: Path, used: UsedInputs
+) -> tuple[dict[str, Fact], float | None]:
+    """Evaluate and print; also gives the share of inputs beyond their recorded range. Collective."""
+    validation = job.find(Validation)
+    assert validation is not None  # `_configuration` has checked that there is a text
+    if identity.is_main:
+        lines = job_lines(job, identity, validation.describe_text())
+        lines = [*(line for line in lines if line.startswith(SHOWN)), *used.lines]
+        print("\n".join(lines), flush=True)
+    facts = validation.measure(lambda: None)
+    share = _beyond_share(job) if used.kind == STATIC else None
+    if identity.is_main:
+        beyond = "" if share is None else f"; {share:.2%} of the inputs beyond their recorded range"
+        print(f"\n{source}: {describe(facts)}{beyond}", flush=True)
+    return facts, share
 
 
 class UsedInputs(NamedTuple):

@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from start_checkpoints import write_start_checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from megalowbit.durable_files import write_manifest
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model, import_checkpoint
 from megalowbit.hf.folders.weight_files import find_weight_files, stored_dtypes
 from megalowbit.hf.model import load_weights
 from megalowbit.hf.settings import ModelSettings
-from megalowbit.hf.training_checkpoint import write_start_checkpoint
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.float8_e4m3fn)
 TENSORS = {str(dtype): torch.zeros(3, 2).to(dtype) for dtype in DTYPES} | {"scalar": torch.tensor(1)}
@@ -199,12 +200,16 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, model_class, 
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
     )
     model = model_class(GPT2 if model_class is GPT2LMHeadModel else llama).to(torch.bfloat16)
+    step = write_start_checkpoint(model, "nvfp4", tmp_path / "ours")
     name, parameter = list(model.named_parameters())[3]
     with torch.no_grad():
         parameter.view(-1)[-1] = value
     model.save_pretrained(tmp_path / "hf")
     check_refused(tmp_path / "hf", rf"weight {name} has 1 values that are NaN or infinite")
-    write_start_checkpoint(model, "nvfp4", tmp_path / "ours")
+    weights = load_file(step / "weights.safetensors")
+    weights[name].view(-1)[-1] = value
+    save_file(weights, step / "weights.safetensors")
+    write_manifest(step)
     with pytest.raises(UserError, match=rf"weight {name} has 1 values that are NaN or infinite"):
         build_model(ModelSettings(checkpoint=tmp_path / "ours"), seed=0)
 

@@ -9,6 +9,7 @@ from packed_decoding import e2m1, e4m3, times_blocks
 from packed_models import PROMPT, SHAPES, SIZES, converted_model, emulated, greedy
 from quick_cases import slow_except
 from safetensors import safe_open
+from start_checkpoints import write_start_checkpoint
 from tiny_models import tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import export_checkpoint
 from megalowbit.hf.packed.export import _Weights, export_packed_checkpoint, export_packed_model
 from megalowbit.hf.packed.report import notes_about
-from megalowbit.hf.training_checkpoint import write_start_checkpoint
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.quantize.names import quantizer
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from start_checkpoints import write_start_checkpoint
 from tiny_models import tiny_model
 
 from megalowbit.errors import UserError
 from megalowbit.hf.packed.export import export_packed_checkpoint, export_packed_model
-from megalowbit.hf.training_checkpoint import write_start_checkpoint
 from megalowbit.layers.conversion.convert import bit_layers, convert
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
