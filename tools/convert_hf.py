@@ -172,7 +172,6 @@ def _to_hf(options: argparse.Namespace) -> None:
     from megalowbit.hf.checkpoint import plan_export
     from megalowbit.hf.folders.tokenizer_files import has_tokenizer
     from megalowbit.hf.packed.export import plan_packed_export
-    from megalowbit.hf.training_checkpoint import find_checkpoint
 
     _silence_progress()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -195,7 +194,7 @@ def _to_hf(options: argparse.Namespace) -> None:
     if not _convert(conversion, options):
         return
     about = f"load it with {LOADER}" if export is None else export.report
-    print(f"{options.folder} is {find_checkpoint(options.source)}: {about}")
+    print(f"{options.folder} is {conversion.source}: {about}")
     if not has_tokenizer(options.folder):
         print("the run has no tokenizer, so none was saved: name one with --tokenizer")
 

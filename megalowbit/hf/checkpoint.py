@@ -24,7 +24,6 @@ from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_config, pad_vocabulary
 from megalowbit.hf.folders.config_file import CONFIG_FILE, config_from_dict
 from megalowbit.hf.folders.conversion import Conversion, identity_of
-from megalowbit.hf.folders.model_card import FILE as MODEL_CARD
 from megalowbit.hf.folders.model_card import model_card
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
@@ -36,26 +35,24 @@ from megalowbit.hf.folders.stored_weights import (
     widest,
 )
 from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
-from megalowbit.hf.folders.tokenizer_files import TEMPLATES, copy_tokenizer
+from megalowbit.hf.folders.tokenizer_files import TEMPLATES
 from megalowbit.hf.folders.weight_files import NAMES as WEIGHT_NAMES
-from megalowbit.hf.generation import prepare_for_training, read_generation, restore_generation, save_settings
-from megalowbit.hf.importers.base import fitted
+from megalowbit.hf.generation import prepare_for_training, read_generation, restore_generation
+from megalowbit.hf.importers.base import check_and_select
 from megalowbit.hf.importers.registry import is_foreign, read_foreign
 from megalowbit.hf.model import (
     SavableTokenizer,
     fill_weights,
     load_weights,
-    quiet_transformers,
     random_model,
     refuse_nonfinite,
-    use_end_of_text,
+    write_settings,
 )
 from megalowbit.hf.outliers import plant
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.start_checkpoint import start_conversion
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
-    find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
 )
@@ -217,7 +214,7 @@ def _plan_foreign(source: Path, recipe: Recipe | str, config: Path | None, shard
     where = f"checkpoint {source}"
     hf_config = config_from_dict(foreign.hf_config, {}, where if config is None else str(config))
     model = random_model(hf_config, seed=0, device="meta", where=where)
-    weights = fitted(foreign.weights, model.state_dict(keep_vars=True), where)
+    weights = check_and_select(foreign.weights, model.state_dict(keep_vars=True), where)
     logger.info("%s: %s, %d weights", source, foreign.description, len(weights))
     model.config.dtype = weights.dtype
     if config_file is not None and folder is not None:
@@ -281,16 +278,14 @@ def plan_export(
     Raises:
         UserError: no undamaged checkpoint in `source`, or its weights are not those of its configuration.
     """
-    step = find_checkpoint(source)
     stored = read_checkpoint(source)
+    step = stored.folder
     with reading(f"checkpoint {step}"):
         config = config_from_dict(stored.hf_config, {}, str(source))
         model = random_model(config, seed=0, device="meta", where=str(source))
         weights = PlainWeights(stored, model, str(source))
         pad_vocabulary(model, None)
         restore_generation(stored.generation, model)
-    if tokenizer is not None:
-        use_end_of_text(model, tokenizer)
     chosen = widest(map(stored.half_state_dict.dtype, stored.half_state_dict)) if dtype is None else dtype
     state = model.state_dict(keep_vars=True)
     specs = tuple(TensorSpec(names[0], chosen, tuple(state[names[0]].shape)) for names in tied_names(state))
@@ -302,15 +297,9 @@ def plan_export(
         return weight[: shapes[name][0]].to(chosen) if weight.ndim else weight.to(chosen)
 
     def finish(draft: Path, _: Any) -> None:
-        with quiet_transformers():
-            save_settings(model, draft, chosen)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(draft)
-        kept = step.parent / TOKENIZER_FOLDER
-        if tokenizer is None and kept.is_dir():
-            copy_tokenizer(kept, draft, with_config=False)
         card = model_card(stored.header, stored.recipe.name, dtype=str(chosen).removeprefix("torch."))
-        (draft / MODEL_CARD).write_text(card, encoding="utf-8")
+        kept = step.parent / TOKENIZER_FOLDER
+        write_settings(model, draft, dtype=chosen, tokenizer=tokenizer, tokenizer_files=kept, card=card)
 
     return Conversion(
         source=step,

@@ -44,6 +44,12 @@ def stored_generation(model: Any) -> dict[str, Any] | None:
     return getattr(model, ATTRIBUTE, None)
 
 
+def generation_to_export(model: PreTrainedModel) -> dict[str, Any]:
+    """The settings to write with a model: the stored ones, or its own if it was not prepared for training."""
+    settings = stored_generation(model)
+    return _settings_of(model) if settings is None else settings
+
+
 def restore_generation(settings: dict[str, Any] | None, model: PreTrainedModel) -> None:
     """Restore a model's settings from before training; without settings, enable the cache."""
     from transformers import GenerationConfig

@@ -30,7 +30,7 @@ from megalowbit.hf.folders.stored_weights import (
 )
 from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
 from megalowbit.hf.folders.weight_files import find_weight_files, stored_dtypes
-from megalowbit.hf.generation import restore_generation, save_model, stored_generation
+from megalowbit.hf.generation import generation_to_export, restore_generation, save_model, save_settings
 from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
 from megalowbit.layers.state_dict_layout import parameter_layout
 
@@ -178,23 +178,61 @@ def save_hf(
     pad_vocabulary(plain, None)
     if dtype is not None:
         plain = plain.to(dtype)
-    restore_generation(stored_generation(model), plain)
+    restore_generation(generation_to_export(model), plain)
     if tokenizer is not None:
         use_end_of_text(plain, tokenizer)
     with new_folder(Path(folder)) as draft, quiet_transformers():
         save_model(plain, draft)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(draft)
-        if tokenizer_files is not None:
-            copy_tokenizer(tokenizer_files, draft, with_config=False)
+        _write_tokenizer(draft, tokenizer, tokenizer_files)
         if card is not None:
             (draft / MODEL_CARD).write_text(card, encoding="utf-8")
 
 
+def write_settings(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: SavableTokenizer | None,
+    tokenizer_files: Path,
+    card: str,
+) -> None:
+    """Write what belongs beside the weights: configuration, generation settings, tokenizer and model card.
+
+    Args:
+        model: on any device, with the generation settings to write; it changes.
+        folder: where the weights are.
+        dtype: of the weights.
+        tokenizer: saved; its end-of-text id becomes the model's. None: the one in `tokenizer_files`, if any.
+        tokenizer_files: folder of a tokenizer whose files are copied unchanged.
+        card: text of the model card.
+    """
+    if tokenizer is not None:
+        use_end_of_text(model, tokenizer)
+    with quiet_transformers():
+        save_settings(model, folder, dtype)
+    kept = tokenizer_files if tokenizer is None and tokenizer_files.is_dir() else None
+    _write_tokenizer(folder, tokenizer, kept)
+    (folder / MODEL_CARD).write_text(card, encoding="utf-8")
+
+
+def _write_tokenizer(folder: Path, tokenizer: SavableTokenizer | None, files: Path | None) -> None:
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    if files is not None:
+        copy_tokenizer(files, folder, with_config=False)
+
+
 def use_end_of_text(model: PreTrainedModel, tokenizer: SavableTokenizer) -> None:
-    """Make the tokenizer's end-of-text id that of the model, which also begins texts."""
+    """Make the tokenizer's end-of-text id that of the model, which also begins texts.
+
+    Settings that have this id already keep their other end tokens and their begin token.
+    """
     for settings in (model.config, model.generation_config):
-        if settings is not None:
+        if settings is None:
+            continue
+        ends = settings.eos_token_id
+        if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
             settings.eos_token_id = settings.bos_token_id = tokenizer.eos_token_id
 
 

@@ -56,6 +56,7 @@ class TrainingCheckpoint(NamedTuple):
         header: all of the checkpoint's counters, states and settings, see `CheckpointContents`.
         static_inputs: what was recorded of the layers' inputs at the end of training, see
             `layers.conversion.static_inputs`; None: nothing yet, or an older checkpoint.
+        folder: the step folder that was read.
     """
 
     hf_config: dict[str, Any]
@@ -65,6 +66,7 @@ class TrainingCheckpoint(NamedTuple):
     generation: dict[str, Any] | None = None
     header: Mapping[str, Any] = MappingProxyType({})
     static_inputs: StaticInputs | None = None
+    folder: Path = Path()
 
 
 def is_training_checkpoint(path: Path) -> bool:
@@ -169,6 +171,7 @@ def _read_contents(step: Path) -> TrainingCheckpoint:
         ours.get("generation"),
         contents.header,
         _static_inputs(ours),
+        step,
     )
 
 

@@ -1,3 +1,4 @@
+import runpy
 from pathlib import Path
 
 import megatron_writer
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launchers import check_refusal
 from megalowbit.hf.folders.shards import ShardWriter
+from megalowbit.hf.packed.export import LAYOUTS
+from megalowbit.hf.packed.recipes import PRECISIONS
 
 ROOT = Path(__file__).parents[2]
 TOOL = "tools/convert_hf.py"
@@ -118,6 +121,13 @@ def test_help_names_both_directions(capsys):
     assert "to-megalowbit" in done.stdout
     assert "to-hf" in done.stdout
     assert "python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/" in done.stdout
+
+
+def test_the_layouts_and_precisions_of_the_tool_are_those_of_the_package():
+    """The tool names them without importing torch."""
+    program = runpy.run_path(str(TOOL))
+    assert program["LAYOUTS"] == tuple(LAYOUTS)
+    assert program["PRECISIONS"] == PRECISIONS
 
 
 def test_packed_folders_from_the_command_line(tmp_path, capsys):

@@ -1,14 +1,17 @@
 """Generation settings survive training, checkpoints and exports; only the cache is off during training."""
 
 import json
+from pathlib import Path
 
 import pytest
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from megalowbit.engine.pipeline.setup import pipeline_module
 from megalowbit.hf.checkpoint import build_model, export_checkpoint, import_checkpoint
 from megalowbit.hf.generation import FILE, stored_generation
 from megalowbit.hf.model import save_hf
+from megalowbit.hf.packed.export import export_packed_checkpoint, export_packed_model, plan_packed_folder
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import convert
 
@@ -57,6 +60,55 @@ def test_generation_values_survive_our_checkpoints(tmp_path, generation):
     assert model.config.use_cache is False
     save_hf(model, tmp_path / "out")
     assert facts(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("generation", CASES)
+def test_a_converted_model_that_was_not_trained_keeps_its_values(tmp_path, generation):
+    expected = facts(source(tmp_path / "hf", **generation))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    convert(model, "nvfp4")
+    save_hf(model, tmp_path / "out")
+    assert facts(tmp_path / "out") == expected
+
+
+def test_packed_folders_keep_the_values(tmp_path):
+    llama = tiny_model("llama", vocab_size=64)
+    llama.save_pretrained(tmp_path / "hf")
+    values = {**json.loads((tmp_path / "hf" / FILE).read_text()), **CASES[0]}
+    (tmp_path / "hf" / FILE).write_text(json.dumps(values))
+    expected = facts(tmp_path / "hf")
+    plan_packed_folder(tmp_path / "hf", "nvfp4", "modelopt").run(tmp_path / "quantized")
+    assert facts(tmp_path / "quantized") == expected
+    import_checkpoint(tmp_path / "hf", tmp_path / "start", "nvfp4")
+    export_packed_checkpoint(tmp_path / "start", tmp_path / "exported", "modelopt")
+    assert facts(tmp_path / "exported") == expected
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    convert(model, "nvfp4")
+    export_packed_model(model, tmp_path / "of-model", "modelopt")
+    assert facts(tmp_path / "of-model") == expected
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_end", "expected"),
+    [(2, {"bos_token_id": 1, "eos_token_id": [2, 9]}), (5, {"bos_token_id": 5, "eos_token_id": 5})],
+)
+def test_a_tokenizer_replaces_only_the_end_tokens_of_another_one(tmp_path, tokenizer_end, expected):
+    model = tiny_model("llama", vocab_size=64)
+    for settings in (model.config, model.generation_config):
+        settings.bos_token_id, settings.eos_token_id = 1, [2, 9]
+    model.save_pretrained(tmp_path / "hf")
+
+    class Tokenizer:
+        eos_token_id = tokenizer_end
+
+        def save_pretrained(self, folder):
+            (Path(folder) / "tokenizer.json").write_text("{}")
+
+    model = build_model(ModelSettings(checkpoint=tmp_path / "hf"), seed=0)
+    save_hf(model, tmp_path / "out", Tokenizer())
+    for name in ("config.json", FILE):
+        written = json.loads((tmp_path / "out" / name).read_text())
+        assert {key: written[key] for key in expected} == expected
 
 
 def test_pipeline_stages_keep_the_generation_values(tmp_path):

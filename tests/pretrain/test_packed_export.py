@@ -41,6 +41,7 @@ def train(folder, recipe, **precision):
     path = write_config(folder, **precision)
     (folder / "model.json").write_text(json.dumps(LLAMA))
     settings = [f"megalowbit.recipe={recipe}", "megalowbit.run.steps=12"]
+    settings.append('megalowbit.late_switch={"at": 10, "scope": "forward"}')
     config = load_config(path, settings, world_size=1)
     pretrain(config, ProcessIdentity(), run_dir=folder / "run", is_resume=False)
     return folder / "run"
@@ -72,6 +73,7 @@ def test_a_trained_model_is_served_with_the_weights_of_its_forward(tmp_path, rec
     run = train(tmp_path, recipe, **precision)
     report = export_packed_checkpoint(run, tmp_path / "packed", "compressed-tensors", is_exact=True)
     assert not report.rounded
+    assert "the late switch of the run ended the rounding in the forward" in str(report)
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").eval()
     reference = emulated(run, tmp_path / "plain")
     prompt = torch.tensor([list(b"the baker counts")])

@@ -162,6 +162,8 @@ def _free_space(folder: Path) -> int:
 
 def _drop_from_cache(path: Path) -> None:
     """Have the next read come from the disk, where the system supports it."""
+    if not hasattr(os, "posix_fadvise"):
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

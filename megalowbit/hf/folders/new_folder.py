@@ -20,9 +20,11 @@ def refuse_existing(folder: Path) -> None:
         UserError: the name is in use, or is invalid.
     """
     try:
-        is_free = (
-            not any(folder.iterdir()) if folder.is_dir() else not (folder.exists() or folder.is_symlink())
-        )
+        if folder.is_symlink():  # the finished folder could not take its place
+            raise UserError(f"{folder} is a link: name the folder itself")
+        if folder.absolute().is_mount():
+            raise UserError(f"{folder} is a mount point: name a folder inside of it")
+        is_free = not any(folder.iterdir()) if folder.is_dir() else not folder.exists()
     except OSError as error:  # a name of more than 255 bytes, or a folder that may not be read
         raise UserError(f"{folder} cannot be used ({error.strerror}): name another folder") from error
     if not is_free:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -23,7 +24,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from megalowbit.durable_files import DRAFT, FileFacts, atomic_file, sha256_of
+from megalowbit.durable_files import FileFacts, atomic_file, sha256_of
 from megalowbit.errors import TransientError, UserError, file_system_error
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.json_text import read_json_object
@@ -96,13 +97,12 @@ def resumable_folder(folder: Path, key: Mapping[str, Any]) -> Iterator[Draft]:
 def unfinished(folder: Path) -> list[Path]:
     """Drafts of `folder` that interrupted attempts have left."""
     folder = folder.absolute()
+    own = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}\.tmp")  # not those of NAME.1
     try:
-        drafts = [
-            each for each in sorted(folder.parent.iterdir()) if each.name.startswith(f".{folder.name}.")
-        ]
+        entries = sorted(folder.parent.iterdir())
     except OSError:
         return []
-    return [each for each in drafts if DRAFT.fullmatch(each.name) and (each / JOURNAL).is_file()]
+    return [each for each in entries if own.fullmatch(each.name) and (each / JOURNAL).is_file()]
 
 
 def _claim(folder: Path, key: Mapping[str, Any]) -> tuple[int, Draft]:

@@ -92,7 +92,7 @@ class ForeignModel(NamedTuple):
     description: str
 
 
-def fitted(weights: LazyWeights, expected: Mapping[str, torch.Tensor], where: str) -> LazyWeights:
+def check_and_select(weights: LazyWeights, expected: Mapping[str, torch.Tensor], where: str) -> LazyWeights:
     """The weights of a model, checked; of tied names only the first.
 
     Args:

@@ -84,14 +84,14 @@ def read_deepspeed(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
             stored = _masters_of_stage_three(headers, shards, folder)
         else:
             stored = _masters_of_stage_two(headers[0], shards, folder)
-        stored = completed(stored, headers, folder)
+        stored = with_model_weights(stored, headers, folder)
         ranks = "1 rank" if len(shards) == 1 else f"{len(shards)} ranks"
         kind = f"ZeRO {stage}" if stage else "the bf16 optimizer"
         description = f"DeepSpeed, {kind} on {ranks}, step {headers[0].get('global_steps')}, fp32 masters"
-        return ForeignModel(hf_config, LazyWeights(unwrapped(stored)), paths, description)
+        return ForeignModel(hf_config, LazyWeights(without_wrapper_prefixes(stored)), paths, description)
 
 
-def completed(
+def with_model_weights(
     masters: Mapping[str, LazyTensor], headers: Sequence[Mapping[str, Any]], folder: Path
 ) -> dict[str, LazyTensor]:
     """Masters, which are compared with the model's weights when they are read, and all other weights.
@@ -136,7 +136,7 @@ def _checked(master: LazyTensor, weight: LazyTensor, where: str) -> LazyTensor:
     return LazyTensor(master.shape, master.dtype, read) if master.shape == weight.shape else master
 
 
-def unwrapped(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def without_wrapper_prefixes(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The same tensors without the prefixes that wrappers add to all names."""
     result = dict(stored)
     while result:
@@ -229,10 +229,14 @@ def _from_weights(
     if not stored or not all(numel_of(each.shape) for each in stored.values()):
         raise UserError(f"checkpoint {folder} lacks the optimizer's shards, which hold the weights at ZeRO 3")
     masters = _masters_of_stage_zero(header, stored)
-    weights = LazyWeights(unwrapped({**stored, **masters}))
+    weights = LazyWeights(without_wrapper_prefixes({**stored, **masters}))
     dtype = str(weights.dtype).removeprefix("torch.")
     if dtype != "float32":
-        logger.warning("%s: its fp32 masters are missing, so its %s weights are used", folder, dtype)
+        logger.warning(
+            "%s: its fp32 masters are missing or not certain, so its %s weights are used",
+            folder,
+            dtype,
+        )
     kind = "ZeRO 0, fp32 masters" if masters else f"{dtype} weights"
     return ForeignModel(config, weights, paths, f"DeepSpeed, step {header.get('global_steps')}, {kind}")
 
@@ -247,7 +251,8 @@ def _masters_of_stage_zero(
         names.setdefault((weight.read().data_ptr(), weight.shape), []).append(name)
     groups = optimizer.get("fp32_groups", optimizer.get("fp32_groups_flat")) if optimizer else None
     found: dict[str, LazyTensor] = {}
-    for group in groups or ():
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(groups or ()):
         offset = 0
         for same in names.values():
             weight = weights[same[0]]
@@ -256,10 +261,44 @@ def _masters_of_stage_zero(
                 continue
             if torch.equal(master.to(weight.dtype), weight.read()):
                 found |= dict.fromkeys(same, LazyTensor.of(master))
+                group_of[same[0]] = number
                 offset += size
         if offset != len(group):
             return {}
-    return found
+    equal = _equal_weights({same[0]: weights[same[0]] for same in names.values()})
+    return found if all(_is_certain(same, weights, found, group_of) for same in equal) else {}
+
+
+def _equal_weights(weights: Mapping[str, LazyTensor]) -> list[list[str]]:
+    """Names of different weights with equal values, such as norms of ones; lists of two or more."""
+    alike: dict[tuple[Any, ...], list[list[str]]] = {}
+    for name, weight in weights.items():
+        value = weight.read()
+        groups = alike.setdefault((weight.shape, *value.flatten()[:8].tolist()), [])
+        same = next((each for each in groups if torch.equal(weights[each[0]].read(), value)), None)
+        if same is None:
+            groups.append([name])
+        else:
+            same.append(name)
+    return [same for groups in alike.values() for same in groups if len(same) > 1]
+
+
+def _is_certain(
+    names: Sequence[str],
+    weights: Mapping[str, LazyTensor],
+    masters: Mapping[str, LazyTensor],
+    group_of: Mapping[str, int],
+) -> bool:
+    """Whether it is known which master belongs to which of several equal weights.
+
+    A group has its masters in the model's order. Some of the weights may be in another group, or frozen.
+    """
+    if all(name in group_of for name in names) and len({group_of[name] for name in names}) == 1:
+        return True
+    values = [masters[name].read() for name in names if name in masters]
+    if len(values) < len(names):
+        values.append(weights[names[0]].read().to(values[0].dtype) if values else torch.empty(0))
+    return all(torch.equal(value, values[0]) for value in values)
 
 
 def _next_master(

@@ -28,7 +28,7 @@ from megalowbit.hf.importers.megatron_config import config_from_arguments, merge
 from megalowbit.hf.importers.megatron_names import (
     TOKENS,
     Sizes,
-    canonical,
+    layer_and_part,
     layer_weights,
     outside_weights,
 )
@@ -225,7 +225,7 @@ def _chunk(ranks: Sequence[Mapping[str, torch.Tensor]], where: str) -> Chunk:
     layers: dict[int, dict[str, list[torch.Tensor]]] = {}
     outside: dict[str, list[torch.Tensor]] = {}
     for name in ranks[0]:
-        if (place := canonical(name)) is None:
+        if (place := layer_and_part(name)) is None:
             continue
         if any(name not in rank for rank in ranks):
             raise UserError(f"{where}: a tensor-parallel rank lacks {name}: use a complete checkpoint")

@@ -92,7 +92,7 @@ class Sizes(NamedTuple):
     family: str
 
 
-def canonical(name: str) -> tuple[int | None, str] | None:
+def layer_and_part(name: str) -> tuple[int | None, str] | None:
     """A tensor's layer on its rank (None: outside of the layers) and part; None if it is not a weight.
 
     Raises:

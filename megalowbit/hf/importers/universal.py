@@ -25,7 +25,12 @@ from megalowbit.hf.importers.base import (
     require_config,
     shape_of,
 )
-from megalowbit.hf.importers.deepspeed import check_headers, completed, model_files_in, unwrapped
+from megalowbit.hf.importers.deepspeed import (
+    check_headers,
+    model_files_in,
+    with_model_weights,
+    without_wrapper_prefixes,
+)
 from megalowbit.hf.importers.inert_files import read_inert
 
 ZERO, MASTER, PARAM = "zero", "fp32.pt", "param"
@@ -57,12 +62,12 @@ def read_universal(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
         stored = {name: _master(folder / ZERO / name, shapes.get(name)) for name in names}
         for name in shapes.keys() - stored.keys():
             raise UserError(f"{where} lacks {ZERO}/{name}/{MASTER}: convert the checkpoint again")
-        stored = completed(stored, headers, folder) if headers else stored
+        stored = with_model_weights(stored, headers, folder) if headers else stored
         step = headers[0].get("global_steps") if headers else "unknown"
         description = f"DeepSpeed, universal, step {step}, fp32 masters"
         paths = [folder / name for name in model_files_in(folder).values()]
         paths += [folder / ZERO / name / MASTER for name in names]
-        return ForeignModel(hf_config, LazyWeights(unwrapped(stored)), paths, description)
+        return ForeignModel(hf_config, LazyWeights(without_wrapper_prefixes(stored)), paths, description)
 
 
 def _headers(folder: Path) -> list[Mapping[str, Any]]:

@@ -31,7 +31,6 @@ from megalowbit.families.vocabulary import num_tokens, pad_config
 from megalowbit.hf.checkpoint import open_folder
 from megalowbit.hf.folders.config_file import config_from_dict
 from megalowbit.hf.folders.conversion import Conversion, identity_of
-from megalowbit.hf.folders.model_card import FILE as MODEL_CARD
 from megalowbit.hf.folders.model_card import ORIGIN, model_card
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
@@ -42,9 +41,8 @@ from megalowbit.hf.folders.stored_weights import (
     tied_names,
 )
 from megalowbit.hf.folders.tokenizer_files import FOLDER as TOKENIZER_FOLDER
-from megalowbit.hf.folders.tokenizer_files import copy_tokenizer
-from megalowbit.hf.generation import restore_generation, save_settings, store_generation, stored_generation
-from megalowbit.hf.model import SavableTokenizer, quiet_transformers, random_model, use_end_of_text
+from megalowbit.hf.generation import generation_to_export, restore_generation, store_generation
+from megalowbit.hf.model import SavableTokenizer, random_model, write_settings
 from megalowbit.hf.packed.compressed_tensors import CompressedTensors
 from megalowbit.hf.packed.fused_groups import Packed, pack, pack_group
 from megalowbit.hf.packed.layout import PackedLayout
@@ -54,7 +52,6 @@ from megalowbit.hf.packed.recipes import PRECISIONS, Precision, packed_format
 from megalowbit.hf.packed.report import PackingReport, RoundedLayer, notes_about
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
-    find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
 )
@@ -62,6 +59,7 @@ from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.quantize.quantized_tensor import QuantizedTensor
+from megalowbit.values import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +69,7 @@ logger = logging.getLogger(__name__)
 
 LAYOUTS: dict[str, PackedLayout] = {each.name: each for each in (CompressedTensors(), ModelOpt())}
 HIGH_PRECISION = torch.bfloat16
+LOST = 0.5  # a change of the weight's norm above which a packed layer is of no use
 SLACK = 2.0**-22  # relative; with an fp32 tensor scale, layouts multiply in another order than the forward
 
 
@@ -124,7 +123,7 @@ def export_packed_checkpoint(
         UserError: see `plan_packed_export` and `PackedExport.run`.
     """
     refuse_existing(folder)  # first, because verifying a large checkpoint takes minutes
-    return plan_packed_export(source, layout, **options).run(folder)
+    return _warned(plan_packed_export(source, layout, **options).run(folder))
 
 
 def export_packed_model(
@@ -135,7 +134,14 @@ def export_packed_model(
     plan = plan_packing(model, LAYOUTS[layout], precision, options.get("input_maxima"))
     weights = _Weights(model, model.state_dict(keep_vars=True), "the model")
     key = {"source": uuid.uuid4().hex}  # a later attempt may have other weights, and must not continue
-    return PackedExport(weights, plan, Path(folder), options, key).run(Path(folder))
+    return _warned(PackedExport(weights, plan, Path(folder), options, key).run(Path(folder)))
+
+
+def _warned(report: PackingReport) -> PackingReport:
+    """The report, which is logged if values were changed: callers in Python may not print it."""
+    if report.rounded:
+        logger.warning("%s", report)
+    return report
 
 
 def plan_packed_export(source: Path, layout: str, **options: Unpack[Options]) -> PackedExport:
@@ -147,8 +153,8 @@ def plan_packed_export(source: Path, layout: str, **options: Unpack[Options]) ->
         UserError: no undamaged checkpoint in `source`; layout or servers cannot hold the model.
     """
     precision = _checked(layout, options)
-    step = find_checkpoint(source)
     stored = read_checkpoint(source)
+    step = stored.folder
     packed_format(stored.recipe, precision)  # before the model, which a recipe may not convert at all
     with reading(f"checkpoint {step}"):
         config = config_from_dict(stored.hf_config, {}, str(source))
@@ -324,10 +330,19 @@ class PackedExport:
     def _pack(self, group: tuple[str, ...]) -> dict[str, Packed]:
         weights = {layer: self._weights.read(f"{layer}.weight") for layer in group}
         packed = pack_group(self._plan.format.quantizer, weights)
-        if self._is_exact and (rounded := _rounded(packed)):
+        rounded = _rounded(packed)
+        if self._is_exact and rounded:
             raise UserError(
-                f"layer {rounded[0]} would have to be rounded again to have the tensor scale of the layers "
-                "that servers fuse with it: export without requiring exact values"
+                f"{counted(rounded[0].num_rounded, 'block')} of layer {rounded[0].name} would have to be "
+                "rounded again to have the tensor scale of the layers that servers fuse with it: export "
+                "without requiring exact values"
+            )
+        lost = next((each for each in rounded if each.relative_change > LOST), None)
+        if lost is not None:
+            raise UserError(
+                f"layer {lost.name} would lose {lost.relative_change:.0%} of its norm: servers give it the "
+                "tensor scale of layers whose weights are much larger; keep all of them in high precision (the "
+                "recipe's keep)"
             )
         return packed
 
@@ -359,14 +374,7 @@ class PackedExport:
             rounded=tuple(self._compare(draft)),
             notes=() if stored is None else notes_about(stored.header),
         )
-        self._write_settings(draft)
-        source = self.conversion.source
-        kept = source if stored is None else source.parent / TOKENIZER_FOLDER
-        if self._tokenizer is None and kept.is_dir():
-            copy_tokenizer(kept, draft, with_config=False)
-        (draft / MODEL_CARD).write_text(self._card(self.report), encoding="utf-8")
-        if self.report.rounded:
-            logger.warning("%s", self.report)
+        self._write_settings(draft, self._card(self.report))
         if self._examine is not None:
             self._examine(draft, self._packed_layers(draft))
 
@@ -409,20 +417,22 @@ class PackedExport:
         differs = (found - expected).abs() > slack * expected.abs()
         return int(differs.unflatten(1, (-1, self._plan.format.block_size)).any(2).sum())
 
-    def _write_settings(self, draft: Path) -> None:
-        """Write configuration, generation settings and tokenizer."""
-        model, plan = self._weights.model, self._plan
+    def _write_settings(self, draft: Path, card: str) -> None:
+        """Write configuration, generation settings, tokenizer, model card and the layout's own files."""
+        model, plan, source = self._weights.model, self._plan, self.conversion.source
         config = type(model.config).from_dict(model.config.to_dict())
         pad_config(config, None)
         plain = random_model(config, seed=0, device="meta")  # for the generation settings
-        restore_generation(stored_generation(model), plain)
-        if self._tokenizer is not None:
-            use_end_of_text(plain, self._tokenizer)
+        restore_generation(generation_to_export(model), plain)
         plain.config.quantization_config = self._settings
-        with quiet_transformers():
-            save_settings(plain, draft, HIGH_PRECISION)
-            if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(draft)
+        write_settings(
+            plain,
+            draft,
+            dtype=HIGH_PRECISION,
+            tokenizer=self._tokenizer,
+            tokenizer_files=source if self._stored is None else source.parent / TOKENIZER_FOLDER,
+            card=card,
+        )
         for name, content in plan.layout.further_files(plan.format, plan.ignored).items():
             (draft / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

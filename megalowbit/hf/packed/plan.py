@@ -80,7 +80,7 @@ def plan_packing(
         if layer.is_transposed:
             raise UserError(
                 f"layer {name} replaces a Conv1D, and transformers loads no packed weights into such layers, "
-                "so GPT-2 cannot be exported packed: export it without --packed, or train a LLaMA"
+                "so GPT-2 cannot be packed: use an ordinary Hugging Face folder, or a LLaMA"
             )
         check_size(name, layer.in_features, format)
     in_features = {name: int(layer.in_features) for name, layer in linear.items()}  # type: ignore[arg-type]
@@ -106,10 +106,12 @@ def _input_scales(
     for group in groups:
         for name in group:
             value = None if maxima is None else maxima.get(name)
-            if value is None or not math.isfinite(value) or value < 0:
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is None or not is_number or not math.isfinite(value) or value < 0:
                 raise UserError(
                     f'precision "w4a4" needs the largest input of layer {name}, and it is {shown(value)}: '
-                    'pass finite input_maxima, or use precision "w4a16"'
+                    "use a checkpoint from the end of a run, which has recorded it, pass finite input_maxima "
+                    'in Python, or use precision "w4a16"'
                 )
         assert maxima is not None
         largest = torch.tensor(max(maxima[name] for name in group), dtype=torch.float32)

@@ -50,7 +50,7 @@ def packed_format(recipe: Recipe, precision: Precision) -> PackedFormat:
     if "output" in recipe.transformed_products:
         raise _refused(recipe, "its weights are Hadamard-transformed in the forward (hadamard: output)")
     if chosen.is_identity:
-        raise _refused(recipe, "it quantises no weight in the forward", "export it without --packed")
+        raise _refused(recipe, "it quantises no weight in the forward")
     encoding = chosen.encoding if isinstance(chosen, BlockQuantizer) else None
     name = _format_of(encoding)
     if encoding is None or name is None or not isinstance(chosen, BlockQuantizer):
@@ -118,19 +118,25 @@ def _input_encoding(recipe: Recipe, name: str) -> Encoding:
         UserError: it does not.
     """
     given = recipe.q_forward_input
-    remedy = 'export with precision "w4a16", which leaves inputs unrounded'
+    remedy = 'leave inputs unrounded (precision "w4a16", or --inputs none)'
     if recipe.split_input is not None:
         raise _refused(recipe, "split_input adds a low-rank part, which servers do not multiply", remedy)
     chosen = quantizer(given)
     encoding = chosen.encoding if isinstance(chosen, BlockQuantizer) else None
     if encoding is None or encoding.format not in (NVFP4, MXFP4) or _format_of(encoding) != name:
         raise _refused(recipe, f"servers round inputs to {name.upper()}, and it to {given!r}", remedy)
-    if encoding.is_stochastic or encoding.four_over_six or encoding.q_scalar != 1:
+    has_other_scales = encoding.four_over_six or encoding.q_scalar != 1 or _rounds_scales_otherwise(encoding)
+    if encoding.is_stochastic or has_other_scales:
         raise _refused(recipe, f"servers do not round inputs as {given!r} does", remedy)
     return encoding
 
 
+def _rounds_scales_otherwise(encoding: Encoding) -> bool:
+    """Whether block scales are rounded in another way than in the recipes `nvfp4` and `mxfp4`."""
+    return encoding.scale_rounding != ("nearest" if encoding.format == NVFP4 else "up")
+
+
 def _refused(
-    recipe: Recipe, reason: str, remedy: str = "export it without --packed, or train with a recipe like nvfp4"
+    recipe: Recipe, reason: str, remedy: str = "use one like nvfp4, or an ordinary Hugging Face folder"
 ) -> UserError:
-    return UserError(f"recipe {recipe.name!r} cannot be exported packed, {reason}: {remedy}")
+    return UserError(f"recipe {recipe.name!r} cannot be packed, {reason}: {remedy}")

@@ -68,8 +68,8 @@ class PackingReport:
         ]
         if self.rounded:
             lines.append(
-                f"WARNING: {counted(len(self.rounded), 'layer')} cannot have the tensor scale of the layers "
-                "that servers fuse with them, so blocks were rounded again:"
+                "WARNING: servers fuse layers and give them one tensor scale, so some blocks of "
+                f"{counted(len(self.rounded), 'layer')} were rounded again:"
             )
             lines += [f"  {each}" for each in self.rounded]
         else:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,8 +210,9 @@ def _run_folder_of(path: Path) -> Path | None:
     """The folder of the run that `path` is, or is in; None: there is no run."""
     for folder in (path, path.parent, path.parent.parent):
         config = folder / "config.json"
-        if config.is_file() and BLOCK in read_json_object(config):
-            return folder
+        with suppress(UserError) if folder != path else nullcontext():  # others' files may hold anything
+            if config.is_file() and BLOCK in read_json_object(config):
+                return folder
     return None
 
 

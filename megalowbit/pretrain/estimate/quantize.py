@@ -49,6 +49,7 @@ from megalowbit.layers.conversion.static_inputs import (
 )
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
+from megalowbit.values import counted
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -156,10 +157,11 @@ class _Text(NamedTuple):
     def describe(self, *, is_calibrated: bool) -> str:
         """One line of text."""
         calibration, evaluated = self.parts(is_calibrated=is_calibrated)
-        line = f"text: {self.text.name}, {len(evaluated):,} sequences of {self.text.sequence_length} tokens"
+        sequences = counted(len(evaluated), "sequence")
+        line = f"text: {self.text.name}, {sequences} of {self.text.sequence_length} tokens"
         if calibration == evaluated:
             return f"{line}; it is too short for two parts, so the same sequence calibrates"
-        return line + f", and {len(calibration):,} others that calibrate" * is_calibrated
+        return line + f", and {len(calibration):,} more for calibration" * is_calibrated
 
 
 def _open_text(source: Path, options: TextOptions) -> _Text:
@@ -179,9 +181,17 @@ def _open_text(source: Path, options: TextOptions) -> _Text:
     )
     tokenizer = build_tokenizer(settings)
     check_fits(config, vocab_size=tokenizer.vocab_size, sequence_length=length)
-    text = open_validation(settings, tokenizer, is_training=False)
+    try:
+        text = open_validation(settings, tokenizer, is_training=False)
+    except UserError as error:
+        raise UserError(f"--text {options.path}: {str(error).removeprefix('data.validation: ')}") from error
     assert text is not None  # the settings name one
-    text = text.limited(max(options.tokens, length))
+    if options.tokens < length:
+        raise UserError(
+            f"--tokens {options.tokens} is less than a sequence of {length} tokens: raise it, or lower "
+            "--sequence-length"
+        )
+    text = text.limited(options.tokens)
     text.count_bytes(tokenizer)  # checks the ids
     return _Text(text, tokenizer)
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -134,6 +135,8 @@ def test_a_dry_run_names_the_files_that_are_written(source, tmp_path):
         assert f"step-00000000/{path.name}: {path.stat().st_size:,} bytes" in text
     assert f"weights: {sum(path.stat().st_size for path in files):,} bytes; free: " in text
     assert text.count("float32") == len(files)
+    memory = re.search(r"memory: at most ([\d,]+) bytes", text)[1]
+    assert int(memory.replace(",", "")) >= max(spec.nbytes for spec in plan.tensors)
 
 
 def test_too_little_space_is_refused_before_anything_is_written(source, tmp_path, monkeypatch):

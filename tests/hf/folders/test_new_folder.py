@@ -43,11 +43,20 @@ def test_an_existing_folder_is_not_changed(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "mine").write_text("precious")
     (tmp_path / "file").write_text("precious")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name in ("a", "file", "link"):
+    for name in ("a", "file"):
         with pytest.raises(UserError, match="already exists and is never overwritten"):
             refuse_existing(tmp_path / name)
     assert (tmp_path / "a" / "mine").read_text() == "precious"
+
+
+def test_a_folder_that_cannot_be_replaced_is_refused_at_once(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name, target in (("broken", "nowhere"), ("link", "empty")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        with pytest.raises(UserError, match=f"{name} is a link: name the folder itself"):
+            refuse_existing(tmp_path / name)
+    with pytest.raises(UserError, match="/proc is a mount point: name a folder inside of it"):
+        refuse_existing(Path("/proc"))
 
 
 def test_a_folder_filled_concurrently_is_not_changed(tmp_path):

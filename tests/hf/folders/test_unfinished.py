@@ -35,6 +35,14 @@ def test_an_interruption_keeps_the_finished_files_for_the_next_attempt(tmp_path,
     assert not unfinished(tmp_path / "x")
 
 
+def test_a_folder_whose_name_begins_alike_keeps_its_draft(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        attempt(tmp_path / "llama-3.1", KeyboardInterrupt())
+    assert not unfinished(tmp_path / "llama-3")
+    attempt(tmp_path / "llama-3")
+    assert attempt(tmp_path / "llama-3.1") == ["a", "b"]
+
+
 @pytest.mark.parametrize("error", [UserError("wrong"), KeyError("defect"), OSError(28, "full")])
 def test_any_other_error_leaves_nothing(tmp_path, error):
     with pytest.raises((UserError, KeyError)):

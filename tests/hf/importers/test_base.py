@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.hf.importers.base import LazyTensor, LazyWeights, fitted, shape_of
+from megalowbit.hf.importers.base import LazyTensor, LazyWeights, check_and_select, shape_of
 
 
 def model_of(tied=(), **shapes):
@@ -40,17 +40,17 @@ def test_the_widest_dtype_holds_all_weights():
 def test_weights_that_fit_come_in_the_models_order_and_tied_ones_once():
     model = model_of(("tokens", "head"), tokens=4, b=2, head=4)
     for name in ("tokens", "head"):
-        found = fitted(weights(b=torch.ones(2), **{name: torch.full((4,), 2.0)}), model, "x")
+        found = check_and_select(weights(b=torch.ones(2), **{name: torch.full((4,), 2.0)}), model, "x")
         assert list(found) == ["tokens", "b"]
         assert found["tokens"].equal(torch.full((4,), 2.0))
 
 
 def test_a_tied_copy_may_be_the_rounded_weight_but_not_another():
     model, tokens = model_of(("tokens", "head"), tokens=2, head=2), torch.tensor([1.0, 1.0001])
-    found = fitted(weights(tokens=tokens, head=tokens.bfloat16()), model, "x")
+    found = check_and_select(weights(tokens=tokens, head=tokens.bfloat16()), model, "x")
     assert found["tokens"].equal(tokens)
     with pytest.raises(UserError, match="x: head differs from tokens, but the configuration ties them"):
-        fitted(weights(tokens=tokens, head=tokens + 1), model, "x")
+        check_and_select(weights(tokens=tokens, head=tokens + 1), model, "x")
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_a_tied_copy_may_be_the_rounded_weight_but_not_another():
 )
 def test_a_difference_is_named(expected, message):
     with pytest.raises(UserError, match=message):
-        fitted(weights(a=torch.ones(2), b=torch.ones(3)), model_of(**expected), "x")
+        check_and_select(weights(a=torch.ones(2), b=torch.ones(3)), model_of(**expected), "x")
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_quantised_weights_are_refused(dtype):
     with pytest.raises(UserError, match=f"x: weight a is {dtype}, whose scale is unknown"):
-        fitted(weights(a=torch.ones(2).to(dtype)), model_of(a=2), "x")
+        check_and_select(weights(a=torch.ones(2).to(dtype)), model_of(a=2), "x")
 
 
 @pytest.mark.parametrize("value", [None, "ab", (1, -1), (1.0,), (True,)])

@@ -161,7 +161,7 @@ def test_half_weights_are_used_and_reported_where_there_are_no_masters(damaged, 
         file.unlink()
     found = read_deepspeed(step, config_of(step.parent)).weights
     assert all(found[name].equal(value) for name, value in expected.items())
-    assert "its fp32 masters are missing, so its float16 weights are used" in caplog.text
+    assert "its fp32 masters are missing or not certain, so its float16 weights are used" in caplog.text
 
 
 @pytest.mark.slow
@@ -182,7 +182,41 @@ def test_masters_of_stage_zero_in_flat_groups(damaged, caplog):
     change(file, lambda content: content["optimizer"]["fp32_groups_flat"][1].data[-1].add_(1))
     found = read_deepspeed(step, config_of(step.parent)).weights
     assert all(found[name].equal(value.half()) for name, value in expected.items())
-    assert "its fp32 masters are missing, so its float16 weights are used" in caplog.text
+    assert "its fp32 masters are missing or not certain, so its float16 weights are used" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("frozen", "groups", "is_certain"),
+    [
+        (["a"], [["b"]], False),
+        ([], [["a", "b"]], True),
+        ([], [["b"], ["a"]], False),
+    ],
+)
+def test_masters_of_equal_weights_are_assigned_only_where_that_is_certain(
+    tmp_path, caplog, frozen, groups, is_certain
+):
+    """Norms of ones round to the same bf16 weights, and the order of groups says which is which, or not."""
+    masters = {"a": torch.full((8,), 1.0005), "b": torch.full((8,), 1.001)}
+    weights = {**{name: value.bfloat16() for name, value in masters.items()}, "c": torch.ones(4).bfloat16()}
+    assert weights["a"].equal(weights["b"])
+    content = {
+        "module": weights,
+        "optimizer": {"fp32_groups": [[masters[name] for name in group] for group in [*groups, []]]},
+        "global_steps": 5,
+    }
+    content["optimizer"]["fp32_groups"][-1] = [torch.full((4,), 1.0001)]
+    step = tmp_path / "global_step5"
+    step.mkdir()
+    torch.save(content, step / "mp_rank_00_model_states.pt")
+    found = read_deepspeed(step, {"model_type": "llama"}).weights
+    if is_certain:
+        assert all(found[name].equal(masters[name]) for name in masters)
+    else:
+        assert all(found[name].equal(weights[name]) for name in masters)
+        assert "are missing or not certain, so its bfloat16 weights are used" in caplog.text
+    assert ("not certain" in caplog.text) == (not is_certain)
+    assert frozen == [name for name in masters if not any(name in group for group in groups)]
 
 
 def test_missing_files_of_ranks_are_named(damaged):

@@ -57,6 +57,9 @@ def test_groups_without_their_switch_have_no_effect():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({**LLAMA, "qk_l2_norm": True}, "x was trained with qk_l2_norm True: no supported model has it"),
+        ({**LLAMA, "glu_linear_offset": 1.0}, "x was trained with glu_linear_offset 1.0"),
+        ({**LLAMA, "activation_func_clamp_value": 7.0}, "x was trained with activation_func_clamp_value 7.0"),
         ({**LLAMA, "num_experts": 4}, "x was trained with num_experts 4: no supported model has it"),
         ({**LLAMA, "multi_latent_attention": True}, "with multi_latent_attention True"),
         ({**LLAMA, "rotary_interleaved": True}, "with rotary_interleaved True"),

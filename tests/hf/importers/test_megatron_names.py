@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.hf.importers.megatron_names import Sizes, canonical, layer_weights, outside_weights
+from megalowbit.hf.importers.megatron_names import Sizes, layer_and_part, layer_weights, outside_weights
 
 LLAMA = Sizes(heads=4, groups=2, head_size=1, vocab_size=5, version=3.0, family="llama")
 
@@ -28,7 +28,7 @@ def column(*numbers):
     ],
 )
 def test_names_of_all_generations(name, place):
-    assert canonical(name) == place
+    assert layer_and_part(name) == place
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_names_of_all_generations(name, place):
 )
 def test_experts_are_refused(name):
     with pytest.raises(UserError, match="experts are not supported"):
-        canonical(name)
+        layer_and_part(name)
 
 
 def test_groups_of_two_ranks_are_separated():

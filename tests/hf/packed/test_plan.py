@@ -84,7 +84,7 @@ def test_rounded_inputs_need_the_largest_input_of_every_layer(tmp_path, value):
 
 def test_a_checkpoint_of_another_recipe_is_refused_before_its_weights_are_read(tmp_path):
     write_start_checkpoint(tiny_model("gpt2"), "bf16", tmp_path / "start")
-    with pytest.raises(UserError, match="recipe 'bf16' cannot be exported packed, it quantises no weight"):
+    with pytest.raises(UserError, match="recipe 'bf16' cannot be packed, it quantises no weight"):
         export_packed_checkpoint(tmp_path / "start", tmp_path / "packed", "modelopt")
     (tmp_path / "packed").mkdir()
     (tmp_path / "packed" / "mine").touch()

@@ -29,19 +29,35 @@ def nvfp4(**changes):
 
 
 REFUSED = [
-    ("bf16", "w4a16", "quantises no weight in the forward: export it without --packed"),
+    ("bf16", "w4a16", "quantises no weight in the forward: use one like nvfp4"),
     ("fp8", "w4a16", "the weight quantizer 'fp8e4m3' is neither NVFP4 nor MXFP4"),
-    (nvfp4(q_forward_weight="hif4nosr"), "w4a16", "'hif4nosr' is neither NVFP4 nor MXFP4: export it"),
+    (
+        nvfp4(q_forward_weight="hif4nosr"),
+        "w4a16",
+        "'hif4nosr' is neither NVFP4 nor MXFP4: use one like nvfp4",
+    ),
     (nvfp4(q_forward_weight="ue5m3fp4e2m1bnosr"), "w4a16", "'ue5m3fp4e2m1bnosr' is neither NVFP4 nor"),
     (nvfp4(q_forward_weight="nvfp4e2m1bnosr:token_scale"), "w4a16", "token_scale' is neither NVFP4 nor"),
     (nvfp4(q_forward_weight="nvfp4e2m1b"), "w4a16", "'nvfp4e2m1b' draws other codes at each micro-batch"),
     (nvfp4(split_weight={"method": "svd", "rank": 2}), "w4a16", "split_weight adds a low-rank part"),
     (nvfp4(parameter_split={"rank": 2}), "w4a16", "parameter_split adds a low-rank part to the weight"),
     (nvfp4(layout="per_gemm", hadamard=["output"]), "w4a16", "Hadamard-transformed in the forward (hadamard"),
-    ("metis-nvfp4", "w4a4", "split_input adds a low-rank part, which servers do not multiply: export with"),
-    ("four-over-six", "w4a4", "servers do not round inputs as 'nvfp4e2m1bnosr:4over6' does: export with"),
+    (
+        "metis-nvfp4",
+        "w4a4",
+        "split_input adds a low-rank part, which servers do not multiply: leave inputs unrounded",
+    ),
+    (
+        "four-over-six",
+        "w4a4",
+        "servers do not round inputs as 'nvfp4e2m1bnosr:4over6' does: leave inputs",
+    ),
     (nvfp4(q_forward_input="nvfp4e2m1b"), "w4a4", "servers do not round inputs as 'nvfp4e2m1b' does"),
-    (nvfp4(q_forward_input="fp32"), "w4a4", "servers round inputs to NVFP4, and it to 'fp32': export with"),
+    (
+        nvfp4(q_forward_input="fp32"),
+        "w4a4",
+        "servers round inputs to NVFP4, and it to 'fp32': leave inputs",
+    ),
     (nvfp4(q_forward_input="mxfp4e2m1bnosr"), "w4a4", "servers round inputs to NVFP4, and it to 'mxfp4"),
 ]
 
@@ -50,7 +66,7 @@ REFUSED = [
 def test_every_named_recipe_is_packed_or_refused_by_name(name):
     format, has_inputs = PACKED.get(name, (None, False))
     if format is None:
-        with pytest.raises(UserError, match=f"^recipe '{name}' cannot be exported packed, "):
+        with pytest.raises(UserError, match=f"^recipe '{name}' cannot be packed, "):
             packed_format(recipe(name), "w4a16")
         return
     assert packed_format(recipe(name), "w4a16").name == format
@@ -58,7 +74,7 @@ def test_every_named_recipe_is_packed_or_refused_by_name(name):
     if has_inputs:
         assert packed_format(recipe(name), "w4a4").input_encoding is not None
     else:
-        with pytest.raises(UserError, match=f"recipe '{name}' cannot be exported packed, .*w4a16"):
+        with pytest.raises(UserError, match=f"recipe '{name}' cannot be packed, .*w4a16"):
             packed_format(recipe(name), "w4a4")
 
 
