@@ -70,6 +70,13 @@ def _add_evaluate(commands: Any) -> None:
     )
     inputs = "quantise inputs by recorded numbers, or by those of each batch (default: static if possible)"
     evaluate.add_argument("--inputs", choices=("static", "dynamic"), help=inputs)
+    evaluate.add_argument(
+        "--forward",
+        choices=("checkpoint", "recipe"),
+        default="checkpoint",
+        help="after a late switch: with the precision of the checkpoint, or as the recipe rounds, like a "
+        "packed model (default: %(default)s)",
+    )
     evaluate.add_argument("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
 
 
@@ -159,7 +166,12 @@ def _evaluate(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         import_deepspeed(is_checked=False)
         from megalowbit.pretrain.estimate.evaluate import evaluate
 
-        chosen = {"config_file": options.ds_config, "overrides": options.overrides, "inputs": options.inputs}
+        chosen = {
+            "config_file": options.ds_config,
+            "overrides": options.overrides,
+            "inputs": options.inputs,
+            "forward": options.forward,
+        }
         evaluate(options.path, identity, output=options.output, **chosen)
         stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))
 

@@ -297,7 +297,9 @@ def plan_export(
         return weight[: shapes[name][0]].to(chosen) if weight.ndim else weight.to(chosen)
 
     def finish(draft: Path, _: Any) -> None:
-        card = model_card(stored.header, stored.recipe.name, dtype=str(chosen).removeprefix("torch."))
+        is_trained = stored.header.get("progress") is not None
+        recipe = stored.recipe.name if is_trained else None
+        card = model_card(stored.header, recipe, dtype=str(chosen).removeprefix("torch."))
         kept = step.parent / TOKENIZER_FOLDER
         write_settings(model, draft, dtype=chosen, tokenizer=tokenizer, tokenizer_files=kept, card=card)
 

@@ -74,12 +74,13 @@ def is_training_checkpoint(path: Path) -> bool:
     return _is_step_folder(path) or bool(steps_in(path)) or (path / CHECKPOINTS_FOLDER).is_dir()
 
 
-def find_checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path | str) -> Path:
     """The step folder for `path`: itself, or the newest complete one of a run or its `checkpoints/`.
 
     Raises:
         UserError: there is none.
     """
+    path = Path(path)
     if _is_step_folder(path):
         return path
     for folder in (path, path / CHECKPOINTS_FOLDER):
@@ -90,12 +91,13 @@ def find_checkpoint(path: Path) -> Path:
     )
 
 
-def read_checkpoint(folder: Path) -> TrainingCheckpoint:
+def read_checkpoint(folder: Path | str) -> TrainingCheckpoint:
     """Verify and read the checkpoint that `find_checkpoint` finds.
 
     Raises:
         UserError: there is none, a file is missing or damaged, or the format is another one.
     """
+    folder = Path(folder)
     step = find_checkpoint(folder)
     if not _is_step_folder(folder) and (passed := _passed_over(step)):
         logger.warning("reading %s, because %s is incomplete or damaged", step, ", ".join(passed))

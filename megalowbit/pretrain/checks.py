@@ -98,12 +98,17 @@ def check_attention(model: PretrainedConfig, data: DataSettings, precision: str)
 
 
 def recipe_advice(config: PretrainConfig) -> str | None:
-    """One line with the sections that belong to the run's recipe and are off; `None` if there are none."""
+    """One line with the sections that belong to the run's recipe and are off; `None` if there are none.
+
+    A section that the configuration sets to `null` is off on purpose.
+    """
     recipe = recipe_of(config.recipe)
     named = named_recipes().get(recipe.name)
     if named is None or named.recipe != recipe:
         return None
-    off = {key: value for key, value in named.settings.items() if getattr(config.settings, key) is None}
+    given = config.settings.model_fields_set
+    missing = [key for key in named.settings if key not in given and getattr(config.settings, key) is None]
+    off = {key: named.settings[key] for key in missing}
     return f"{recipe.name} is meant to be used with {json.dumps(off)[1:-1]}, which is off" if off else None
 
 

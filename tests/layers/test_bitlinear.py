@@ -1,6 +1,7 @@
 import copy
 import io
 import itertools
+import math
 import pickle
 
 import pytest
@@ -47,6 +48,18 @@ def test_output_is_close_to_that_of_the_plain_layer_and_parameters_are_shared(re
     q_w = reference.dequantized(layer.weight.detach().numpy())
     exact = torch.from_numpy(q_x @ q_w.T) + layer.bias.double()
     assert torch.allclose(layer(x).double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(20, 48), (4, 5, 48), (48,)])
+def test_the_output_may_be_changed_in_place(shape):
+    """As that of a plain layer: adapters and residuals are added so."""
+    gradients = []
+    for add in (torch.add, torch.Tensor.add_):
+        layer, x = layer_and_input()
+        input = x.detach().flatten()[: math.prod(shape)].view(shape).requires_grad_()
+        output = add(layer(input), 1.0)
+        gradients.append(torch.autograd.grad(output.square().sum(), (input, layer.weight, layer.bias)))
+    assert all_equal(*gradients)
 
 
 def test_initial_weights_and_random_state_are_those_of_a_plain_layer():

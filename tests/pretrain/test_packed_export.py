@@ -73,7 +73,9 @@ def test_a_trained_model_is_served_with_the_weights_of_its_forward(tmp_path, rec
     run = train(tmp_path, recipe, **precision)
     report = export_packed_checkpoint(run, tmp_path / "packed", "compressed-tensors", is_exact=True)
     assert not report.rounded
-    assert "the late switch of the run ended the rounding in the forward" in str(report)
+    note = "the late switch of the run ended the rounding in the forward"
+    assert note in str(report)
+    assert f"Note: {note}" in (tmp_path / "packed" / "README.md").read_text()
     served = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").eval()
     reference = emulated(run, tmp_path / "plain")
     prompt = torch.tensor([list(b"the baker counts")])

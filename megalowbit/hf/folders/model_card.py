@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,28 @@ LIBRARIES = ("megalowbit", "torch", "transformers", "deepspeed")
 
 
 def model_card(
-    header: Mapping[str, Any], recipe: str, *, dtype: str, usage: str = USAGE, origin: str = ORIGIN
+    header: Mapping[str, Any],
+    recipe: str | None,
+    *,
+    dtype: str,
+    usage: str = USAGE,
+    origin: str = ORIGIN,
+    notes: Sequence[str] = (),
 ) -> str:
     """The text of a card.
 
     Args:
         header: of the checkpoint, see `CheckpointContents`.
-        recipe: name of the recipe.
+        recipe: name of the recipe with which the weights were trained or rounded; None: with none.
         dtype: of the exported weights.
         usage: what to do with the folder.
         origin: where the weights are from, after "a causal language model, ".
+        notes: further sentences.
     """
     ours, progress = _mapping(header.get("megalowbit")), _mapping(header.get("progress"))
     # values in JSON are YAML
     kind = _cell(_mapping(ours.get("hf_config")).get("model_type"))
-    tags = json.dumps(["megalowbit", kind, recipe])
+    tags = json.dumps(["megalowbit", kind, *([] if recipe is None else [recipe])])
     front = f"library_name: transformers\npipeline_tag: text-generation\ntags: {tags}\n"
     rows = {
         "recipe": recipe,
@@ -48,7 +55,7 @@ def model_card(
     return (
         f"---\n{front}---\n\n# A {kind} model in megalowbit\n\n"
         f"A causal language model, {origin}. {usage}\n\n"
-        f"| | |\n|---|---|\n{table}\n"
+        f"| | |\n|---|---|\n{table}\n" + "".join(f"\nNote: {_cell(each)}.\n" for each in notes)
     )
 
 

@@ -301,6 +301,15 @@ class PackedExport:
         """Whether the files hold scales of inputs."""
         return bool(self._plan.input_scales)
 
+    def describe(self, folder: Path) -> str:
+        """What `run` would write, in lines of text."""
+        plan = self._plan
+        kept = f"; {counted(len(plan.ignored), 'linear layer')} in bf16" if plan.ignored else ""
+        return (
+            f"{self.conversion.describe(folder)}\n"
+            f"{counted(len(plan.shapes), 'layer')} as {plan.format.name.upper()} ({plan.layout.name}){kept}"
+        )
+
     def run(self, folder: Path) -> PackingReport:
         """Write `folder`, completely or not at all.
 
@@ -341,8 +350,8 @@ class PackedExport:
         if lost is not None:
             raise UserError(
                 f"layer {lost.name} would lose {lost.relative_change:.0%} of its norm: servers give it the "
-                "tensor scale of layers whose weights are much larger; keep all of them in high precision (the "
-                "recipe's keep)"
+                "tensor scale of layers whose weights are much larger; keep all of them in high precision "
+                "(the recipe's keep)"
             )
         return packed
 
@@ -387,7 +396,8 @@ class PackedExport:
             header, origin = self._stored.header, ORIGIN
         dtype = f"{report.format} ({report.precision}, {report.layout}), others bfloat16"
         recipe = next(iter(bit_layers(model).values())).recipe.name
-        return model_card(header, recipe, dtype=dtype, usage=plan.layout.usage, origin=origin)
+        usage, notes = plan.layout.usage, report.notes
+        return model_card(header, recipe, dtype=dtype, usage=usage, origin=origin, notes=notes)
 
     def _packed_layers(self, draft: Path) -> Iterator[PackedLayer]:
         with _opened(draft) as read:

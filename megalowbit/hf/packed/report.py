@@ -84,7 +84,7 @@ def notes_about(header: Mapping[str, Any]) -> tuple[str, ...]:
     if (progress.get("late_switch") or {}).get("since"):
         notes.append(
             "the late switch of the run ended the rounding in the forward before this step, but the packed "
-            "model rounds, so its loss is not that of the last steps"
+            "model rounds, so its loss is not that of the last steps: `evaluate --forward recipe` gives it"
         )
     if progress.get("speculation"):
         notes.append("speculation chose the precision of each product, and here all layers have one format")

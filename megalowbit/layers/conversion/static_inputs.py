@@ -278,6 +278,8 @@ def record_inputs(model: nn.Module) -> Iterator[InputRanges]:
 def use_static_inputs(model: nn.Module, static: StaticInputs | None, *, count_beyond: bool = False) -> None:
     """Make a model's layers quantise their inputs by recorded numbers in evaluation mode.
 
+    The numbers do not follow later changes of the weights: record again after more training.
+
     Args:
         model: converted. It may be a part of the recorded model.
         static: what was recorded; `None`: the layers use the numbers of the batch again.

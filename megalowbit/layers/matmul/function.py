@@ -111,8 +111,11 @@ def forward_products(
 
 
 def _unflattened(matrix: Tensor, shape: torch.Size) -> Tensor:
-    """The matrix with the leading axes of a shape."""
-    return matrix if len(shape) == 2 else matrix.view(*shape[:-1], matrix.shape[1])
+    """The matrix with the leading axes of a shape; no view for autograd, so users may change it in place."""
+    if len(shape) == 2:
+        return matrix
+    whole: Tensor = torch.ops.aten._unsafe_view.default(matrix, [*shape[:-1], matrix.shape[1]])
+    return whole
 
 
 def _input_for_backward(

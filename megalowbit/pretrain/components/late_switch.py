@@ -216,7 +216,7 @@ class LateSwitch(Component):
         if step > self.step:
             self._switch()
         elif self.is_switched:
-            self._undo()
+            self.undo()
 
     def _switch(self) -> None:
         from megalowbit.layers.conversion.convert import bit_layers
@@ -230,7 +230,8 @@ class LateSwitch(Component):
             switch_precision(self._model, self._scope)
         self.is_switched = True
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
+        """Give the layers their former recipes again, if they are switched."""
         from megalowbit.layers.conversion.convert import bit_layers
 
         layers = bit_layers(self._model)

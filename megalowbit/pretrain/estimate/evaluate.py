@@ -6,6 +6,7 @@ does what `components/validation.py` does in a run. The corpus of the training n
 If the checkpoint holds the range of the layers' inputs (`components/static_inputs.py`), layers quantise by
 it, as servers do: the loss then depends on no batch. With `--inputs dynamic` they quantise by the numbers of
 each batch, and a checkpoint gives the losses that its run has recorded, bit for bit on the same process grid.
+After a late switch the forward rounds nothing; `--forward recipe` rounds as before it, like a packed model.
 
 The configuration is that of the run that the path is in, or any other. If its recipe is that of the
 checkpoint, the full state is restored, with a late switch, chosen precisions and split weights; otherwise
@@ -56,6 +57,7 @@ from megalowbit.layers.conversion.static_inputs import (
 )
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
+from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.pretrain.components.validation import Validation, describe
 from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
 from megalowbit.pretrain.job import Job, assemble
@@ -78,6 +80,8 @@ TEXT_TO_COMPARE = (
 TOKENIZER_FILES = ("tokenizer*", "vocab.*")
 
 SHOWN = ("model ", "recipe ", "kernels ", "data ")  # labels of the lines that are printed
+AS_STORED, AS_RECIPE = FORWARDS = ("checkpoint", "recipe")  # whether a late switch of the run counts
+SWITCHED = "a late switch of the run has ended the rounding in the forward"
 STATIC, DYNAMIC = INPUTS = ("static", "dynamic")  # whether inputs are quantised by recorded numbers
 
 
@@ -89,6 +93,7 @@ def evaluate(
     overrides: list[str],
     output: Path | None,
     inputs: str | None = None,
+    forward: str = AS_STORED,
 ) -> dict[str, Fact]:
     """Evaluate the weights in `path` and print the result; every rank calls this once.
 
@@ -99,6 +104,8 @@ def evaluate(
         overrides: as for `load_config`.
         output: file for the figures as JSON; None: none.
         inputs: one of `INPUTS`; None: static, where the recipe needs it and the numbers were recorded.
+        forward: one of `FORWARDS`: with the precision of the checkpoint, or as the recipe rounds it, although
+            a late switch has ended that.
 
     Returns:
         The figures, by the names that a run's metrics have.
@@ -131,6 +138,9 @@ def evaluate(
         if is_ours and agree(holds_run, source, recipe_of(config.recipe)):
             agree(_check_rows, source, job.engine.module.config.vocab_size)
             job.load(source)
+        late_switch = job.find(LateSwitch)
+        if forward == AS_RECIPE and late_switch is not None:
+            late_switch.undo()
         used = _use_inputs(job, agree(stored_static_inputs, source) if is_ours else None, inputs)
         facts, share = _measure(job, identity, source, used)
         agree(lambda: _write(output, source, job, facts, used.kind, share))
@@ -177,7 +187,7 @@ def _use_inputs(job: Job, static: StaticInputs | None, inputs: str | None) -> Us
     layers = bit_layers(model).values()
     needs = any(needs_static_inputs(layer.recipe) or layer.chooser is not None for layer in layers)
     if not any(gather(needs)):
-        return UsedInputs(None)
+        return _unrounded(job.find(LateSwitch), inputs)
     if inputs == DYNAMIC:
         return UsedInputs(DYNAMIC, ("inputs    dynamic: quantised by the numbers of each batch",))
     reason = "their range was not recorded there"
@@ -194,6 +204,20 @@ def _use_inputs(job: Job, static: StaticInputs | None, inputs: str | None) -> Us
         raise raised_on_all_ranks(f"--inputs static: {reasons[0]}")
     use_static_inputs(model, None)
     return UsedInputs(DYNAMIC, (f"inputs    dynamic: quantised by the numbers of each batch; {reasons[0]}",))
+
+
+def _unrounded(late_switch: LateSwitch | None, inputs: str | None) -> UsedInputs:
+    """The inputs of a recipe that needs no numbers of a whole tensor.
+
+    Raises:
+        UserError: the checkpoint is from after a late switch, but `inputs` is "static".
+    """
+    if late_switch is None or not late_switch.is_switched:
+        return UsedInputs(None)
+    remedy = f"--forward {AS_RECIPE} evaluates with it"
+    if inputs == STATIC:
+        raise raised_on_all_ranks(f"--inputs {STATIC}: {SWITCHED}: {remedy}")
+    return UsedInputs(None, (f"inputs    not quantised: {SWITCHED}; {remedy}",))
 
 
 def _beyond_share(job: Job) -> float:
@@ -343,7 +367,9 @@ def _write(
     if output is None:
         return
     content = {"path": str(source), "step": job.step or None, "recipe": job.recipe.name, **facts}
+    late_switch = job.find(LateSwitch)
     content |= {"inputs": inputs, "inputs_beyond_range": beyond_share}
+    content["late_switch"] = late_switch is not None and late_switch.is_switched
     try:
         with atomic_file(output) as file:
             file.write(json.dumps(content, indent=2) + "\n")

@@ -117,7 +117,7 @@ def quantize(
         raise UserError("--inputs static needs a text that gives the range of the inputs: add --text")
     opened = None if text.path is None else _open_text(source, text)
     if is_dry_run:
-        print(planned.conversion.describe(folder))
+        print(planned.describe(folder))
         if opened is not None:
             print(opened.describe(is_calibrated=planned.needs_input_maxima))
         return None

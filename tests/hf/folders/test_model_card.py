@@ -18,8 +18,8 @@ RUN = {
 }
 
 
-def card(header=RUN):
-    text = model_card(header, "metis-nvfp4", dtype="bfloat16")
+def card(header=RUN, recipe="metis-nvfp4"):
+    text = model_card(header, recipe, dtype="bfloat16")
     parsed = ModelCard(text, ignore_metadata_errors=False)
     lines = [line.removeprefix("| ").removesuffix(" |") for line in text.splitlines() if line.startswith("|")]
     rows = dict(line.split(" | ", 1) for line in lines[2:])  # behind the head of the table
@@ -59,6 +59,9 @@ def test_what_was_not_recorded_has_no_line():
     _, _, rows = card({"megalowbit": {"hf_config": {"model_type": "gpt2"}}})
     assert rows.keys() == {"recipe", "training", "dtype of these weights", "exported with"}
     assert rows["training"] == "none: these are imported weights"
+    _, front, rows = card({"megalowbit": {"hf_config": {"model_type": "gpt2"}}}, recipe=None)
+    assert front["tags"] == ["megalowbit", "gpt2"]
+    assert "recipe" not in rows
     progress = {"totals": {"final_loss": None}, "validation": None}
     _, _, rows = card({"megalowbit": {"step": 3}, "progress": progress})
     assert rows.keys() == {"recipe", "steps", "dtype of these weights", "exported with"}

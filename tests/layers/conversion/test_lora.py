@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
 from tiny_models import tiny_model
 
 import megalowbit as mlb
@@ -141,3 +141,42 @@ def test_adapters_must_be_added_to_converted_models_and_removed_before_they_are_
     assert all(value.equal(after[name]) for name, value in before.items())
     with pytest.raises(UserError, match="restore is refused: merge_and_unload them first"):
         mlb.restore(adapted(kind))
+
+
+def test_adalora_trains_whose_adapters_add_to_the_output_in_place():
+    model = tiny_model("llama")
+    mlb.convert(model, "nvfp4")
+    config = AdaLoraConfig(target_modules=["q_proj", "down_proj"], total_step=10, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    adapted(IDS, labels=IDS).loss.backward()
+    gradients = {
+        name: parameter.grad for name, parameter in adapted.named_parameters() if parameter.requires_grad
+    }
+    assert len(gradients) == 12  # A, B and E of four layers
+    assert any(gradient.abs().max() > 0 for gradient in gradients.values())
+
+
+def test_trainer_trains_adapters_and_modules_to_save(tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    model = tiny_model("llama")
+    mlb.convert(model, RECIPE)
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, config)
+    before = {name: value.clone() for name, value in adapted.state_dict().items()}
+    arguments = TrainingArguments(
+        tmp_path / "out", max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[],
+        use_cpu=True, save_steps=4, disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in IDS]
+    trainer = Trainer(adapted, arguments, train_dataset=rows)
+    trainer.train()
+    changed = {name for name, value in adapted.state_dict().items() if not value.equal(before[name])}
+    assert changed
+    assert all("lora_" in name or "modules_to_save" in name for name in changed)
+    assert any("modules_to_save" in name for name in changed)
+    base = tiny_model("llama")
+    mlb.convert(base, RECIPE)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "out" / "checkpoint-4")
+    with torch.no_grad():
+        assert loaded.eval()(IDS).logits.equal(adapted.eval()(IDS).logits)

@@ -45,10 +45,11 @@ def trained(folder, held=("held.txt", TEXT), **block):
     }
 
 
-def evaluated(path, folder, *overrides, config_file=None, inputs="dynamic"):
+def evaluated(path, folder, *overrides, config_file=None, inputs="dynamic", **more):
     """By default, inputs are quantised as a run's own validation does it."""
     output = folder / "out.json"
     options = {"config_file": config_file, "overrides": list(overrides), "output": output, "inputs": inputs}
+    options |= more
     facts = evaluate(path, ProcessIdentity(), **options)
     found = json.loads(output.read_text())
     assert figures(found) == facts
@@ -109,6 +110,34 @@ def test_recorded_inputs_are_used_where_they_are_and_make_the_batch_size_unimpor
     qb = 'megalowbit.recipe={"base": "nvfp4", "split_input": {"method": "qb", "rank": 2}}'
     assert evaluated(run, tmp_path, qb, inputs=None)["inputs"] == "dynamic"
     assert "takes directions from each batch" in capsys.readouterr().out
+
+
+def test_after_a_late_switch_the_forward_of_the_recipe_is_evaluated_on_demand(tmp_path, capsys):
+    """As a packed model computes it: rounded weights, and inputs rounded by what was recorded."""
+    recorded = trained(tmp_path, recipe="nvfp4", run={"steps": 4}, late_switch={"at": 2, "scope": "forward"})
+    run = tmp_path / "run"
+    found = evaluated(run, tmp_path, inputs=None)
+    assert found["validation/loss"] == found["validation/bf16_loss"] == recorded[4]["validation/loss"]
+    assert (found["inputs"], found["late_switch"]) == (None, True)
+    assert (
+        "inputs    not quantised: a late switch of the run has ended the rounding" in capsys.readouterr().out
+    )
+    with pytest.raises(
+        UserError, match=r"--inputs static: a late switch .*: --forward recipe evaluates with it"
+    ):
+        evaluated(run, tmp_path, inputs="static")
+    served = evaluated(run, tmp_path, inputs="static", forward="recipe")
+    assert (served["inputs"], served["late_switch"]) == ("static", False)
+    # the same weights in a configuration without a switch are rounded, too
+    config = tmp_path / "other.json"
+    content = json.loads((run / "config.json").read_text())
+    content["megalowbit"]["late_switch"] = None
+    config.write_text(json.dumps(content))
+    rounded = evaluated(run / "hf", tmp_path, config_file=config)
+    dynamic = evaluated(run, tmp_path, inputs="dynamic", forward="recipe")
+    assert dynamic["validation/loss"] == rounded["validation/loss"]
+    assert 0 < abs(served["validation/loss"] - dynamic["validation/loss"]) < 0.01
+    assert abs(served["validation/loss"] - found["validation/loss"]) > 1e-4
 
 
 def test_packing_and_padding_are_those_of_the_run(tmp_path):

@@ -204,6 +204,7 @@ def test_a_dry_run_writes_nothing(source, capsys):
     assert sorted({*source.parent.iterdir(), *before} - {source.parent / "cache"}) == before
     printed = capsys.readouterr().out
     assert "model.safetensors: " in printed
+    assert "14 layers as NVFP4 (compressed-tensors); 1 linear layer in bf16" in printed
     assert "text.txt, " in printed
 
 

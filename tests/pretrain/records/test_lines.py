@@ -47,6 +47,7 @@ PERIOD = {"start": 0.7, "period": 400, "window": 50, "threshold": 8.0}
     [
         ((), {"late_switch": SWITCH}),
         (("recipe=nvfp4-keep-positions", "late_switch.at=2"), None),
+        (("recipe=nvfp4-keep-positions", "late_switch=null"), None),
         (("recipe=nvfp4",), None),
         (("recipe=bf16",), None),
         (("recipe=tetrajet-2",), {"oscillation_reset": PERIOD}),
