@@ -85,7 +85,7 @@ class Row:
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
-        cpu: CPU time of a step, relative to the reference's.
+        cpu: CPU time of a step, relative to the reference's; only of pairs from one processor.
         curve: step → mean gap, for a picture.
     """
 
@@ -352,7 +352,11 @@ class Group:
         losses = self._peers(label, reference, _loss_to(self.steps))
         loss = _mean(losses[key] for key in keys if key in losses)
         noise = self._by_seed({key: own[key].heldout("own") - own[key].heldout("bf16") for key in keys})
-        ratios = [own[key].cpu_seconds() / peer[key].cpu_seconds() for key in keys]
+        ratios = [
+            own[key].cpu_seconds() / peer[key].cpu_seconds()
+            for key in keys
+            if own[key].result.made_with.processor == peer[key].result.made_with.processor
+        ]
         return Row(
             label=label,
             reference=reference,
