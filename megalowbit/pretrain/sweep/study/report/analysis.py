@@ -209,9 +209,13 @@ class Group:
 
     @cached_property
     def drifts(self) -> list[float]:
-        """What replicas and forks differ by at the end, one number for each single pair."""
+        """What forks of the baseline differ from it by at the end, one number for each single pair.
+
+        Without forks, what replicas differ by, which may stay near the path that they repeat.
+        """
         found = []
-        for label, of in self._repeats.items():
+        forks = {label: of for label, of in self._repeats.items() if label in self.study.baseline_forks}
+        for label, of in (forks or self._repeats).items():
             own, peer = self.members.get(label, {}), self.members.get(of, {})
             found += [own[k].loss_to(self.steps) - peer[k].loss_to(self.steps) for k in own if k in peer]
         return [each for each in found if not math.isnan(each)]
