@@ -33,7 +33,7 @@ PARTS = (
     ("megalowbit.pretrain.run", "check_ranks_agree", "ranks agree"),
     ("megalowbit.pretrain.run", "check_kernels", "kernels"),
     ("megalowbit.pretrain.job", "build_loader", "data"),
-    ("megalowbit.pretrain.job", "build_model", "model"),
+    ("megalowbit.pretrain.job", "start_model", "model"),
     ("megalowbit.pretrain.job", "convert", "conversion"),
     ("megalowbit.pretrain.job", "initialize", "engine"),
     ("megalowbit.engine.checkpoints.store.CheckpointStore", "latest", "verification"),

@@ -22,6 +22,7 @@ from megalowbit.engine.model_optimizer import (
     groups_to_train,
     wrap_optimizer,
 )
+from megalowbit.engine.parameters.initial_weights import InitialWeights
 from megalowbit.engine.zero.start import ZERO_KEYS, ZeroStart
 from megalowbit.layers.regularizer import build_regularizer
 from megalowbit.optim.schedules.scheduler import LRScheduler
@@ -30,7 +31,8 @@ from megalowbit.optim.schedules.scheduler import LRScheduler
 class OptimizerStart:
     """Passed to `deepspeed.initialize`, which calls it for the optimizer; call `finish` afterwards.
 
-    Norm and overflow are reduced over `groups`.
+    Norm and overflow are reduced over `groups`. `initial` are the weights of a model that was on the meta
+    device; `finish` fills it, unless its ZeRO stage is 0.
 
     Attributes:
         regularizer: the dual-range regulariser, or None.
@@ -48,6 +50,7 @@ class OptimizerStart:
         groups: GroupsOfRank | None,
         optimizer: ClientOptimizer | None,
         model_parameters: ModelParameters | None,
+        initial: InitialWeights | None = None,
     ) -> None:
         self._model, self._parts, self._groups, self._client = model, parts, groups, optimizer
         self._trained = succeed_together(groups_to_train, model, optimizer, model_parameters, parts.deepspeed)
@@ -57,7 +60,7 @@ class OptimizerStart:
         self.deepspeed_keys: dict[str, Any] = {}
         if zero_stage(parts.deepspeed):
             self.deepspeed_keys = dict(ZERO_KEYS)
-            self._zero = ZeroStart(model, parts, mpu=groups, regularizer=self.regularizer)
+            self._zero = ZeroStart(model, parts, mpu=groups, regularizer=self.regularizer, initial=initial)
 
     def __call__(self, _: object) -> torch.optim.Optimizer:
         """Build the optimizer. DeepSpeed has moved and broadcast the model, and cast it at stages above 0."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -24,12 +25,20 @@ from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank, adapt_mpu, find_grid
 from megalowbit.distributed.process_grid import ProcessGrid
+from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.build_optimizer import OptimizerStart
 from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
-from megalowbit.engine.model_optimizer import ClientOptimizer, ModelParameters
+from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
+from megalowbit.engine.parameters.initial_weights import InitialWeights, copy_value
 from megalowbit.engine.parameters.layout import make_parameters_contiguous
 from megalowbit.engine.parameters.user_gradients import attach_zero_grad
-from megalowbit.engine.pipeline.setup import attach_pipeline, check_block, check_stages, release_full_model
+from megalowbit.engine.pipeline.setup import (
+    attach_pipeline,
+    check_block,
+    check_stages,
+    release_full_model,
+    stage_of,
+)
 from megalowbit.engine.prepare_model import check_prepared, prepare_model
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.engine.run_checks.deepspeed_arguments import (
@@ -50,6 +59,7 @@ from megalowbit.engine.run_checks.ranks_agree import (
     model_facts,
 )
 from megalowbit.engine.tensor_parallel.same_batch import check_first_batch
+from megalowbit.hf.start.weights import StartWeights
 from megalowbit.layers.cpu_gemm import cpu_gemm, use_cpu_gemm
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.regularizer import DualRangeRegularizer
@@ -79,6 +89,7 @@ def initialize(
     seed: int = 0,
     total_steps: int | None = None,
     timeout: timedelta | None = None,
+    weights: StartWeights | None = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Build a DeepSpeed engine that trains `model` with our layers and optimizer; every rank must call it.
 
@@ -108,6 +119,8 @@ def initialize(
         total_steps: optimizer steps of the run, for `"auto"` in the schedule.
         timeout: a collective that takes longer fails. By default torch's timeout until the engine is built,
             and `megalowbit.watchdog.timeout` from then on.
+        weights: of a model with parameters on the meta device, both from `hf.start.weights.start_model`. Rank
+            0 reads them, one tensor at a time, and each rank keeps its part.
 
     Returns:
         `(engine, optimizer, dataloader, lr_scheduler)`; dataloader and scheduler may be None.
@@ -137,24 +150,32 @@ def initialize(
         succeed_together(check_stages, model, parts, grid)
     succeed_together(check_parts, parts)
     succeed_together(check_arguments, model, parts.settings, optimizer, model_parameters, lr_scheduler)
-    succeed_together(make_parameters_contiguous, model, stage=zero_stage(parts.deepspeed))
+    if weights is None:
+        succeed_together(make_parameters_contiguous, model, stage=zero_stage(parts.deepspeed))
     prepared = prepare_model(model, parts, grid, mpu=unit, seed=seed)
+    initial = None if weights is None else _allocate(model, parts, weights, identity)
     if parts is not config:  # the pretraining loop passes parts, and follows the schedules itself
         _warn_of_guesses(parts)
         _warn_of_schedules(parts, prepared.recipe)
     start = OptimizerStart(
-        model, parts, groups=prepared.groups, optimizer=optimizer, model_parameters=model_parameters
+        model,
+        parts,
+        groups=prepared.groups,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        initial=initial,
     )
-    engine, wrapped, dataloader, scheduler = deepspeed.initialize(
-        model=model,
-        optimizer=start,
-        training_data=training_data,
-        lr_scheduler=start.schedule(lr_scheduler),
-        mpu=prepared.mpu,
-        dist_init_required=False,
-        collate_fn=collate_fn,
-        config={**QUIET, **parts.deepspeed, **start.deepspeed_keys},
-    )
+    with nullcontext() if initial is None else initial.placed_by_engine():
+        engine, wrapped, dataloader, scheduler = deepspeed.initialize(
+            model=model,
+            optimizer=start,
+            training_data=training_data,
+            lr_scheduler=start.schedule(lr_scheduler),
+            mpu=prepared.mpu,
+            dist_init_required=False,
+            collate_fn=collate_fn,
+            config={**QUIET, **parts.deepspeed, **start.deepspeed_keys},
+        )
     start.finish(engine)
     if engine.device.type == "cpu":
         use_cpu_gemm(agree(cpu_gemm))
@@ -209,6 +230,28 @@ def _check_ranks_agree(
         "argument model": type(model).__name__,
     }
     check_ranks_agree(everywhere, of_this_part=model_facts(model), grid=grid)
+
+
+def _allocate(
+    model: torch.nn.Module, parts: DeepSpeedConfigParts, weights: StartWeights, identity: ProcessIdentity
+) -> InitialWeights:
+    """Give a model on the meta device memory; at ZeRO 0 also its weights. Collective."""
+    from deepspeed.accelerator import get_accelerator
+
+    stage, pipeline_stage = zero_stage(parts.deepspeed), stage_of(model)
+    initial = InitialWeights(
+        model,
+        weights,
+        stage=stage,
+        dtype=HALF.get(parts.settings.precision, torch.float32) if stage else torch.float32,
+        device=torch.device(get_accelerator().device_name(identity.local_rank)),
+        names={} if pipeline_stage is None else pipeline_stage.parameter_names(),
+    )
+    succeed_together(initial.allocate)
+    succeed_together(make_parameters_contiguous, model, stage=stage)
+    if not stage:
+        initial.fill(copy_value)
+    return initial
 
 
 def _forget_earlier_unit() -> None:

@@ -66,9 +66,14 @@ def pad_vocabulary(model: PreTrainedModel, multiple: int | None) -> None:
             each.vocab_size = config.vocab_size
 
 
-@torch.no_grad()
 def _resized(weight: Tensor, size: int, padded: int) -> nn.Parameter:
+    return nn.Parameter(padded_rows(weight, size, padded), requires_grad=weight.requires_grad)
+
+
+@torch.no_grad()
+def padded_rows(weight: Tensor, size: int, padded: int) -> Tensor:
+    """(rows, hidden) → (padded, hidden): the first `size` rows, which are those of tokens, and their mean."""
     rows = weight[:size]
     # in fp32: a sum of many half-precision rows rounds
     mean = rows.float().mean(0, keepdim=True).to(rows.dtype)
-    return nn.Parameter(torch.cat([rows, mean.expand(padded - size, -1)]), requires_grad=weight.requires_grad)
+    return torch.cat([rows, mean.expand(padded - size, -1)])

@@ -20,6 +20,7 @@ from megalowbit.checkpoints.plain import loading_advice, plain_checkpoint
 from megalowbit.checkpoints.shards import reading
 from megalowbit.durable_files import MANIFEST, sha256_of, step_name
 from megalowbit.errors import UserError
+from megalowbit.families.outliers import plant
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import pad_config, pad_vocabulary
 from megalowbit.hf.folders.config_file import CONFIG_FILE, config_from_dict
@@ -48,7 +49,6 @@ from megalowbit.hf.model import (
     refuse_nonfinite,
     write_settings,
 )
-from megalowbit.hf.outliers import plant
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.start_checkpoint import start_conversion
 from megalowbit.hf.training_checkpoint import (
@@ -75,17 +75,21 @@ def read_config(settings: ModelSettings) -> PretrainedConfig:
     Raises:
         UserError: no such file, not a configuration of a known family, unknown fields, invalid values.
     """
-    config = _stored_config(settings)
+    config = unpadded_config(settings)
     pad_config(config, settings.pad_vocab_to_multiple_of)
     return config
 
 
-def _stored_config(settings: ModelSettings) -> PretrainedConfig:
-    """The configuration with overrides, and the vocabulary of the stored weights."""
+def unpadded_config(settings: ModelSettings) -> PretrainedConfig:
+    """The configuration with overrides, and the vocabulary of the stored weights.
+
+    Raises:
+        UserError: see `read_config`.
+    """
     if settings.config is not None:
         raw = read_json_object(settings.config)
         return config_from_dict(raw, settings.overrides, str(settings.config), is_strict=True)
-    folder = _checkpoint_of(settings)
+    folder = checkpoint_of(settings)
     is_ours = is_training_checkpoint(folder)
     raw = read_checkpoint(folder).hf_config if is_ours else read_json_object(_config_file(folder))
     return config_from_dict(raw, settings.overrides, str(folder))
@@ -110,16 +114,23 @@ def build_model(
     if device not in ("cpu", "meta"):
         raise ValueError(f"device must be cpu or meta: {device!r}")
     if settings.config is not None or device == "meta" or not reads_weights:
-        model = random_model(_stored_config(settings), seed=seed, device=device, where=str(_source(settings)))
-    elif is_training_checkpoint(_checkpoint_of(settings)):
-        folder = _checkpoint_of(settings)
+        model = random_model(
+            unpadded_config(settings), seed=seed, device=device, where=str(source_of(settings))
+        )
+    elif is_training_checkpoint(checkpoint_of(settings)):
+        folder = checkpoint_of(settings)
         model = _rebuild(read_checkpoint(folder), settings.overrides, str(folder))
     else:
-        model = load_weights(_stored_config(settings), _checkpoint_of(settings), dtype=torch.float32)
+        model = load_weights(unpadded_config(settings), checkpoint_of(settings), dtype=torch.float32)
     if settings.config is None and device != "meta" and reads_weights:
-        refuse_nonfinite(model, str(_source(settings)))
+        refuse_nonfinite(model, str(source_of(settings)))
     if settings.outliers is not None and device != "meta":
         plant(model, family(model.config.model_type), settings.outliers, seed=seed)
+    return trainable(model, settings)
+
+
+def trainable(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
+    """A plain model as a run trains it: padded, in training mode, without key-value cache."""
     pad_vocabulary(model, settings.pad_vocab_to_multiple_of)
     prepare_for_training(model)
     model.loss_type = "ForCausalLM"  # transformers finds none for GPT2LMHeadModel
@@ -378,11 +389,17 @@ def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) 
     return model
 
 
-def _source(settings: ModelSettings) -> Path:
-    return settings.config or _checkpoint_of(settings)
+def source_of(settings: ModelSettings) -> Path:
+    """The file or folder that a model is built from, for messages."""
+    return settings.config or checkpoint_of(settings)
 
 
-def _checkpoint_of(settings: ModelSettings) -> Path:
+def checkpoint_of(settings: ModelSettings) -> Path:
+    """The folder of the weights that `settings` name.
+
+    Raises:
+        UserError: it is a checkpoint of an engine without its manifest.
+    """
     assert settings.checkpoint is not None, "ModelSettings holds exactly one of config and checkpoint"
     folder = settings.checkpoint.expanduser()
     plain = plain_checkpoint(folder)

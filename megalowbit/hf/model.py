@@ -1,8 +1,8 @@
 """Hugging Face models: random initialisation, loading the weights of a folder, and saving.
 
-Random weights depend on the seed only. Every rank initialises the same ones, on the CPU, without changing the
-global generator. Saving uses a copy of the weights, so it does not disturb a model during training, with its
-low-bit layers and hooks. Not covered: models larger than the memory of a host.
+Random weights depend on the seed only; the global generator does not change. Saving uses a copy of the
+weights, so it does not disturb a model during training, with its low-bit layers and hooks. Not covered:
+models larger than the memory of a host (`start` has them for training).
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megalowbit.errors import UserError
-from megalowbit.hf.outliers import OutlierSettings
+from megalowbit.families.outliers import OutlierSettings
 from megalowbit.values import SettingsModel, unit
 
 

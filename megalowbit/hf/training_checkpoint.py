@@ -118,6 +118,19 @@ def holds_run(step: Path, recipe: Recipe) -> bool:
         return is_run and Recipe.from_dict(header[OUR_KEY]["recipe"]) == recipe
 
 
+def stored_header(step: Path) -> Mapping[str, Any]:
+    """What a step folder says of its model: `hf_config`, `generation` …; empty if it is not ours.
+
+    Files are not verified, and no weight is read.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    with reading(f"checkpoint {step}"):
+        ours = CheckpointContents(step).header.get(OUR_KEY)
+        return ours if isinstance(ours, dict) else {}
+
+
 def stored_config(step: Path) -> dict[str, Any]:
     """Fields of the Hugging Face configuration of the model in a step folder; none if it is not ours.
 
@@ -125,8 +138,7 @@ def stored_config(step: Path) -> dict[str, Any]:
         UserError: it is damaged.
     """
     with reading(f"checkpoint {step}"):
-        ours = CheckpointContents(step).header.get(OUR_KEY)
-        config: dict[str, Any] = ours["hf_config"] if isinstance(ours, dict) else {}
+        config: dict[str, Any] = stored_header(step).get("hf_config", {})
     return config
 
 
@@ -137,8 +149,7 @@ def stored_static_inputs(step: Path) -> StaticInputs | None:
         UserError: it is damaged.
     """
     with reading(f"checkpoint {step}"):
-        ours = CheckpointContents(step).header.get(OUR_KEY)
-        return _static_inputs(ours) if isinstance(ours, dict) else None
+        return _static_inputs(stored_header(step))
 
 
 def _passed_over(step: Path) -> list[str]:

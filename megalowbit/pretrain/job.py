@@ -30,9 +30,9 @@ from megalowbit.errors import UserError, file_system_error
 from megalowbit.families.config_checks import check_fits
 from megalowbit.families.model_flops import ModelFlops
 from megalowbit.families.registry import family
-from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.generation import stored_generation
 from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
+from megalowbit.hf.start.weights import StartWeights, start_model
 from megalowbit.hf.training_checkpoint import FORMAT
 from megalowbit.layers.carried_state import (
     OWN_ROLES,
@@ -327,10 +327,16 @@ def assemble(
     folder: RunFolder,
     *,
     open_data: Callable[..., ShardedLoader] = build_loader,
+    is_resume: bool = False,
 ) -> Job:
     """Build a job. Every rank must call it, in an initialised process group.
 
-    `open_data` is called with the arguments of `build_loader`.
+    Args:
+        config: the resolved configuration.
+        identity: this process.
+        folder: the run folder.
+        open_data: called with the arguments of `build_loader`.
+        is_resume: whether `Job.resume` follows; if there is a checkpoint, initial weights are not read.
 
     Raises:
         UserError: model, data and batch sizes do not fit together.
@@ -344,8 +350,12 @@ def assemble(
         world_size=grid.data_size,
     )
     recipe = recipe_of(config.recipe)
-    model, report, flops = _prepared_model(config, recipe, loader, grid)
-    engine, _, _, _ = initialize(model=model, config=parts)
+    store = CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep)
+    has_checkpoint = is_resume and store.latest() is not None
+    model, weights, report, flops = _prepared_model(
+        config, recipe, loader, grid, reads_weights=not has_checkpoint
+    )
+    engine, _, _, _ = initialize(model=model, config=parts, weights=weights)
     # dropout differs between ranks, but is equal between runs and on tensor-parallel ranks of one model
     seed_generators(settings.run.seed, identity.rank // grid.tensor_size)
     if settings.telemetry.timers:
@@ -358,7 +368,7 @@ def assemble(
         loader=loader,
         report=report,
         recipe=recipe,
-        store=CheckpointStore(folder.checkpoints, keep=settings.checkpoint.keep),
+        store=store,
         weight_cache=cache_weights(engine.module) if report.swapped and _reuses_codes(engine) else None,
         components=components,
     )
@@ -397,11 +407,16 @@ def _components(
 
 
 def _prepared_model(
-    config: PretrainConfig, recipe: Recipe, loader: ShardedLoader, grid: ProcessGrid
-) -> tuple[Any, ConversionReport, ModelFlops]:
-    """The model for the engine: sharded over tensor ranks, converted, and divided into stages; its FLOPs."""
+    config: PretrainConfig, recipe: Recipe, loader: ShardedLoader, grid: ProcessGrid, *, reads_weights: bool
+) -> tuple[Any, StartWeights, ConversionReport, ModelFlops]:
+    """The model for the engine: sharded over tensor ranks, converted, and divided into stages; its FLOPs.
+
+    Its parameters are on the meta device; the engine gives them their weights.
+    """
     settings, parts = config.settings, config.parts
-    model = build_model(settings.model, seed=settings.run.seed)
+    model, weights = succeed_together(
+        start_model, settings.model, seed=settings.run.seed, reads_weights=reads_weights
+    )
     check_fits(
         model.config,
         vocab_size=loader.tokenizer.vocab_size,
@@ -421,7 +436,7 @@ def _prepared_model(
             activation_checkpoint_interval=interval_of(parts.deepspeed),
             dynamic_shape=False,  # all batches of the loader have the same shape
         )
-    return model, report, flops
+    return model, weights, report, flops
 
 
 def _reuses_codes(engine: Any) -> bool:

@@ -88,7 +88,7 @@ def pretrain(
         folder = _lock_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         with reported_builds(partial(print, flush=True)):  # on the rank that builds files, once for a cache
-            job = assemble(config, identity, folder)
+            job = assemble(config, identity, folder, is_resume=is_resume)
         watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, report=report)
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")

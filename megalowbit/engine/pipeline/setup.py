@@ -5,7 +5,7 @@ Our gradients are in `main_grad`, and the copies of a tied embedding must stay b
 sum over
 copies comes *after* the average: a sum of two numbers has the same bits in either order, a sum of many has
 not. At ZeRO stage 1, whose pieces differ by stage, both happen before DeepSpeed's reduction.
-Not covered: ZeRO 2 and 3, tensor parallelism inside stages, models larger than a host's memory.
+Not covered: ZeRO 2 and 3, tensor parallelism inside stages.
 """
 
 from __future__ import annotations

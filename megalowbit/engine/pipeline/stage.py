@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
@@ -52,6 +53,8 @@ TIED = "embedding"  # the one key of `tied_comms`
 
 class PipelinedModel(PipelineModule):
     """This process's stage of a model. The model must be complete, on the CPU and the same on all ranks.
+
+    Its parameters may be on the meta device; then `initialize` gives the stage its weights.
 
     For the arguments, see `pipeline_module`.
 
@@ -136,9 +139,17 @@ class PipelinedModel(PipelineModule):
         """This stage's copy of the tied weight and the group of ranks with a copy; empty in other stages."""
         return [(comm["module"].weight, comm["group"]) for comm in self.tied_comms.values()]
 
+    def to(self, *arguments: Any, **named: Any) -> PipelinedModel:
+        """As of every module; parameters on the meta device stay there, and buffers with them."""
+        return self if self._is_on_meta() else super().to(*arguments, **named)
+
+    def _is_on_meta(self) -> bool:
+        return any(parameter.is_meta for parameter in self.parameters())
+
     @torch.no_grad()  # autograd has no rule for a broadcast into a parameter
     def _synchronize_tied_weights(self) -> None:
-        super()._synchronize_tied_weights()
+        if not self._is_on_meta():
+            super()._synchronize_tied_weights()
 
     def groups(self) -> GroupsOfRank:
         """Process groups of this rank, for our optimizer."""
@@ -164,7 +175,7 @@ class PipelinedModel(PipelineModule):
             for name in part.names:
                 place(self, name, part.get_submodule(name))
         if self._block_inputs.rotary is not None:
-            self._block_inputs.rotary.to(next(self.parameters()).device)
+            self._block_inputs.rotary.to(get_accelerator().current_device_name())
 
     def _make_tied_groups(self) -> dict[str, dict[str, Any]]:
         """Groups of the tied weight's copies, in DeepSpeed's format; every rank must call it."""

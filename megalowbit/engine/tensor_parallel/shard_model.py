@@ -3,7 +3,8 @@
 `deepspeed.initialize` runs AutoTP, which replaces layers that it does not recognise: it would silently turn
 low-bit layers into plain ones. Therefore AutoTP runs here first, with the plan of the model's family. Its
 layers are replaced by those of `layers.tensor_parallel` with the same parameters, which `convert` then makes
-low-bit. A mark on the model makes the engine skip its AutoTP pass.
+low-bit. A mark on the model makes the engine skip its AutoTP pass. A model on the meta device has no values
+that AutoTP could move: `cut_layers` gives its layers the shapes of the same plan.
 
 | part of the model | on each rank |
 |---|---|
@@ -14,6 +15,10 @@ low-bit. A mark on the model makes the engine skip its AutoTP pass.
 Copies and random generators are initialised from the first rank of the group, because dropout must draw the
 same masks. Anyone who seeds generators later must use the same seed on these ranks. Attention dropout draws
 the same masks for each rank's heads.
+
+A single process can have the shard of rank 0, to estimate its memory (`keep_first_shard`): without process
+groups, sums over ranks return this rank's tensor. Shapes and the tensors that autograd saves are correct, and
+values are not, so that shard cannot be used to compute.
 
 Not covered: models of unknown families, uneven heads, cross-attention, vocabulary parallelism, DeepSpeed's
 plans (`tensor_parallel.partition_config` and similar keys are rejected with the configuration).
@@ -26,7 +31,7 @@ import re
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.distributed import collectives, process_group
@@ -39,7 +44,7 @@ from megalowbit.families.base import Family, Projection
 from megalowbit.families.registry import FAMILIES
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.matmul.sharded_operands import SumOutput
-from megalowbit.layers.tensor_parallel.linear import parallel_linear
+from megalowbit.layers.tensor_parallel.linear import Sharding, parallel_linear
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +58,7 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
 
     The model must belong to a known family and have plain layers. A model that is already sharded is not
     changed. Parameters remain the same objects with smaller tensors. Only a transformers `Conv1D` becomes a
-    linear layer with a new weight.
+    linear layer with a new weight. On the meta device, the parameters of all projections are new.
 
     Raises:
         UserError: the model's family is unknown, it already has low-bit layers, or it cannot be divided
@@ -69,12 +74,17 @@ def shard_model(model: nn.Module, parts: DeepSpeedConfigParts) -> GroupsOfRank |
         return units
     family = succeed_together(divisible_family, model, size)
     _broadcast_initial_state(model, units.tensor)
-    transposed = replace_conv1d(model)
-    sizes = module_sizes(model, family)
-    _apply_autotp(model, family, size)
-    restore_sizes(model, sizes, family, size)
     group = TensorGroup(units.tensor)
-    _exchange_layers(model, family, group, transposed)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        count = cut_layers(model, family, group)
+    else:
+        transposed = replace_conv1d(model)
+        sizes = module_sizes(model, family)
+        _apply_autotp(model, family, size)
+        restore_sizes(model, sizes, family, size)
+        count = _exchange_layers(model, family, group, transposed)
+    if process_group.rank() == 0:
+        logger.info("%d projections sharded over %d tensor-parallel ranks", count, group.size)
     sum_head_norms(model, family, group)
     setattr(model, IS_SHARDED, True)
     return units
@@ -128,12 +138,12 @@ def divisible_family(model: nn.Module, size: int) -> Family:
 
 @torch.no_grad()
 def _broadcast_initial_state(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Broadcast the first tensor rank's weights and generators to the others.
+    """Broadcast the first tensor rank's weights, if it has any, and generators to the others.
 
     All shards must come from the same model, and dropout must be the same on copies.
     """
     device, source = process_group.exchange_device(group), dist.get_process_group_ranks(group)[0]
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for tensor in (each for each in [*model.parameters(), *model.buffers()] if not each.is_meta):
         values = tensor.detach().to(device).contiguous()
         collectives.broadcast(values, source, group=group)
         tensor.copy_(values)
@@ -215,10 +225,8 @@ def restore_sizes(model: nn.Module, sizes: dict[str, dict[str, int]], family: Fa
             setattr(modules[module_name], key, value // size if is_divided else value)
 
 
-def _exchange_layers(
-    model: nn.Module, family: Family, group: TensorGroup, transposed: frozenset[str]
-) -> None:
-    """Replace AutoTP's layers by ours, with the same parameters.
+def _exchange_layers(model: nn.Module, family: Family, group: TensorGroup, transposed: frozenset[str]) -> int:
+    """Replace AutoTP's layers by ours, with the same parameters; returns their number.
 
     Raises:
         RuntimeError: AutoTP has not followed the plan.
@@ -235,8 +243,35 @@ def _exchange_layers(
             count += 1
     if not count:
         raise RuntimeError("DeepSpeed's AutoTP sharded no layer, against our plan")
-    if process_group.rank() == 0:
-        logger.info("%d projections sharded over %d tensor-parallel ranks", count, group.size)
+    return count
+
+
+def cut_layers(model: nn.Module, family: Family, group: TensorGroup) -> int:
+    """Replace each projection by this rank's shard, in place and without AutoTP; returns their number.
+
+    The model is full, with plain layers; its tensors may be on the meta device, or fake.
+    """
+    transposed = replace_conv1d(model)
+    sizes = module_sizes(model, family)
+    count = 0
+    for name, layer in list(model.named_modules()):
+        projection = family.projection(name)
+        if projection is None or not isinstance(layer, nn.Linear):
+            continue
+        is_row, num_parts = projection
+        parts = (layer.weight.shape[int(is_row)] // num_parts,) * num_parts
+        weight, bias = _shard(layer.weight, Sharding(int(is_row), parts), group), layer.bias
+        if bias is not None and not is_row:
+            bias = _shard(bias, Sharding(0, parts), group)
+        put_shard(model, name, weight, bias, group, projection, name in transposed)
+        count += 1
+    restore_sizes(model, sizes, family, group.size)
+    return count
+
+
+def _shard(parameter: Tensor, sharding: Sharding, group: TensorGroup) -> nn.Parameter:
+    shard = sharding.shard(parameter.detach(), group.rank, group.size)
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
 def put_shard(
@@ -268,3 +303,34 @@ def sum_head_norms(model: nn.Module, family: Family, group: TensorGroup) -> None
         if name.endswith(tuple(f".{norm}" for norm in family.head_norms)):
             for parameter in module.parameters():
                 parameter.register_hook(lambda gradient: SumOutput.apply(gradient, group))
+
+
+class SimulatedGroup(TensorGroup):
+    """Rank 0 of a group of `size` ranks, of which only this one exists."""
+
+    def __init__(self, size: int) -> None:
+        self.rank = 0
+        self.size = size
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def start_sum(self, tensor: Tensor) -> None:
+        """Returns None: there is nothing to wait for."""
+
+    def largest(self, values: Tensor) -> Tensor:
+        return values
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """This rank's tensor, `size` times."""
+        return [tensor] * self.size
+
+
+def keep_first_shard(model: nn.Module, size: int) -> None:
+    """Reduce a full model to rank 0's shard, in place.
+
+    The model must belong to a known family and have plain layers; its tensors may be fake.
+    """
+    if size == 1:
+        return
+    cut_layers(model, divisible_family(model, size), SimulatedGroup(size))

@@ -3,12 +3,17 @@
 DeepSpeed creates masters from the model's weights, so a model cast to half precision gets rounded masters.
 Here the first rank of each data-parallel group keeps the fp32 values, usually on the host, until the engine
 is built. Then it broadcasts one parameter after the other, and each rank keeps its own part.
+
+A model that was on the meta device has no values yet. Then rank 0 of all ranks reads one parameter after the
+other, and both the parameter and its master are written here.
+
 Not covered: models built under `deepspeed.zero.Init`, which are partitioned from the start.
 """
 
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +23,7 @@ from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.config.zero import NOT_ELEMENTWISE
 from megalowbit.distributed import collectives, process_group
 from megalowbit.engine.model_optimizer import HALF, copies_group, step_options
+from megalowbit.engine.parameters.initial_weights import InitialWeights
 from megalowbit.engine.parameters.user_gradients import piece_of
 from megalowbit.engine.zero.pieces import GradientPieces, PieceRegularizer
 from megalowbit.engine.zero.scaler import ZeroLossScaler
@@ -50,8 +56,9 @@ class ZeroStart:
         *,
         mpu: Any,
         regularizer: DualRangeRegularizer | None,
+        initial: InitialWeights | None = None,
     ) -> None:
-        self._model, self._parts, self._mpu = model, parts, mpu
+        self._model, self._parts, self._mpu, self._initial = model, parts, mpu, initial
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._grad_scaler = build_grad_scaler(parts.settings.grad_scaler, parts.settings.precision)
         self._instruments: Instruments | None = None
@@ -114,7 +121,11 @@ class ZeroStart:
         )
         replace_optimizer_class(engine.optimizer)
         engine.optimizer.attach(ZeroLossScaler(self._grad_scaler), gradients, options)
-        self._write_masters(engine)
+        if self._initial is None:
+            self._write_masters(engine)
+        else:
+            rank = process_group.rank(engine.seq_data_parallel_group)
+            self._initial.fill(partial(write_parameter, data_rank=rank))
 
     def _regularization(self, engine: Any) -> BeforeStep | None:
         regularizer, optimizer = self._regularizer, engine.optimizer
@@ -140,6 +151,18 @@ class ZeroStart:
             if process_group.world_size(group) > 1:
                 collectives.broadcast(full, source, group=group)
             write_master(parameter, full.view(-1))
+
+
+def write_parameter(parameter: torch.nn.Parameter, value: torch.Tensor, *, data_rank: int) -> None:
+    """Set this rank's part of a parameter, and of its master if it is trained, from the full fp32 `value`."""
+    values = value.contiguous().view(-1)
+    if hasattr(parameter, "ds_id"):
+        piece = parameter.ds_tensor  # type: ignore[attr-defined]
+        piece.copy_(piece_of(values, size=piece.numel(), rank=data_rank))
+    else:
+        parameter.data.copy_(value)
+    if parameter.requires_grad:
+        write_master(parameter, values)
 
 
 def write_master(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:

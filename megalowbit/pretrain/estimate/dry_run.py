@@ -35,6 +35,7 @@ from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.estimate.memory import MemoryEstimate, ModelLayout, ZeroSharing, estimate_memory
 from megalowbit.pretrain.estimate.saved_tensors import largest_recipes
+from megalowbit.pretrain.estimate.start_memory import estimate_start
 from megalowbit.pretrain.job import check_all_projections_seen
 from megalowbit.speculation.settings import SpeculationSettings
 
@@ -132,7 +133,7 @@ def _tokens(config: PretrainConfig) -> str:
 
 
 def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
-    """The memory of one process, with speculation, and after a late switch."""
+    """The memory of one process, with speculation, and after a late switch; that of all at the start."""
     settings = config.settings
     speculation, switch = settings.of(SpeculationSettings), settings.of(LateSwitchSettings)
     memory = estimate_run(config, recipe)
@@ -140,6 +141,7 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     whose = "the only process" if count == 1 else f"one of {count} processes"
     sections = {
         f"memory of {whose} (estimate)": str(memory) + (UPPER_BOUND_NOTE if speculation else ""),
+        "host memory at the start (estimate)": str(estimate_start(config, memory)),
     }
     if speculation is not None:
         sections["speculation"] = describe_speculation(speculation)

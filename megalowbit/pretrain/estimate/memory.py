@@ -27,7 +27,7 @@ from megalowbit.config.zero import zero_stage
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.engine.pipeline.parts import parts_of
 from megalowbit.engine.pipeline.stage_bounds import stage_bounds
-from megalowbit.engine.tensor_parallel.single_shard import keep_first_shard
+from megalowbit.engine.tensor_parallel.shard_model import keep_first_shard
 from megalowbit.families.registry import family
 from megalowbit.hf.activation_checkpointing import recompute_blocks
 from megalowbit.hf.checkpoint import build_model

@@ -4,8 +4,8 @@ from tiny_models import KINDS, tiny_model
 from transformers import GPT2Config
 
 from megalowbit.errors import UserError
+from megalowbit.families.outliers import OutlierSettings
 from megalowbit.hf.checkpoint import build_model
-from megalowbit.hf.outliers import OutlierSettings
 from megalowbit.hf.settings import ModelSettings
 
 NUM_NORMS = {

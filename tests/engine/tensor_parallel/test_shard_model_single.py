@@ -2,7 +2,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from megalowbit.engine.tensor_parallel.single_shard import SimulatedGroup, keep_first_shard
+from megalowbit.engine.tensor_parallel.shard_model import SimulatedGroup, keep_first_shard
 from megalowbit.errors import UserError
 
 

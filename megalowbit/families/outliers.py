@@ -56,21 +56,32 @@ def plant(model: PreTrainedModel, family: Family, settings: OutlierSettings, *, 
     """
     import torch
 
+    chosen = channels_of(model, settings, seed=seed)
+    with torch.no_grad():
+        for weight in weights_with_outliers(model, family, settings):
+            weight[..., chosen] *= settings.factor
+
+
+def channels_of(model: PreTrainedModel, settings: OutlierSettings, *, seed: int) -> Tensor:
+    """The channels that `plant` multiplies.
+
+    Raises:
+        UserError: the model has fewer channels.
+    """
+    import torch
+
     hidden = model.config.hidden_size
     if settings.channels > hidden:
         raise UserError(
             f"megalowbit.model.outliers.channels = {settings.channels} is above the model's hidden size "
             f"{hidden}: lower it"
         )
-    chosen = torch.randperm(hidden, generator=torch.Generator().manual_seed(seed))[: settings.channels]
-    with torch.no_grad():
-        for weight in _weights(model, family, settings.where):
-            weight[..., chosen] *= settings.factor
+    return torch.randperm(hidden, generator=torch.Generator().manual_seed(seed))[: settings.channels]
 
 
-def _weights(model: PreTrainedModel, family: Family, where: str) -> list[Tensor]:
-    """The weights to change; their last dimension is that of the channels."""
-    if where == "embedding":
+def weights_with_outliers(model: PreTrainedModel, family: Family, settings: OutlierSettings) -> list[Tensor]:
+    """The weights that `plant` changes; their last dimension is that of the channels."""
+    if settings.where == "embedding":
         return [model.get_submodule(family.tokens).weight]
     return [
         module.weight
