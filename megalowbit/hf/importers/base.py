@@ -16,6 +16,7 @@ import torch
 from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError, file_system_error, shown
 from megalowbit.hf.folders.stored_weights import names_by_parameter, widest
+from megalowbit.hf.importers.file_tensors import FileTensor
 
 
 class LazyTensor(NamedTuple):
@@ -24,7 +25,7 @@ class LazyTensor(NamedTuple):
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        read: reads and returns it; the result may be a view of a mapped file.
+        read: reads and returns it, in memory that nothing else refers to.
     """
 
     shape: tuple[int, ...]
@@ -32,17 +33,40 @@ class LazyTensor(NamedTuple):
     read: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> LazyTensor:
-        """A tensor that a mapped file contains as it is."""
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    def of(cls, tensor: FileTensor) -> LazyTensor:
+        """A tensor that a file contains as it is."""
+        return cls(tensor.shape, tensor.dtype, tensor.read)
 
     @classmethod
     def joined(
-        cls, parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+        cls, parts: Sequence[FileTensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     ) -> LazyTensor:
         """The result of `join(parts)`, whose shape is computed without reading the parts."""
-        probe = join([torch.empty_like(part, device="meta") for part in parts])
-        return cls(tuple(probe.shape), probe.dtype, lambda: join(parts))
+        probe = join([part.meta() for part in parts])
+        return cls(tuple(probe.shape), probe.dtype, lambda: join([part.read() for part in parts]))
+
+    @classmethod
+    def concatenated(cls, pieces: Sequence[FileTensor], shape: tuple[int, ...]) -> LazyTensor:
+        """The elements of contiguous pieces one after the other; what is left behind the shape is padding.
+
+        Raises:
+            UserError: the pieces have several dtypes, or gaps; on reading, they have too few elements.
+        """
+        numel, dtype = numel_of(shape), pieces[0].dtype
+        if any(piece.dtype != dtype or not piece.is_contiguous for piece in pieces):
+            raise UserError("parts of a weight have several dtypes, or gaps: use another checkpoint")
+
+        def read() -> torch.Tensor:
+            full, done = torch.empty(numel, dtype=dtype), 0
+            for piece in pieces:
+                part = piece.cut(0, (min(piece.numel(), numel - done),))
+                part.read_into(full[done : done + part.numel()])
+                done += part.numel()
+            if done < numel:
+                raise UserError(f"{done:,} of the {numel:,} elements of a weight are there: add all files")
+            return full.view(shape)
+
+        return cls(shape, dtype, read)
 
 
 class LazyWeights(Mapping[str, torch.Tensor]):
@@ -57,9 +81,8 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.stored[name]
-        # masters are saved as tensors that require gradients
-        with torch.no_grad(), reading(f"weight {name}"):
-            value = stored.read().detach()
+        with reading(f"weight {name}"):
+            value = stored.read()
         if tuple(value.shape) != stored.shape or value.dtype != stored.dtype:
             raise UserError(f"weight {name} has parts of different dtypes or shapes: use another checkpoint")
         return value
@@ -143,6 +166,30 @@ def entries(folder: Path) -> list[str]:
 def numbers_up_to(found: Sequence[int], count: int) -> list[int]:
     """Numbers below `count` that are not in `found`: ranks whose files are missing."""
     return [number for number in range(count) if number not in set(found)]
+
+
+def file_tensor(value: object, what: str) -> FileTensor:
+    """A tensor of a file.
+
+    Raises:
+        UserError: it is something else, or a sparse, quantised or meta tensor.
+    """
+    if isinstance(value, FileTensor):
+        return value
+    found = "a sparse, quantised or meta tensor" if isinstance(value, torch.Tensor) else shown(value)
+    raise UserError(f"{what} is {found}, not a plain tensor: use another checkpoint")
+
+
+def flat_tensor(value: object, what: str) -> FileTensor:
+    """A flat tensor of a file, whose elements lie one after the other.
+
+    Raises:
+        UserError: it is something else.
+    """
+    tensor = file_tensor(value, what)
+    if len(tensor.shape) != 1 or not tensor.is_contiguous:
+        raise UserError(f"{what} has shape {tensor.shape}, which is not flat: use another checkpoint")
+    return tensor
 
 
 def shape_of(value: object, where: str) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ import torch
 
 from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError, shown
-from megalowbit.hf.importers.base import ForeignModel, LazyWeights, entries
+from megalowbit.hf.importers.base import ForeignModel, LazyWeights, entries, file_tensor
+from megalowbit.hf.importers.file_tensors import FileTensor
 from megalowbit.hf.importers.inert_files import fields_of, read_inert
 from megalowbit.hf.importers.megatron_config import config_from_arguments, merged_config
 from megalowbit.hf.importers.megatron_names import (
@@ -54,8 +55,8 @@ class Chunk(NamedTuple):
         outside: the same for embeddings, final norm and head.
     """
 
-    layers: list[dict[str, list[torch.Tensor]]]
-    outside: dict[str, list[torch.Tensor]]
+    layers: list[dict[str, list[FileTensor]]]
+    outside: dict[str, list[FileTensor]]
 
 
 def find_megatron(source: Path) -> Path | None:
@@ -212,18 +213,19 @@ def _chunks(files: Sequence[Sequence[Mapping[str, Any]]], where: str) -> Iterato
             yield _chunk([dict(_flat(content[key])) for content in ranks], f"{where}, pipeline stage {stage}")
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
     """Dotted names and tensors of nested dictionaries."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, torch.Tensor):
-            yield f"{prefix}{key}".removeprefix("module."), value
+        elif isinstance(value, (FileTensor, torch.Tensor)):
+            name = f"{prefix}{key}".removeprefix("module.")
+            yield name, file_tensor(value, f"weight {name}")
 
 
-def _chunk(ranks: Sequence[Mapping[str, torch.Tensor]], where: str) -> Chunk:
-    layers: dict[int, dict[str, list[torch.Tensor]]] = {}
-    outside: dict[str, list[torch.Tensor]] = {}
+def _chunk(ranks: Sequence[Mapping[str, FileTensor]], where: str) -> Chunk:
+    layers: dict[int, dict[str, list[FileTensor]]] = {}
+    outside: dict[str, list[FileTensor]] = {}
     for name in ranks[0]:
         if (place := layer_and_part(name)) is None:
             continue

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError
 from megalowbit.hf.importers.base import (
@@ -21,6 +19,7 @@ from megalowbit.hf.importers.base import (
     LazyTensor,
     LazyWeights,
     entries,
+    file_tensor,
     numel_of,
     require_config,
     shape_of,
@@ -86,11 +85,9 @@ def _master(folder: Path, shape: tuple[int, ...] | None) -> LazyTensor:
         raise UserError(f"{path} is missing: convert the checkpoint again with ds_to_universal.py")
     value = read_inert(path, is_dictionary=False)
     value = value.get(PARAM) if isinstance(value, Mapping) else value
-    if not isinstance(value, torch.Tensor):
-        raise UserError(f"{path} holds no tensor: convert the checkpoint again with ds_to_universal.py")
-    tensor = value
-    if shape is None or tuple(tensor.shape) == shape or tensor.ndim != 1:
+    tensor = file_tensor(value, str(path))
+    if shape is None or tensor.shape == shape or len(tensor.shape) != 1 or not tensor.is_contiguous:
         return LazyTensor.of(tensor)
     if tensor.numel() < numel_of(shape):
         raise UserError(f"{path} holds {tensor.numel():,} elements, its parameter has {numel_of(shape):,}")
-    return LazyTensor(shape, tensor.dtype, lambda: tensor[: numel_of(shape)].view(shape))
+    return LazyTensor.concatenated([tensor], shape)

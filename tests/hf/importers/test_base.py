@@ -3,6 +3,7 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.hf.importers.base import LazyTensor, LazyWeights, check_and_select, shape_of
+from megalowbit.hf.importers.file_tensors import FileTensor
 
 
 def model_of(tied=(), **shapes):
@@ -12,11 +13,11 @@ def model_of(tied=(), **shapes):
 
 
 def weights(**tensors):
-    return LazyWeights({name: LazyTensor.of(value) for name, value in tensors.items()})
+    return LazyWeights({name: LazyTensor.of(FileTensor.of(value)) for name, value in tensors.items()})
 
 
 def test_shapes_are_known_before_anything_is_read():
-    parts, reads = [torch.ones(2, 3), torch.zeros(4, 3)], []
+    parts, reads = [FileTensor.of(torch.ones(2, 3)), FileTensor.of(torch.zeros(4, 3))], []
 
     def join(tensors):
         reads.append(tensors[0].device.type)
@@ -28,6 +29,16 @@ def test_shapes_are_known_before_anything_is_read():
     assert reads == ["meta"]
     assert found["x"].equal(torch.tensor([[1.0, 1, 0, 0, 0, 0]] * 3))
     assert reads == ["meta", "cpu"]
+
+
+def test_pieces_are_joined_without_their_padding():
+    pieces = [FileTensor.of(torch.arange(3.0)), FileTensor.of(torch.arange(3.0, 8.0))]
+    assert LazyTensor.concatenated(pieces, (3, 2)).read().equal(torch.arange(6.0).view(3, 2))
+    with pytest.raises(UserError, match="8 of the 9 elements of a weight are there: add all files"):
+        LazyTensor.concatenated(pieces, (9,)).read()
+    for other in (torch.zeros(2).half(), torch.zeros(4)[::2]):
+        with pytest.raises(UserError, match="parts of a weight have several dtypes, or gaps"):
+            LazyTensor.concatenated([*pieces, FileTensor.of(other)], (9,))
 
 
 def test_the_widest_dtype_holds_all_weights():
