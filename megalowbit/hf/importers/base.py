@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,10 @@ from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError, file_system_error, shown
 from megalowbit.hf.folders.stored_weights import names_by_parameter, widest
 from megalowbit.hf.importers.file_tensors import FileTensor
+from megalowbit.json_text import read_text
+
+MOST_MISSING = 9  # ranks that are looked for; messages name one less
+LONGEST_NAME = 200  # bytes; file systems allow 255
 
 
 class LazyTensor(NamedTuple):
@@ -41,7 +46,13 @@ class LazyTensor(NamedTuple):
     def joined(
         cls, parts: Sequence[FileTensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     ) -> LazyTensor:
-        """The result of `join(parts)`, whose shape is computed without reading the parts."""
+        """The result of `join(parts)`, whose shape is computed without reading the parts.
+
+        Raises:
+            UserError: the parts have several dtypes; torch would round or widen some of them.
+        """
+        if len({part.dtype for part in parts}) > 1:
+            raise UserError("parts of a weight have several dtypes: use another checkpoint")
         probe = join([part.meta() for part in parts])
         return cls(tuple(probe.shape), probe.dtype, lambda: join([part.read() for part in parts]))
 
@@ -74,9 +85,15 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
     Attributes:
         stored: shape and dtype of every tensor, known before it is read.
+
+    Raises:
+        UserError: a name is no text.
     """
 
     def __init__(self, stored: Mapping[str, LazyTensor]) -> None:
+        for name in stored:
+            if not isinstance(name, str):
+                raise UserError(f"a weight has the name {shown(name)}: use another checkpoint")
         self.stored = dict(stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -163,9 +180,27 @@ def entries(folder: Path) -> list[str]:
         raise file_system_error(message, error) from error
 
 
+def named_step(path: Path) -> str:
+    """The name of a step in a file such as `latest`.
+
+    Raises:
+        UserError: the file cannot be read, or holds what cannot be a name.
+    """
+    try:
+        name = read_text(path).strip()
+    except OSError as error:
+        message = f"{path} cannot be read ({error.strerror}): name the folder of a step"
+        raise file_system_error(message, error) from error
+    if len(name.encode()) > LONGEST_NAME or "\0" in name:
+        raise UserError(f"{path} holds {shown(name)}, which cannot be a name: name the folder of a step")
+    return name
+
+
 def numbers_up_to(found: Sequence[int], count: int) -> list[int]:
-    """Numbers below `count` that are not in `found`: ranks whose files are missing."""
-    return [number for number in range(count) if number not in set(found)]
+    """The first numbers below `count` that are not in `found`: ranks whose files are missing."""
+    known = set(found)
+    missing = (number for number in range(count) if number not in known)
+    return list(islice(missing, MOST_MISSING))  # a damaged count may be 2⁶²
 
 
 def file_tensor(value: object, what: str) -> FileTensor:

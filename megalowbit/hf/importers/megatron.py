@@ -22,7 +22,7 @@ import torch
 
 from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError, shown
-from megalowbit.hf.importers.base import ForeignModel, LazyWeights, entries, file_tensor
+from megalowbit.hf.importers.base import ForeignModel, LazyWeights, entries, file_tensor, named_step
 from megalowbit.hf.importers.file_tensors import FileTensor
 from megalowbit.hf.importers.inert_files import fields_of, read_inert
 from megalowbit.hf.importers.megatron_config import config_from_arguments, merged_config
@@ -33,7 +33,6 @@ from megalowbit.hf.importers.megatron_names import (
     layer_weights,
     outside_weights,
 )
-from megalowbit.json_text import read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
@@ -69,7 +68,7 @@ def find_megatron(source: Path) -> Path | None:
         return None
     names = entries(source)
     if TRACKER in names:
-        tag = read_text(source / TRACKER).strip()
+        tag = named_step(source / TRACKER)
         folder = source / (f"iter_{int(tag):07d}" if tag.isdecimal() else "release")
         if not (tag.isdecimal() or tag == "release") or not folder.is_dir():
             raise UserError(
@@ -106,18 +105,22 @@ def read_megatron(folder: Path, given: Mapping[str, Any] | None) -> ForeignModel
         first = files[0][0]
         arguments = fields_of(first.get("args"))
         version = first.get("checkpoint_version", 0)
-        if version not in VERSIONS:
+        if isinstance(version, bool) or version not in VERSIONS:
             raise UserError(
                 f"{where} has version {shown(version)}: versions 0, 1.0, 2.0 and 3.0 are supported"
             )
         _check_ranks(files, arguments, folder)
         chunks = list(_chunks(files, where))
+        if version < 2 and any("linear_qkv" in name for name, _ in _flat(first)):
+            raise UserError(
+                f"{where} has version {version} and names of Megatron Core, whose version is 3.0: use another"
+            )
         outside = {part: tensors for chunk in chunks for part, tensors in chunk.outside.items()}
         if TOKENS not in outside:
             raise UserError(f"{where} has no word embeddings: it is not a GPT model")
         rows = sum(part.shape[0] for part in outside[TOKENS])
         if arguments:
-            config = merged_config(config_from_arguments(arguments, rows, where), given, where)
+            config = merged_config(_config_of_ranks(files, rows, where), given, where)
         elif given is not None:
             config = dict(given)
         else:
@@ -196,6 +199,20 @@ def _check_ranks(
                         f"{folder} mixes checkpoints: {key} is {shown(first.get(key))} on the first rank and "
                         f"{shown(content.get(key))} on tensor-parallel rank {rank} of pipeline stage {stage}"
                     )
+
+
+def _config_of_ranks(files: Sequence[Sequence[Mapping[str, Any]]], rows: int, where: str) -> dict[str, Any]:
+    """The configuration that the arguments in all ranks' files give; those of the first rank are there."""
+    found = [fields_of(content.get("args")) for content in chain(*files)]
+    first, *others = [config_from_arguments(arguments, rows, where) for arguments in found if arguments]
+    for other in others:
+        for name, value in other.items():
+            if value != first.get(name):
+                raise UserError(
+                    f"{where} mixes checkpoints: arguments of ranks give {name} {shown(first.get(name))} and "
+                    f"{shown(value)}; use one that was saved completely"
+                )
+    return first
 
 
 def _chunks(files: Sequence[Sequence[Mapping[str, Any]]], where: str) -> Iterator[Chunk]:

@@ -194,10 +194,12 @@ def _join_of(part: str, sizes: Sizes) -> Join:
 
 
 def _stored(what: str, tensors: Parts, join: Join) -> LazyTensor:
+    shapes = ", ".join(str(each.shape) for each in tensors)
+    if len({each.shape for each in tensors}) > 1:
+        raise UserError(f"{what} has different shapes on its ranks, {shapes}: use a complete checkpoint")
     try:
         return LazyTensor.joined(tensors, join)
     except (RuntimeError, IndexError) as error:  # a view of another size
-        shapes = ", ".join(str(each.shape) for each in tensors)
         raise UserError(
             f"{what} has shape {shapes} on its ranks, which does not fit the configuration's heads"
         ) from error
@@ -229,10 +231,6 @@ def _copy(tensors: Tensors, part: str) -> torch.Tensor:
     first = tensors[0]
     if first.device.type != "meta":
         for rank, other in enumerate(tensors[1:], start=1):
-            if other.shape != first.shape:
-                raise UserError(
-                    f"{part} has shape {tuple(first.shape)} on rank 0, {tuple(other.shape)} on {rank}"
-                )
             if not torch.equal(first, other):
                 logger.warning(
                     "tensor-parallel ranks 0 and %d have different values of %s: rank 0's are used",

@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
-from megalowbit.hf.importers.base import LazyTensor, LazyWeights, check_and_select, shape_of
+from megalowbit.hf.importers.base import (
+    LazyTensor,
+    LazyWeights,
+    check_and_select,
+    file_tensor,
+    flat_tensor,
+    named_step,
+    numbers_up_to,
+    shape_of,
+)
 from megalowbit.hf.importers.file_tensors import FileTensor
 
 
@@ -39,6 +48,46 @@ def test_pieces_are_joined_without_their_padding():
     for other in (torch.zeros(2).half(), torch.zeros(4)[::2]):
         with pytest.raises(UserError, match="parts of a weight have several dtypes, or gaps"):
             LazyTensor.concatenated([*pieces, FileTensor.of(other)], (9,))
+
+
+def test_parts_of_several_dtypes_are_not_joined():
+    parts = [FileTensor.of(torch.ones(2)), FileTensor.of(torch.ones(2).half())]
+    with pytest.raises(UserError, match="parts of a weight have several dtypes"):
+        LazyTensor.joined(parts, lambda tensors: torch.cat(list(tensors)))
+
+
+def test_names_are_texts():
+    with pytest.raises(UserError, match="a weight has the name 5: use another checkpoint"):
+        LazyWeights({5: LazyTensor.of(FileTensor.of(torch.ones(2)))})
+
+
+def test_tensors_that_are_not_plain_or_not_flat_are_refused_by_name():
+    flat, square = FileTensor.of(torch.ones(4)), FileTensor.of(torch.ones(2, 2))
+    assert flat_tensor(flat, "a") is flat
+    assert file_tensor(square, "a") is square
+    with pytest.raises(UserError, match="a is a sparse, quantised or meta tensor, not a plain tensor"):
+        file_tensor(torch.eye(2).to_sparse(), "a")
+    with pytest.raises(UserError, match="a is 'x', not a plain tensor"):
+        file_tensor("x", "a")
+    with pytest.raises(UserError, match=r"a has shape \(2, 2\), which is not flat"):
+        flat_tensor(square, "a")
+
+
+def test_missing_ranks_of_a_damaged_count_are_found_at_once():
+    assert numbers_up_to([0, 2], 5) == [1, 3, 4]
+    assert numbers_up_to([0, 1], 2**70) == list(range(2, 11))
+
+
+def test_a_name_of_a_step_is_read_or_refused_in_one_line(tmp_path):
+    file = tmp_path / "latest"
+    with pytest.raises(UserError, match="latest cannot be read"):
+        named_step(file)
+    file.write_text("global_step4\n")
+    assert named_step(file) == "global_step4"
+    for text in ("9" * 300, "a\0b"):
+        file.write_text(text)
+        with pytest.raises(UserError, match="which cannot be a name: name the folder of a step"):
+            named_step(file)
 
 
 def test_the_widest_dtype_holds_all_weights():
