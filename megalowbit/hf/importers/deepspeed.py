@@ -7,8 +7,7 @@ The fp32 masters are in the optimizer's shards, as flat tensors without names. T
   one part per data-parallel rank. A parameter may begin on one rank and end on another.
 - Stage 3: every parameter is cut into one part per rank, of ceil(elements / ranks) elements. A rank's parts
   lie one after the other in its groups.
-- Stage 0: the masters are in the model's file, without names, in the order of the model within a group. Each
-  is assigned to the next weight that it rounds to; if one fits nowhere, the model's weights are used.
+- Stage 0: the masters are in the model's file (`stage_zero`).
 - Frozen parameters, and checkpoints without shards: the model's own weights.
 
 Not covered: tensor and pipeline parallelism, experts, states swapped to NVMe.
@@ -29,6 +28,7 @@ from megalowbit.checkpoints.shards import reading
 from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError, shown
 from megalowbit.hf.importers.base import (
+    MOST_MISSING,
     ForeignModel,
     LazyTensor,
     LazyWeights,
@@ -42,6 +42,7 @@ from megalowbit.hf.importers.base import (
 )
 from megalowbit.hf.importers.file_tensors import FileTensor
 from megalowbit.hf.importers.inert_files import Inert, read_inert
+from megalowbit.hf.importers.stage_zero import masters_of_stage_zero
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +89,26 @@ def read_deepspeed(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
             stored = _masters_of_stage_three(headers, shards, folder)
         else:
             stored = _masters_of_stage_two(headers[0], shards, folder)
+        refuse_mixed_masters(stored, folder)
         stored = with_model_weights(stored, headers, folder)
         ranks = "1 rank" if len(shards) == 1 else f"{len(shards)} ranks"
         kind = f"ZeRO {stage}" if stage else "the bf16 optimizer"
         description = f"DeepSpeed, {kind} on {ranks}, step {headers[0].get('global_steps')}, fp32 masters"
         return ForeignModel(hf_config, LazyWeights(without_wrapper_prefixes(stored)), paths, description)
+
+
+def refuse_mixed_masters(masters: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Check that all masters have one dtype; a rounded one would agree with the model's rounded weight.
+
+    Raises:
+        UserError: they have several.
+    """
+    names: dict[torch.dtype, str] = {}
+    for name, master in masters.items():
+        names.setdefault(master.dtype, name)
+    if len(names) > 1:
+        found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in names.items())
+        raise UserError(f"checkpoint {folder} has masters of several dtypes, {found}: use another checkpoint")
 
 
 def with_model_weights(
@@ -160,10 +176,10 @@ def without_wrapper_prefixes(stored: Mapping[str, LazyTensor]) -> dict[str, Lazy
 
 
 def check_headers(folder: Path, headers: Sequence[Mapping[str, Any]], files: Sequence[str]) -> None:
-    """Check that files with weights belong to one step, and that plain DeepSpeed wrote them.
+    """Check that files with weights are of one model and step, and that plain DeepSpeed wrote them.
 
     Raises:
-        UserError: they were saved at different steps, or by megalowbit.
+        UserError: they describe different models, were saved at different steps, or by megalowbit.
     """
     # a converted GPT-2 has other shapes, which could not be told from its own where they are square
     if any(isinstance(key, str) and key.startswith("megalowbit") for key in headers[0]):
@@ -172,6 +188,13 @@ def check_headers(folder: Path, headers: Sequence[Mapping[str, Any]], files: Seq
             "incomplete: use an older checkpoint"
         )
     check_steps(folder, [header.get("global_steps") for header in headers], files)
+    for header, file in zip(headers, files, strict=True):
+        for key in ("param_shapes", "frozen_param_shapes"):
+            if header.get(key) != headers[0].get(key):
+                raise UserError(
+                    f"checkpoint {folder} mixes checkpoints: {key} in {file} is not that in {files[0]}; use "
+                    "one that was saved completely"
+                )
 
 
 def check_steps(folder: Path, steps: Sequence[Any], files: Sequence[str]) -> None:
@@ -245,7 +268,7 @@ def _from_weights(
     stored = {name: LazyTensor.of(value) for name, value in tensors.items()}
     if not stored or not all(numel_of(each.shape) for each in stored.values()):
         raise UserError(f"checkpoint {folder} lacks the optimizer's shards, which hold the weights at ZeRO 3")
-    masters = _masters_of_stage_zero(header, tensors)
+    masters = masters_of_stage_zero(header, tensors)
     weights = LazyWeights(without_wrapper_prefixes({**stored, **masters}))
     dtype = str(weights.dtype).removeprefix("torch.")
     if dtype != "float32":
@@ -256,81 +279,6 @@ def _from_weights(
         )
     kind = "ZeRO 0, fp32 masters" if masters else f"{dtype} weights"
     return ForeignModel(config, weights, paths, f"DeepSpeed, step {header.get('global_steps')}, {kind}")
-
-
-def _masters_of_stage_zero(
-    header: Mapping[str, Any], weights: Mapping[str, FileTensor]
-) -> dict[str, LazyTensor]:
-    """Masters by name, and under the further names of tied weights; none if one cannot be assigned."""
-    optimizer = header.get("optimizer")
-    names: dict[tuple[Any, ...], list[str]] = {}  # tied weights are one tensor in the file
-    for name, weight in weights.items():
-        names.setdefault(weight.place, []).append(name)
-    groups = optimizer.get("fp32_groups", optimizer.get("fp32_groups_flat")) if optimizer else None
-    found: dict[str, LazyTensor] = {}
-    group_of: dict[str, int] = {}
-    for number, group in enumerate(groups or ()):
-        offset = 0
-        for same in names.values():
-            weight = weights[same[0]]
-            master, size = _next_master(group, offset, weight.shape)
-            if same[0] in found or master is None:
-                continue
-            if torch.equal(master.read().to(weight.dtype), weight.read()):
-                found |= dict.fromkeys(same, LazyTensor.of(master))
-                group_of[same[0]] = number
-                offset += size
-        if offset != (group.numel() if isinstance(group, FileTensor) else len(group)):
-            return {}
-    equal = _equal_weights({same[0]: weights[same[0]] for same in names.values()})
-    return found if all(_is_certain(same, weights, found, group_of) for same in equal) else {}
-
-
-def _equal_weights(weights: Mapping[str, FileTensor]) -> list[list[str]]:
-    """Names of different weights with equal values, such as norms of ones; lists of two or more."""
-    alike: dict[tuple[Any, ...], list[list[str]]] = {}
-    for name, weight in weights.items():
-        value = weight.read()
-        groups = alike.setdefault((weight.shape, *value.flatten()[:8].tolist()), [])
-        same = next((each for each in groups if torch.equal(weights[each[0]].read(), value)), None)
-        if same is None:
-            groups.append([name])
-        else:
-            same.append(name)
-    return [same for groups in alike.values() for same in groups if len(same) > 1]
-
-
-def _is_certain(
-    names: Sequence[str],
-    weights: Mapping[str, FileTensor],
-    masters: Mapping[str, LazyTensor],
-    group_of: Mapping[str, int],
-) -> bool:
-    """Whether it is known which master belongs to which of several equal weights.
-
-    A group has its masters in the model's order. Some of the weights may be in another group, or frozen.
-    """
-    if all(name in group_of for name in names) and len({group_of[name] for name in names}) == 1:
-        return True
-    values = [masters[name].read() for name in names if name in masters]
-    if len(values) < len(names):
-        values.append(weights[names[0]].read().to(values[0].dtype) if values else torch.empty(0))
-    return all(torch.equal(value, values[0]) for value in values)
-
-
-def _next_master(
-    group: FileTensor | Sequence[FileTensor], offset: int, shape: tuple[int, ...]
-) -> tuple[FileTensor | None, int]:
-    """The master at `offset` of a group, if it can have this shape, and the offset from it to the next one.
-
-    A fused optimizer's group is a flat tensor, in which offsets count elements; others' are lists of tensors.
-    """
-    if isinstance(group, FileTensor):
-        numel = numel_of(shape)
-        fits = offset + numel <= flat_tensor(group, "a group of masters").numel()
-        return (group.cut(offset, shape) if fits else None), numel
-    master = file_tensor(group[offset], "a master") if offset < len(group) else None
-    return (master if master is not None and master.shape == shape else None), 1
 
 
 def _read_shards(folder: Path, files: Mapping[int, str]) -> list[Mapping[str, Any]]:
@@ -355,7 +303,8 @@ def _read_shards(folder: Path, files: Mapping[int, str]) -> list[Mapping[str, An
 
 
 def _missing_ranks(folder: Path, missing: Sequence[int], what: str, count: int) -> UserError:
-    ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+    most = MOST_MISSING - 1
+    ranks = ", ".join(map(str, missing[:most])) + (" …" if len(missing) > most else "")
     return UserError(
         f"checkpoint {folder} lacks {what} of data-parallel rank {ranks} of {count}: "
         "add the files of all ranks"

@@ -27,6 +27,7 @@ from megalowbit.hf.importers.base import (
 from megalowbit.hf.importers.deepspeed import (
     check_headers,
     model_files_in,
+    refuse_mixed_masters,
     with_model_weights,
     without_wrapper_prefixes,
 )
@@ -61,6 +62,7 @@ def read_universal(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
         stored = {name: _master(folder / ZERO / name, shapes.get(name)) for name in names}
         for name in shapes.keys() - stored.keys():
             raise UserError(f"{where} lacks {ZERO}/{name}/{MASTER}: convert the checkpoint again")
+        refuse_mixed_masters(stored, folder)
         stored = with_model_weights(stored, headers, folder) if headers else stored
         step = headers[0].get("global_steps") if headers else "unknown"
         description = f"DeepSpeed, universal, step {step}, fp32 masters"
