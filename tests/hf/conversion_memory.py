@@ -1,4 +1,4 @@
-"""Converts a model of several shards in both directions, and prints the peak memory of each.
+"""Converts a model of several shards in all directions, and prints the peak memory of each.
 
 `python conversion_memory.py FOLDER`: prints lines `name bytes bound largest`; the memory is that of the
 process beyond what it had before, mapped files included.
@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+import deepspeed_writer
+import megatron_writer
 import torch
 from tiny_models import tiny_config
 from transformers import LlamaForCausalLM
@@ -86,11 +88,24 @@ def convert_all(folder, num_layers):
         write_zero_two(folder / "start", folder / "run")
         yield "export of ZeRO 2", "masters", plan_export(folder / "run", torch.float32, shard_size=SHARD_SIZE)
         yield "export of ZeRO 2 in bf16", "half", plan_export(folder / "run", shard_size=SHARD_SIZE)
+        for name, plan in plans_of_imports(folder):
+            yield f"import of {name}", name, plan
 
     for name, target, plan in plans():
         trim()
         peak = peak_of(lambda plan=plan, target=target: plan.run(folder / target, is_verified=True))
         yield name, peak, plan.peak_memory, max(map(file_size, plan.shards))
+
+
+def plans_of_imports(folder):
+    """Imports of the same model from checkpoints of other programs, on two ranks each."""
+    model = LlamaForCausalLM.from_pretrained(folder / "hf")
+    megatron_writer.write(folder / "of Megatron-LM", model, ranks=2)
+    for stage in (2, 3):
+        deepspeed_writer.write(folder / f"of ZeRO {stage}", model, stage=stage)
+    del model
+    for name, config in (("Megatron-LM", folder / "hf"), ("ZeRO 2", None), ("ZeRO 3", None)):
+        yield name, plan_import(folder / f"of {name}", config=config, shard_size=SHARD_SIZE)
 
 
 def trim():

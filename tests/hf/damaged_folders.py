@@ -8,12 +8,15 @@ import json
 import os
 import struct
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megalowbit.checkpoints.shards import ORIGIN_KEY, origin_of
 from megalowbit.durable_files import MANIFEST, write_manifest
-from megalowbit.hf.training_checkpoint import HEADER_FILE
+from megalowbit.errors import UserError
+from megalowbit.hf.folders.stored_weights import same_bits
+from megalowbit.hf.training_checkpoint import HEADER_FILE, read_checkpoint
 
 INDEX = "model.safetensors.index.json"
 GARBAGE = (
@@ -279,3 +282,25 @@ def damage_content(path, random):
         what += ", with a digest that fits"
     torch.save(content, path)
     return what
+
+
+def outcome(convert, source, out, what):
+    """Whether `convert` wrote `out`; otherwise it raised an error of one line and left nothing."""
+    try:
+        convert(source, out)
+    except UserError as error:
+        if "\n" in str(error) or out.exists():
+            pytest.fail(f"{what}: {error}")
+    except Exception as error:
+        pytest.fail(f"{what}: {type(error).__name__}: {error}")
+    left = [path.name for path in out.parent.iterdir() if not path.name.startswith(("outside", "source"))]
+    assert left in ([], ["out"]), what
+    return out.exists()
+
+
+def same_weights(folder, expected):
+    """Whether a checkpoint to start from has exactly these weights."""
+    found = read_checkpoint(folder).state_dict
+    return found.keys() == expected.keys() and all(
+        same_bits(found[name], expected[name]) for name in expected
+    )

@@ -5,12 +5,10 @@ import shutil
 
 import pytest
 import torch
-from damaged_folders import damage_hf, damage_start
+from damaged_folders import damage_hf, damage_start, outcome, same_weights
 from tiny_models import tiny_model
 
-from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import plan_export, plan_import
-from megalowbit.hf.folders.stored_weights import same_bits
 from megalowbit.hf.training_checkpoint import read_checkpoint
 
 NUM_CASES = 250  # of each kind of folder
@@ -31,33 +29,12 @@ def originals(tmp_path_factory):
     return found
 
 
-def outcome(convert, source, out, what):
-    """Whether `convert` wrote `out`; otherwise it raised an error of one line and left nothing."""
-    try:
-        convert(source, out)
-    except UserError as error:
-        if "\n" in str(error) or out.exists():
-            pytest.fail(f"{what}: {error}")
-    except Exception as error:
-        pytest.fail(f"{what}: {type(error).__name__}: {error}")
-    left = [path.name for path in out.parent.iterdir() if not path.name.startswith(("outside", "source"))]
-    assert left in ([], ["out"]), what
-    return out.exists()
-
-
 def to_start(source, out):
     plan_import(source, "nvfp4").run(out)
 
 
 def to_hf(source, out):
     plan_export(source, torch.float32).run(out, is_verified=True)
-
-
-def same_weights(folder, expected):
-    found = read_checkpoint(folder).state_dict
-    return found.keys() == expected.keys() and all(
-        same_bits(found[name], expected[name]) for name in expected
-    )
 
 
 @pytest.mark.slow

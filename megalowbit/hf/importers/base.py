@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,11 @@ import torch
 from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError, file_system_error, shown
 from megalowbit.hf.folders.stored_weights import names_by_parameter, widest
+from megalowbit.hf.importers.file_tensors import FileTensor
+from megalowbit.json_text import read_text
+
+MOST_MISSING = 9  # ranks that are looked for; messages name one less
+LONGEST_NAME = 200  # bytes; file systems allow 255
 
 
 class LazyTensor(NamedTuple):
@@ -24,7 +30,7 @@ class LazyTensor(NamedTuple):
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        read: reads and returns it; the result may be a view of a mapped file.
+        read: reads and returns it, in memory that nothing else refers to.
     """
 
     shape: tuple[int, ...]
@@ -32,17 +38,46 @@ class LazyTensor(NamedTuple):
     read: Callable[[], torch.Tensor]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> LazyTensor:
-        """A tensor that a mapped file contains as it is."""
-        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+    def of(cls, tensor: FileTensor) -> LazyTensor:
+        """A tensor that a file contains as it is."""
+        return cls(tensor.shape, tensor.dtype, tensor.read)
 
     @classmethod
     def joined(
-        cls, parts: Sequence[torch.Tensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+        cls, parts: Sequence[FileTensor], join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     ) -> LazyTensor:
-        """The result of `join(parts)`, whose shape is computed without reading the parts."""
-        probe = join([torch.empty_like(part, device="meta") for part in parts])
-        return cls(tuple(probe.shape), probe.dtype, lambda: join(parts))
+        """The result of `join(parts)`, whose shape is computed without reading the parts.
+
+        Raises:
+            UserError: the parts have several dtypes; torch would round or widen some of them.
+        """
+        if len({part.dtype for part in parts}) > 1:
+            raise UserError("parts of a weight have several dtypes: use another checkpoint")
+        probe = join([part.meta() for part in parts])
+        return cls(tuple(probe.shape), probe.dtype, lambda: join([part.read() for part in parts]))
+
+    @classmethod
+    def concatenated(cls, pieces: Sequence[FileTensor], shape: tuple[int, ...]) -> LazyTensor:
+        """The elements of contiguous pieces one after the other; what is left behind the shape is padding.
+
+        Raises:
+            UserError: the pieces have several dtypes, or gaps; on reading, they have too few elements.
+        """
+        numel, dtype = numel_of(shape), pieces[0].dtype
+        if any(piece.dtype != dtype or not piece.is_contiguous for piece in pieces):
+            raise UserError("parts of a weight have several dtypes, or gaps: use another checkpoint")
+
+        def read() -> torch.Tensor:
+            full, done = torch.empty(numel, dtype=dtype), 0
+            for piece in pieces:
+                part = piece.cut(0, (min(piece.numel(), numel - done),))
+                part.read_into(full[done : done + part.numel()])
+                done += part.numel()
+            if done < numel:
+                raise UserError(f"{done:,} of the {numel:,} elements of a weight are there: add all files")
+            return full.view(shape)
+
+        return cls(shape, dtype, read)
 
 
 class LazyWeights(Mapping[str, torch.Tensor]):
@@ -50,16 +85,21 @@ class LazyWeights(Mapping[str, torch.Tensor]):
 
     Attributes:
         stored: shape and dtype of every tensor, known before it is read.
+
+    Raises:
+        UserError: a name is no text.
     """
 
     def __init__(self, stored: Mapping[str, LazyTensor]) -> None:
+        for name in stored:
+            if not isinstance(name, str):
+                raise UserError(f"a weight has the name {shown(name)}: use another checkpoint")
         self.stored = dict(stored)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         stored = self.stored[name]
-        # masters are saved as tensors that require gradients
-        with torch.no_grad(), reading(f"weight {name}"):
-            value = stored.read().detach()
+        with reading(f"weight {name}"):
+            value = stored.read()
         if tuple(value.shape) != stored.shape or value.dtype != stored.dtype:
             raise UserError(f"weight {name} has parts of different dtypes or shapes: use another checkpoint")
         return value
@@ -140,9 +180,51 @@ def entries(folder: Path) -> list[str]:
         raise file_system_error(message, error) from error
 
 
+def named_step(path: Path) -> str:
+    """The name of a step in a file such as `latest`.
+
+    Raises:
+        UserError: the file cannot be read, or holds what cannot be a name.
+    """
+    try:
+        name = read_text(path).strip()
+    except OSError as error:
+        message = f"{path} cannot be read ({error.strerror}): name the folder of a step"
+        raise file_system_error(message, error) from error
+    if len(name.encode()) > LONGEST_NAME or "\0" in name:
+        raise UserError(f"{path} holds {shown(name)}, which cannot be a name: name the folder of a step")
+    return name
+
+
 def numbers_up_to(found: Sequence[int], count: int) -> list[int]:
-    """Numbers below `count` that are not in `found`: ranks whose files are missing."""
-    return [number for number in range(count) if number not in set(found)]
+    """The first numbers below `count` that are not in `found`: ranks whose files are missing."""
+    known = set(found)
+    missing = (number for number in range(count) if number not in known)
+    return list(islice(missing, MOST_MISSING))  # a damaged count may be 2⁶²
+
+
+def file_tensor(value: object, what: str) -> FileTensor:
+    """A tensor of a file.
+
+    Raises:
+        UserError: it is something else, or a sparse, quantised or meta tensor.
+    """
+    if isinstance(value, FileTensor):
+        return value
+    found = "a sparse, quantised or meta tensor" if isinstance(value, torch.Tensor) else shown(value)
+    raise UserError(f"{what} is {found}, not a plain tensor: use another checkpoint")
+
+
+def flat_tensor(value: object, what: str) -> FileTensor:
+    """A flat tensor of a file, whose elements lie one after the other.
+
+    Raises:
+        UserError: it is something else.
+    """
+    tensor = file_tensor(value, what)
+    if len(tensor.shape) != 1 or not tensor.is_contiguous:
+        raise UserError(f"{what} has shape {tensor.shape}, which is not flat: use another checkpoint")
+    return tensor
 
 
 def shape_of(value: object, where: str) -> tuple[int, ...]:

@@ -7,8 +7,7 @@ The fp32 masters are in the optimizer's shards, as flat tensors without names. T
   one part per data-parallel rank. A parameter may begin on one rank and end on another.
 - Stage 3: every parameter is cut into one part per rank, of ceil(elements / ranks) elements. A rank's parts
   lie one after the other in its groups.
-- Stage 0: the masters are in the model's file, without names, in the order of the model within a group. Each
-  is assigned to the next weight that it rounds to; if one fits nowhere, the model's weights are used.
+- Stage 0: the masters are in the model's file (`stage_zero`).
 - Frozen parameters, and checkpoints without shards: the model's own weights.
 
 Not covered: tensor and pipeline parallelism, experts, states swapped to NVMe.
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,21 @@ from megalowbit.checkpoints.shards import reading
 from megalowbit.durable_files import MANIFEST
 from megalowbit.errors import UserError, shown
 from megalowbit.hf.importers.base import (
+    MOST_MISSING,
     ForeignModel,
     LazyTensor,
     LazyWeights,
     entries,
+    file_tensor,
+    flat_tensor,
     numbers_up_to,
     numel_of,
     require_config,
     shape_of,
 )
+from megalowbit.hf.importers.file_tensors import FileTensor
 from megalowbit.hf.importers.inert_files import Inert, read_inert
+from megalowbit.hf.importers.stage_zero import masters_of_stage_zero
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ SHARD_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?opti
 EXPERT_FILE = re.compile(r".*(?:expert_\d+|expp_rank_\d+)_mp_rank_\d+_.*\.pt")
 PIPELINE_FILE = re.compile(r"layer_\d+-model.*_states\.pt")
 STAGE_NAMES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}
+CHUNK = 2**18  # elements that are compared at once
 ALIGNMENT = 2  # DeepSpeed pads flat groups to a multiple of this times the number of ranks
 WRAPPERS = ("module.", "_orig_mod.")  # added to names by DistributedDataParallel and torch.compile
 
@@ -84,11 +89,26 @@ def read_deepspeed(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
             stored = _masters_of_stage_three(headers, shards, folder)
         else:
             stored = _masters_of_stage_two(headers[0], shards, folder)
+        refuse_mixed_masters(stored, folder)
         stored = with_model_weights(stored, headers, folder)
         ranks = "1 rank" if len(shards) == 1 else f"{len(shards)} ranks"
         kind = f"ZeRO {stage}" if stage else "the bf16 optimizer"
         description = f"DeepSpeed, {kind} on {ranks}, step {headers[0].get('global_steps')}, fp32 masters"
         return ForeignModel(hf_config, LazyWeights(without_wrapper_prefixes(stored)), paths, description)
+
+
+def refuse_mixed_masters(masters: Mapping[str, LazyTensor], folder: Path) -> None:
+    """Check that all masters have one dtype; a rounded one would agree with the model's rounded weight.
+
+    Raises:
+        UserError: they have several.
+    """
+    names: dict[torch.dtype, str] = {}
+    for name, master in masters.items():
+        names.setdefault(master.dtype, name)
+    if len(names) > 1:
+        found = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in names.items())
+        raise UserError(f"checkpoint {folder} has masters of several dtypes, {found}: use another checkpoint")
 
 
 def with_model_weights(
@@ -124,8 +144,7 @@ def _checked(master: LazyTensor, weight: LazyTensor, where: str) -> LazyTensor:
 
     def read() -> torch.Tensor:
         value, model = master.read(), weight.read()
-        rounded = value.to(model.dtype)
-        if not ((rounded == model) | (rounded.isnan() & model.isnan())).all():
+        if not _rounds_to(value, model):
             raise UserError(
                 f"{where} does not round to the model's {str(model.dtype).removeprefix('torch.')} weight: "
                 "the files are of different checkpoints, or the order of the parameters is wrong; to use the "
@@ -134,6 +153,15 @@ def _checked(master: LazyTensor, weight: LazyTensor, where: str) -> LazyTensor:
         return value
 
     return LazyTensor(master.shape, master.dtype, read) if master.shape == weight.shape else master
+
+
+def _rounds_to(master: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a master, rounded to the weight's dtype, is the weight; NaN equals NaN."""
+    for part, model in zip(master.flatten().split(CHUNK), weight.flatten().split(CHUNK), strict=True):
+        rounded = part.to(model.dtype)
+        if not ((rounded == model) | (rounded.isnan() & model.isnan())).all():
+            return False
+    return True
 
 
 def without_wrapper_prefixes(stored: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
@@ -148,10 +176,10 @@ def without_wrapper_prefixes(stored: Mapping[str, LazyTensor]) -> dict[str, Lazy
 
 
 def check_headers(folder: Path, headers: Sequence[Mapping[str, Any]], files: Sequence[str]) -> None:
-    """Check that files with weights belong to one step, and that plain DeepSpeed wrote them.
+    """Check that files with weights are of one model and step, and that plain DeepSpeed wrote them.
 
     Raises:
-        UserError: they were saved at different steps, or by megalowbit.
+        UserError: they describe different models, were saved at different steps, or by megalowbit.
     """
     # a converted GPT-2 has other shapes, which could not be told from its own where they are square
     if any(isinstance(key, str) and key.startswith("megalowbit") for key in headers[0]):
@@ -160,6 +188,13 @@ def check_headers(folder: Path, headers: Sequence[Mapping[str, Any]], files: Seq
             "incomplete: use an older checkpoint"
         )
     check_steps(folder, [header.get("global_steps") for header in headers], files)
+    for header, file in zip(headers, files, strict=True):
+        for key in ("param_shapes", "frozen_param_shapes"):
+            if header.get(key) != headers[0].get(key):
+                raise UserError(
+                    f"checkpoint {folder} mixes checkpoints: {key} in {file} is not that in {files[0]}; use "
+                    "one that was saved completely"
+                )
 
 
 def check_steps(folder: Path, steps: Sequence[Any], files: Sequence[str]) -> None:
@@ -178,13 +213,17 @@ def check_steps(folder: Path, steps: Sequence[Any], files: Sequence[str]) -> Non
 
 def model_weights(header: Mapping[str, Any]) -> dict[str, LazyTensor]:
     """Floating-point parameters of the model's own state dict, in the dtype in which it computed."""
+    return {name: LazyTensor.of(value) for name, value in _model_tensors(header).items()}
+
+
+def _model_tensors(header: Mapping[str, Any]) -> dict[str, FileTensor]:
     module, buffers = header.get("module"), set(header.get("buffer_names") or ())
     if not isinstance(module, Mapping):
         return {}
     return {
-        name: LazyTensor.of(value)
+        name: file_tensor(value, f"weight {name}")
         for name, value in module.items()
-        if isinstance(value, torch.Tensor) and name not in buffers
+        if isinstance(value, (FileTensor, torch.Tensor)) and name not in buffers
     }
 
 
@@ -225,10 +264,11 @@ def _from_weights(
     header: Mapping[str, Any], config: dict[str, Any], folder: Path, paths: Sequence[Path]
 ) -> ForeignModel:
     """The model's own weights, in a checkpoint without shards."""
-    stored = model_weights(header)
+    tensors = _model_tensors(header)
+    stored = {name: LazyTensor.of(value) for name, value in tensors.items()}
     if not stored or not all(numel_of(each.shape) for each in stored.values()):
         raise UserError(f"checkpoint {folder} lacks the optimizer's shards, which hold the weights at ZeRO 3")
-    masters = _masters_of_stage_zero(header, stored)
+    masters = masters_of_stage_zero(header, tensors)
     weights = LazyWeights(without_wrapper_prefixes({**stored, **masters}))
     dtype = str(weights.dtype).removeprefix("torch.")
     if dtype != "float32":
@@ -239,81 +279,6 @@ def _from_weights(
         )
     kind = "ZeRO 0, fp32 masters" if masters else f"{dtype} weights"
     return ForeignModel(config, weights, paths, f"DeepSpeed, step {header.get('global_steps')}, {kind}")
-
-
-def _masters_of_stage_zero(
-    header: Mapping[str, Any], weights: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
-    """Masters by name, and under the further names of tied weights; none if one cannot be assigned."""
-    optimizer = header.get("optimizer")
-    names: dict[tuple[int, tuple[int, ...]], list[str]] = {}  # tied weights are one tensor in the file
-    for name, weight in weights.items():
-        names.setdefault((weight.read().data_ptr(), weight.shape), []).append(name)
-    groups = optimizer.get("fp32_groups", optimizer.get("fp32_groups_flat")) if optimizer else None
-    found: dict[str, LazyTensor] = {}
-    group_of: dict[str, int] = {}
-    for number, group in enumerate(groups or ()):
-        offset = 0
-        for same in names.values():
-            weight = weights[same[0]]
-            master, size = _next_master(group, offset, weight.shape)
-            if same[0] in found or master is None:
-                continue
-            if torch.equal(master.to(weight.dtype), weight.read()):
-                found |= dict.fromkeys(same, LazyTensor.of(master))
-                group_of[same[0]] = number
-                offset += size
-        if offset != len(group):
-            return {}
-    equal = _equal_weights({same[0]: weights[same[0]] for same in names.values()})
-    return found if all(_is_certain(same, weights, found, group_of) for same in equal) else {}
-
-
-def _equal_weights(weights: Mapping[str, LazyTensor]) -> list[list[str]]:
-    """Names of different weights with equal values, such as norms of ones; lists of two or more."""
-    alike: dict[tuple[Any, ...], list[list[str]]] = {}
-    for name, weight in weights.items():
-        value = weight.read()
-        groups = alike.setdefault((weight.shape, *value.flatten()[:8].tolist()), [])
-        same = next((each for each in groups if torch.equal(weights[each[0]].read(), value)), None)
-        if same is None:
-            groups.append([name])
-        else:
-            same.append(name)
-    return [same for groups in alike.values() for same in groups if len(same) > 1]
-
-
-def _is_certain(
-    names: Sequence[str],
-    weights: Mapping[str, LazyTensor],
-    masters: Mapping[str, LazyTensor],
-    group_of: Mapping[str, int],
-) -> bool:
-    """Whether it is known which master belongs to which of several equal weights.
-
-    A group has its masters in the model's order. Some of the weights may be in another group, or frozen.
-    """
-    if all(name in group_of for name in names) and len({group_of[name] for name in names}) == 1:
-        return True
-    values = [masters[name].read() for name in names if name in masters]
-    if len(values) < len(names):
-        values.append(weights[names[0]].read().to(values[0].dtype) if values else torch.empty(0))
-    return all(torch.equal(value, values[0]) for value in values)
-
-
-def _next_master(
-    group: torch.Tensor | Sequence[torch.Tensor], offset: int, shape: tuple[int, ...]
-) -> tuple[torch.Tensor | None, int]:
-    """The master at `offset` of a group, if it can have this shape, and the offset from it to the next one.
-
-    A fused optimizer's group is a flat tensor, in which offsets count elements; others' are lists of tensors.
-    """
-    if isinstance(group, torch.Tensor):
-        numel = numel_of(shape)
-        piece = group[offset : offset + numel]
-        return (piece.view(shape) if piece.numel() == numel else None), numel
-    master = group[offset] if offset < len(group) else None
-    return (master if master is not None and tuple(master.shape) == shape else None), 1
 
 
 def _read_shards(folder: Path, files: Mapping[int, str]) -> list[Mapping[str, Any]]:
@@ -338,7 +303,8 @@ def _read_shards(folder: Path, files: Mapping[int, str]) -> list[Mapping[str, An
 
 
 def _missing_ranks(folder: Path, missing: Sequence[int], what: str, count: int) -> UserError:
-    ranks = ", ".join(map(str, missing[:8])) + (" …" if len(missing) > 8 else "")
+    most = MOST_MISSING - 1
+    ranks = ", ".join(map(str, missing[:most])) + (" …" if len(missing) > most else "")
     return UserError(
         f"checkpoint {folder} lacks {what} of data-parallel rank {ranks} of {count}: "
         "add the files of all ranks"
@@ -364,7 +330,7 @@ def _step_of(state: Mapping[str, Any]) -> float | None:
     states, groups = inner.get("state"), inner.get("param_groups")
     holders = [*(states.values() if isinstance(states, Mapping) else ()), *(groups or ())]
     steps = [holder["step"] for holder in holders if isinstance(holder, Mapping) and "step" in holder]
-    return max((float(step) for step in steps), default=None)
+    return max((float(step.read() if isinstance(step, FileTensor) else step) for step in steps), default=None)
 
 
 def _groups_of(header: Mapping[str, Any], folder: Path) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -382,11 +348,13 @@ def _masters_of_stage_two(
     stored: dict[str, LazyTensor] = {}
     groups, paddings = _groups_of(header, folder), shards[0].get("param_alignment_paddings")
     for index, group in enumerate(groups):
-        flats = [shard["single_partition_of_fp32_groups"][index] for shard in shards]
-        after = paddings[index] if paddings is not None else [0] * len(group)
+        where = f"checkpoint {folder}: group {index}"
+        flats = [flat_tensor(shard["single_partition_of_fp32_groups"][index], where) for shard in shards]
+        after = [0] * len(group) if paddings is None else shape_of(paddings[index], f"{where}, its paddings,")
         offset = 0
         for (name, shape), padding in zip(group, after, strict=True):
-            stored[name] = _cut_from_flats(flats, offset, shape)
+            pieces = _pieces(flats, offset, numel_of(shape))
+            stored[name] = LazyTensor.concatenated(pieces, shape)
             offset += numel_of(shape) + padding
         _check_end(offset, sum(flat.numel() for flat in flats), ALIGNMENT * len(shards), index, folder)
     return stored
@@ -401,19 +369,15 @@ def _check_end(offset: int, held: int, alignment: int, group: int, folder: Path)
         )
 
 
-def _cut_from_flats(flats: Sequence[torch.Tensor], offset: int, shape: tuple[int, ...]) -> LazyTensor:
-    """The parameter that begins at `offset` in the flat tensor whose parts are `flats`."""
-    numel = numel_of(shape)
-
-    def read() -> torch.Tensor:
-        full, done = torch.empty(numel, dtype=flats[0].dtype), 0
-        for part, start in _overlaps([flat.numel() for flat in flats], offset, numel):
-            piece = flats[part][start : start + numel - done]
-            full[done : done + piece.numel()] = piece
-            done += piece.numel()
-        return full.view(shape)
-
-    return LazyTensor(shape, flats[0].dtype, read)
+def _pieces(flats: Sequence[FileTensor], offset: int, numel: int) -> list[FileTensor]:
+    """The `numel` elements from `offset` of the flat tensor whose parts are `flats`, one piece a part."""
+    pieces: list[FileTensor] = []
+    done = 0
+    for part, start in _overlaps([flat.numel() for flat in flats], offset, numel):
+        count = min(flats[part].numel() - start, numel - done)
+        pieces.append(flats[part].cut(start, (count,)))
+        done += count
+    return pieces or [flats[0].cut(0, (0,))]
 
 
 def _overlaps(sizes: Sequence[int], offset: int, numel: int) -> Iterator[tuple[int, int]]:
@@ -428,16 +392,15 @@ def _masters_of_stage_three(
     headers: Sequence[Mapping[str, Any]], shards: Sequence[Mapping[str, Any]], folder: Path
 ) -> dict[str, LazyTensor]:
     """Masters of stage 3."""
-    flats = [shard["fp32_flat_groups"] for shard in shards]
+    where = f"checkpoint {folder}: a group"
+    flats = [[flat_tensor(each, where) for each in shard["fp32_flat_groups"]] for shard in shards]
     held = sum(flat.numel() for flat in flats[0])
     stored: dict[str, LazyTensor] = {}
     offset = 0
     for name, shape in (each for group in _groups_of(headers[0], folder) for each in group):
         size = -(-numel_of(shape) // len(shards))
-        pieces = [_cut_from_flats(each, offset, (size,)) for each in flats]
-        stored[name] = LazyTensor(
-            shape, flats[0][0].dtype, _gathered([piece.read for piece in pieces], shape)
-        )
+        pieces = [piece for each in flats for piece in _pieces(each, offset, size)]
+        stored[name] = LazyTensor.concatenated(pieces, shape)
         offset += size
     if any(sum(flat.numel() for flat in each) != held for each in flats) or offset != held:
         raise UserError(
@@ -447,13 +410,6 @@ def _masters_of_stage_three(
     return stored
 
 
-def _gathered(
-    reads: Sequence[Callable[[], torch.Tensor]], shape: tuple[int, ...]
-) -> Callable[[], torch.Tensor]:
-    """A function that joins the parts of all ranks and removes the padding of the last one."""
-    return lambda: torch.cat([read() for read in reads])[: numel_of(shape)].view(shape)
-
-
 def _frozen(headers: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, LazyTensor]:
     """Parameters that were not trained, in the dtype in which the model computed."""
     shapes = headers[0].get("frozen_param_shapes") or {}
@@ -461,11 +417,11 @@ def _frozen(headers: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, Laz
     for name, raw in shapes.items():
         shape = shape_of(raw, name)
         found = [(header.get("frozen_param_fragments") or {}).get(name) for header in headers]
-        parts = [part for part in found if isinstance(part, torch.Tensor)]
-        if len(parts) < len(found):
+        if any(part is None for part in found):
             raise UserError(f"checkpoint {folder} lacks the frozen weight {name}: use a complete one")
+        parts = [file_tensor(part, f"frozen weight {name}") for part in found]
         if sum(part.numel() for part in parts) < numel_of(shape):
             raise UserError(f"checkpoint {folder} has only a part of the frozen weight {name}: add all ranks")
-        reads = [lambda part=part: part.flatten() for part in parts]
-        stored[name] = LazyTensor(shape, parts[0].dtype, _gathered(reads, shape))
+        is_whole = len(parts) == 1 and parts[0].shape == shape
+        stored[name] = LazyTensor.of(parts[0]) if is_whole else LazyTensor.concatenated(parts, shape)
     return stored

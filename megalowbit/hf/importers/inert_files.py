@@ -13,6 +13,7 @@ name; files in the format of torch before 1.6, if they contain such objects.
 from __future__ import annotations
 
 import pickle
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from megalowbit.errors import UserError, file_system_error, shortened, shown
+from megalowbit.hf.importers.file_tensors import Archive, with_file_tensors
 
 
 class Inert:
@@ -48,7 +50,7 @@ class Inert:
 
 
 def read_inert(path: Path, *, is_dictionary: bool = True) -> Any:
-    """Content of a file; its tensors are mapped, and objects of other programs are `Inert`.
+    """Content of a file; its tensors are `FileTensor`, and objects of other programs are `Inert`.
 
     Args:
         path: the file.
@@ -58,8 +60,9 @@ def read_inert(path: Path, *, is_dictionary: bool = True) -> Any:
         UserError: the file cannot be read, holds something else, or names code that is never allowed.
     """
     try:
-        with torch.serialization.safe_globals([_inert_class(name) for name in _unknown_names(path)]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_archive(path))
+        content = _read_archive(path) if _is_archive(path) else _read_former(path)
+    except UserError:
+        raise
     except pickle.UnpicklingError as error:
         message = f"{path} is not loaded, because it holds objects that are not allowed: {_reason(error)}"
         raise UserError(message) from error
@@ -80,16 +83,30 @@ def fields_of(value: object) -> dict[str, Any]:
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether the file has torch's current format, which can be mapped into memory."""
+    """Whether the file has torch's current format."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise UserError(f"{path} is no regular file: use another checkpoint")
     with path.open("rb") as file:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _unknown_names(path: Path) -> list[str]:
-    """Names of classes in the file that torch does not allow; they are listed, not imported."""
-    if not _is_archive(path):
-        return []
-    return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+def _read_archive(path: Path) -> Any:
+    archive, storages = Archive(path), []
+
+    def note(storage: Any, _: str) -> Any:
+        storages.append(storage)
+        return storage
+
+    # names of classes that torch does not allow are listed, not imported
+    names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    with torch.serialization.safe_globals([_inert_class(name) for name in names]):
+        content = torch.load(path, map_location=note, weights_only=True, mmap=True)
+    return with_file_tensors(content, archive.sources(storages))
+
+
+def _read_former(path: Path) -> Any:
+    """The format before torch 1.6, which cannot be read in parts."""
+    return with_file_tensors(torch.load(path, map_location="cpu", weights_only=True), {})
 
 
 def _inert_class(name: str) -> tuple[Any, str]:

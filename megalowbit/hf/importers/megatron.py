@@ -22,7 +22,8 @@ import torch
 
 from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError, shown
-from megalowbit.hf.importers.base import ForeignModel, LazyWeights, entries
+from megalowbit.hf.importers.base import ForeignModel, LazyWeights, entries, file_tensor, named_step
+from megalowbit.hf.importers.file_tensors import FileTensor
 from megalowbit.hf.importers.inert_files import fields_of, read_inert
 from megalowbit.hf.importers.megatron_config import config_from_arguments, merged_config
 from megalowbit.hf.importers.megatron_names import (
@@ -32,7 +33,6 @@ from megalowbit.hf.importers.megatron_names import (
     layer_weights,
     outside_weights,
 )
-from megalowbit.json_text import read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
@@ -54,8 +54,8 @@ class Chunk(NamedTuple):
         outside: the same for embeddings, final norm and head.
     """
 
-    layers: list[dict[str, list[torch.Tensor]]]
-    outside: dict[str, list[torch.Tensor]]
+    layers: list[dict[str, list[FileTensor]]]
+    outside: dict[str, list[FileTensor]]
 
 
 def find_megatron(source: Path) -> Path | None:
@@ -68,7 +68,7 @@ def find_megatron(source: Path) -> Path | None:
         return None
     names = entries(source)
     if TRACKER in names:
-        tag = read_text(source / TRACKER).strip()
+        tag = named_step(source / TRACKER)
         folder = source / (f"iter_{int(tag):07d}" if tag.isdecimal() else "release")
         if not (tag.isdecimal() or tag == "release") or not folder.is_dir():
             raise UserError(
@@ -105,18 +105,22 @@ def read_megatron(folder: Path, given: Mapping[str, Any] | None) -> ForeignModel
         first = files[0][0]
         arguments = fields_of(first.get("args"))
         version = first.get("checkpoint_version", 0)
-        if version not in VERSIONS:
+        if isinstance(version, bool) or version not in VERSIONS:
             raise UserError(
                 f"{where} has version {shown(version)}: versions 0, 1.0, 2.0 and 3.0 are supported"
             )
         _check_ranks(files, arguments, folder)
         chunks = list(_chunks(files, where))
+        if version < 2 and any("linear_qkv" in name for name, _ in _flat(first)):
+            raise UserError(
+                f"{where} has version {version} and names of Megatron Core, whose version is 3.0: use another"
+            )
         outside = {part: tensors for chunk in chunks for part, tensors in chunk.outside.items()}
         if TOKENS not in outside:
             raise UserError(f"{where} has no word embeddings: it is not a GPT model")
         rows = sum(part.shape[0] for part in outside[TOKENS])
         if arguments:
-            config = merged_config(config_from_arguments(arguments, rows, where), given, where)
+            config = merged_config(_config_of_ranks(files, rows, where), given, where)
         elif given is not None:
             config = dict(given)
         else:
@@ -197,6 +201,20 @@ def _check_ranks(
                     )
 
 
+def _config_of_ranks(files: Sequence[Sequence[Mapping[str, Any]]], rows: int, where: str) -> dict[str, Any]:
+    """The configuration that the arguments in all ranks' files give; those of the first rank are there."""
+    found = [fields_of(content.get("args")) for content in chain(*files)]
+    first, *others = [config_from_arguments(arguments, rows, where) for arguments in found if arguments]
+    for other in others:
+        for name, value in other.items():
+            if value != first.get(name):
+                raise UserError(
+                    f"{where} mixes checkpoints: arguments of ranks give {name} {shown(first.get(name))} and "
+                    f"{shown(value)}; use one that was saved completely"
+                )
+    return first
+
+
 def _chunks(files: Sequence[Sequence[Mapping[str, Any]]], where: str) -> Iterator[Chunk]:
     """All chunks in the order of their layers."""
     first = files[0][0]
@@ -212,18 +230,19 @@ def _chunks(files: Sequence[Sequence[Mapping[str, Any]]], where: str) -> Iterato
             yield _chunk([dict(_flat(content[key])) for content in ranks], f"{where}, pipeline stage {stage}")
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, FileTensor]]:
     """Dotted names and tensors of nested dictionaries."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")
-        elif isinstance(value, torch.Tensor):
-            yield f"{prefix}{key}".removeprefix("module."), value
+        elif isinstance(value, (FileTensor, torch.Tensor)):
+            name = f"{prefix}{key}".removeprefix("module.")
+            yield name, file_tensor(value, f"weight {name}")
 
 
-def _chunk(ranks: Sequence[Mapping[str, torch.Tensor]], where: str) -> Chunk:
-    layers: dict[int, dict[str, list[torch.Tensor]]] = {}
-    outside: dict[str, list[torch.Tensor]] = {}
+def _chunk(ranks: Sequence[Mapping[str, FileTensor]], where: str) -> Chunk:
+    layers: dict[int, dict[str, list[FileTensor]]] = {}
+    outside: dict[str, list[FileTensor]] = {}
     for name in ranks[0]:
         if (place := layer_and_part(name)) is None:
             continue

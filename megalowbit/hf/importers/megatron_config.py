@@ -67,6 +67,10 @@ def config_from_arguments(arguments: Mapping[str, Any], vocab_size: int, where: 
             raise UserError(
                 f"{where} has {name} {shown(arguments.get(name))} in its arguments: use a complete checkpoint"
             )
+    if type(padded := arguments.get("padded_vocab_size")) is int and padded != vocab_size:
+        raise UserError(
+            f"{where} has {vocab_size:,} word embeddings, and {padded:,} by its arguments: use a complete one"
+        )
     is_rotary = arguments.get("position_embedding_type") == "rope" or bool(
         arguments.get("use_rotary_position_embeddings")
     )

@@ -27,9 +27,11 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.hf.importers.base import LazyTensor
+from megalowbit.hf.importers.file_tensors import FileTensor
 
 logger = logging.getLogger(__name__)
 
+Parts = Sequence[FileTensor]
 Tensors = Sequence[torch.Tensor]
 Join = Callable[[Tensors], torch.Tensor]
 
@@ -114,7 +116,7 @@ def layer_and_part(name: str) -> tuple[int | None, str] | None:
     raise UserError(f"weight {name} belongs to none of gpt2, llama and qwen3: {reason}")
 
 
-def outside_weights(parts: Mapping[str, Tensors], sizes: Sizes) -> dict[str, LazyTensor]:
+def outside_weights(parts: Mapping[str, Parts], sizes: Sizes) -> dict[str, LazyTensor]:
     """Weights outside of the layers, by their Hugging Face names."""
     is_gpt2 = sizes.family == "gpt2"
     names = {
@@ -131,7 +133,7 @@ def outside_weights(parts: Mapping[str, Tensors], sizes: Sizes) -> dict[str, Laz
     }
 
 
-def layer_weights(index: int, parts: Mapping[str, Tensors], sizes: Sizes) -> dict[str, LazyTensor]:
+def layer_weights(index: int, parts: Mapping[str, Parts], sizes: Sizes) -> dict[str, LazyTensor]:
     """Weights of one layer, by their Hugging Face names."""
     table = _gpt2_names if sizes.family == "gpt2" else _llama_names
     prefix = f"transformer.h.{index}." if sizes.family == "gpt2" else f"model.layers.{index}."
@@ -191,11 +193,13 @@ def _join_of(part: str, sizes: Sizes) -> Join:
     return partial(_copy, part=part)
 
 
-def _stored(what: str, tensors: Tensors, join: Join) -> LazyTensor:
+def _stored(what: str, tensors: Parts, join: Join) -> LazyTensor:
+    shapes = ", ".join(str(each.shape) for each in tensors)
+    if len({each.shape for each in tensors}) > 1:
+        raise UserError(f"{what} has different shapes on its ranks, {shapes}: use a complete checkpoint")
     try:
         return LazyTensor.joined(tensors, join)
     except (RuntimeError, IndexError) as error:  # a view of another size
-        shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
         raise UserError(
             f"{what} has shape {shapes} on its ranks, which does not fit the configuration's heads"
         ) from error
@@ -227,10 +231,6 @@ def _copy(tensors: Tensors, part: str) -> torch.Tensor:
     first = tensors[0]
     if first.device.type != "meta":
         for rank, other in enumerate(tensors[1:], start=1):
-            if other.shape != first.shape:
-                raise UserError(
-                    f"{part} has shape {tuple(first.shape)} on rank 0, {tuple(other.shape)} on {rank}"
-                )
             if not torch.equal(first, other):
                 logger.warning(
                     "tensor-parallel ranks 0 and %d have different values of %s: rank 0's are used",

@@ -9,11 +9,10 @@ from typing import Any
 from megalowbit.checkpoints.plain import plain_checkpoint
 from megalowbit.durable_files import LATEST, MANIFEST, is_step_name
 from megalowbit.errors import UserError
-from megalowbit.hf.importers.base import ForeignModel, entries
+from megalowbit.hf.importers.base import ForeignModel, entries, named_step
 from megalowbit.hf.importers.deepspeed import SHARD_FILE, read_deepspeed
 from megalowbit.hf.importers.megatron import find_megatron, read_megatron
 from megalowbit.hf.importers.universal import is_universal, read_universal
-from megalowbit.json_text import read_text
 
 LATEST_UNIVERSAL = "latest_universal"
 
@@ -58,7 +57,7 @@ def _find_deepspeed(source: Path) -> Path | None:
     if MANIFEST not in names and (any(map(SHARD_FILE.fullmatch, names)) or is_universal(source)):
         return source
     for latest in (LATEST, LATEST_UNIVERSAL):
-        tag = Path(read_text(source / latest).strip()).name if latest in names else ""
+        tag = Path(named_step(source / latest)).name if latest in names else ""
         if tag and not is_step_name(tag):  # ours are read elsewhere
             if not (source / tag).is_dir():
                 raise UserError(f"{source / latest} names {tag}, which is not in {source}: name a folder")

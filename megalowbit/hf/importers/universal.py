@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megalowbit.checkpoints.shards import reading
 from megalowbit.errors import UserError
 from megalowbit.hf.importers.base import (
@@ -21,6 +19,7 @@ from megalowbit.hf.importers.base import (
     LazyTensor,
     LazyWeights,
     entries,
+    file_tensor,
     numel_of,
     require_config,
     shape_of,
@@ -28,6 +27,7 @@ from megalowbit.hf.importers.base import (
 from megalowbit.hf.importers.deepspeed import (
     check_headers,
     model_files_in,
+    refuse_mixed_masters,
     with_model_weights,
     without_wrapper_prefixes,
 )
@@ -62,6 +62,7 @@ def read_universal(folder: Path, config: Mapping[str, Any] | None) -> ForeignMod
         stored = {name: _master(folder / ZERO / name, shapes.get(name)) for name in names}
         for name in shapes.keys() - stored.keys():
             raise UserError(f"{where} lacks {ZERO}/{name}/{MASTER}: convert the checkpoint again")
+        refuse_mixed_masters(stored, folder)
         stored = with_model_weights(stored, headers, folder) if headers else stored
         step = headers[0].get("global_steps") if headers else "unknown"
         description = f"DeepSpeed, universal, step {step}, fp32 masters"
@@ -86,11 +87,9 @@ def _master(folder: Path, shape: tuple[int, ...] | None) -> LazyTensor:
         raise UserError(f"{path} is missing: convert the checkpoint again with ds_to_universal.py")
     value = read_inert(path, is_dictionary=False)
     value = value.get(PARAM) if isinstance(value, Mapping) else value
-    if not isinstance(value, torch.Tensor):
-        raise UserError(f"{path} holds no tensor: convert the checkpoint again with ds_to_universal.py")
-    tensor = value
-    if shape is None or tuple(tensor.shape) == shape or tensor.ndim != 1:
+    tensor = file_tensor(value, str(path))
+    if shape is None or tensor.shape == shape or len(tensor.shape) != 1 or not tensor.is_contiguous:
         return LazyTensor.of(tensor)
     if tensor.numel() < numel_of(shape):
         raise UserError(f"{path} holds {tensor.numel():,} elements, its parameter has {numel_of(shape):,}")
-    return LazyTensor(shape, tensor.dtype, lambda: tensor[: numel_of(shape)].view(shape))
+    return LazyTensor.concatenated([tensor], shape)

@@ -107,7 +107,7 @@ def test_memory_is_below_twice_the_largest_shard(tmp_path):
         check=False,
         # fixes the size from which malloc returns memory at once, which else adapts to such small tensors
         env={
-            "PYTHONPATH": f"{TESTS.parent}:{TESTS / 'families'}",
+            "PYTHONPATH": f"{TESTS.parent}:{TESTS / 'families'}:{TESTS / 'hf' / 'importers'}",
             "MALLOC_MMAP_THRESHOLD_": "65536",
             "OMP_NUM_THREADS": "1",
             "LAYERS": "4",
@@ -115,13 +115,20 @@ def test_memory_is_below_twice_the_largest_shard(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
-    assert [row[0] for row in rows] == ["import", "export", "export of ZeRO 2", "export of ZeRO 2 in bf16"]
+    imports = ["Megatron-LM", "ZeRO 2", "ZeRO 3"]
+    names = ["import", "export", "export of ZeRO 2", "export of ZeRO 2 in bf16"]
+    assert [row[0] for row in rows] == names + [f"import of {each}" for each in imports]
     for name, peak, bound, largest in rows:
         assert int(peak) < 2 * int(largest), name
         assert int(peak) < int(bound), name
     check_same(tensors_of(tmp_path / "measured" / "masters"), tensors_of(tmp_path / "measured" / "hf"))
     half = {name: value.bfloat16() for name, value in tensors_of(tmp_path / "measured" / "hf").items()}
     check_same(tensors_of(tmp_path / "measured" / "half"), half)
+    expected = read_checkpoint(tmp_path / "measured" / "start").state_dict
+    for name in imports:
+        found = read_checkpoint(tmp_path / "measured" / name).state_dict
+        assert found.keys() == expected.keys()
+        assert all(found[each].equal(expected[each]) for each in expected), name
 
 
 def test_a_dry_run_names_the_files_that_are_written(source, tmp_path):

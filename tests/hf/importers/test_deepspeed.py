@@ -4,12 +4,13 @@ import argparse
 import shutil
 from pathlib import Path
 
+import deepspeed_writer
 import pytest
 import torch
 from deepspeed_cases import CASES, FROZEN
 from forks import run_processes
 from quick_cases import slow_except
-from tiny_models import tiny_config
+from tiny_models import tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
 from megalowbit.errors import UserError
@@ -185,40 +186,6 @@ def test_masters_of_stage_zero_in_flat_groups(damaged, caplog):
     assert "its fp32 masters are missing or not certain, so its float16 weights are used" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("frozen", "groups", "is_certain"),
-    [
-        (["a"], [["b"]], False),
-        ([], [["a", "b"]], True),
-        ([], [["b"], ["a"]], False),
-    ],
-)
-def test_masters_of_equal_weights_are_assigned_only_where_that_is_certain(
-    tmp_path, caplog, frozen, groups, is_certain
-):
-    """Norms of ones round to the same bf16 weights, and the order of groups says which is which, or not."""
-    masters = {"a": torch.full((8,), 1.0005), "b": torch.full((8,), 1.001)}
-    weights = {**{name: value.bfloat16() for name, value in masters.items()}, "c": torch.ones(4).bfloat16()}
-    assert weights["a"].equal(weights["b"])
-    content = {
-        "module": weights,
-        "optimizer": {"fp32_groups": [[masters[name] for name in group] for group in [*groups, []]]},
-        "global_steps": 5,
-    }
-    content["optimizer"]["fp32_groups"][-1] = [torch.full((4,), 1.0001)]
-    step = tmp_path / "global_step5"
-    step.mkdir()
-    torch.save(content, step / "mp_rank_00_model_states.pt")
-    found = read_deepspeed(step, {"model_type": "llama"}).weights
-    if is_certain:
-        assert all(found[name].equal(masters[name]) for name in masters)
-    else:
-        assert all(found[name].equal(weights[name]) for name in masters)
-        assert "are missing or not certain, so its bfloat16 weights are used" in caplog.text
-    assert ("not certain" in caplog.text) == (not is_certain)
-    assert frozen == [name for name in masters if not any(name in group for group in groups)]
-
-
 def test_missing_files_of_ranks_are_named(damaged):
     step = damaged("bf16 at 3, frozen")
     config = config_of(step.parent)
@@ -277,6 +244,23 @@ def test_shards_of_another_size_are_refused(damaged, case):
     change(shard, cut)
     with pytest.raises(UserError, match="elements, its parameters have"):
         read_deepspeed(step, config_of(step.parent))
+
+
+def test_ranks_that_describe_other_models_are_refused(tmp_path):
+    run = deepspeed_writer.write(tmp_path / "run", tiny_model("llama"), stage=3)
+    file = run / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    change(file, lambda content: content["param_shapes"][0].move_to_end("model.embed_tokens.weight"))
+    with pytest.raises(UserError, match=r"mixes checkpoints: param_shapes in \S*rank_1\S* is not that in"):
+        read_foreign(run, config_of(run))
+
+
+def test_rounded_masters_are_not_taken_for_the_others(tmp_path):
+    run = deepspeed_writer.write_universal(tmp_path / "run", tiny_model("llama"))
+    assert len(read_foreign(run, config_of(run)).weights) == len(list(tiny_model("llama").parameters()))
+    file = run / "global_step3" / "zero" / "model.norm.weight" / "fp32.pt"
+    change(file, lambda content: content.update(param=content["param"].bfloat16()))
+    with pytest.raises(UserError, match=r"masters of several dtypes, .*bfloat16 \(model\.norm\.weight\)"):
+        read_foreign(run, config_of(run))
 
 
 def test_a_configuration_that_does_not_fit_is_refused_with_names_and_shapes(saved, tmp_path):

@@ -189,6 +189,38 @@ def test_a_model_that_cannot_be_read_is_refused_in_one_line(saved, damage, messa
     assert "\n" not in str(caught.value)
 
 
+def test_ranks_whose_arguments_give_other_models_are_refused(saved):
+    change(saved, lambda content: content["args"].__dict__.update(norm_epsilon=0.5), rank=1)
+    with pytest.raises(UserError, match=r"arguments of ranks give rms_norm_eps 1e-\d+ and 0\.5"):
+        read_megatron(saved, None)
+    change(saved, lambda content: content.pop("args"), rank=1)
+    assert read_megatron(saved, None).hf_config["rms_norm_eps"] < 0.5
+
+
+def test_a_vocabulary_that_lost_rows_is_refused(saved):
+    def shorten(content):
+        name = "embedding.word_embeddings.weight"
+        content["model"][name] = content["model"][name][:-1].clone()
+
+    change(saved, shorten, rank=1)
+    with pytest.raises(UserError, match="has 59 word embeddings, and 60 by its arguments"):
+        read_megatron(saved, None)
+    for rank in (0, 1):
+        for stage in (0, 1):
+            change(saved, lambda c: vars(c["args"]).pop("padded_vocab_size"), rank, stage)
+    message = r"tokens\.weight has different shapes on its ranks, \(30, 32\), \(29, 32\): use a complete"
+    with pytest.raises(UserError, match=message):
+        read_megatron(saved, None)
+
+
+def test_names_of_megatron_core_need_its_version(saved):
+    for rank in (0, 1):
+        for stage in (0, 1):
+            change(saved, lambda content: content.pop("checkpoint_version"), rank, stage)
+    with pytest.raises(UserError, match=r"has version 0 and names of Megatron Core, whose version is 3\.0"):
+        read_megatron(saved, None)
+
+
 def test_other_formats_are_refused(saved):
     (saved / "__0_0.distcp").touch()
     with pytest.raises(UserError, match="has the format torch_dist"):
