@@ -22,6 +22,7 @@ setup(
             "optim/kernels/*.c",
         ]
     },
+    entry_points={"console_scripts": ["megalowbit=megalowbit.commands.table:start"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch==2.13.0",
@@ -53,8 +54,10 @@ setup(
             "mypy>=1.14",
             "triton>=3.4; sys_platform=='linux'",
             "matplotlib>=3.9",  # same version as in "plots": tests draw pictures
+            "shtab>=1.7",  # as in "completion"
         ],
         "plots": ["matplotlib>=3.9"],
+        "completion": ["shtab>=1.7"],
         "bench": ["torchao==0.18.0"],
     },
 )

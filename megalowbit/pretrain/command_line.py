@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megalowbit.distributed.process_group import ProcessIdentity, identify, local_size
 from megalowbit.durable_files import atomic_file
@@ -36,6 +35,7 @@ from megalowbit.errors import (
     printed,
     shown,
 )
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import (
     STOP_SIGNALS,
@@ -53,40 +53,19 @@ MAIN_RANK_HEAD_START_SECONDS = 5.0
 SHUTDOWN_SECONDS = 60.0
 BENCHMARK_STEPS = 20
 PROFILE = "megalowbit.profile"
+HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or by itself.
 
-
-def escape_unprintable_output() -> None:
-    """Make stdout escape characters that its encoding lacks, as stderr does."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Argument parser that raises `UserError` for invalid arguments."""
-
-    @classmethod
-    def for_script(cls, text: str | None) -> OneLineParser:
-        """A parser whose description is the first paragraph of a docstring; the rest are examples."""
-        description, _, examples = str(text).partition("\n\n")
-        return cls(
-            description=description,
-            epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Raise `UserError` instead of printing the usage."""
-        raise UserError(f"{message}; see --help")
+    megalowbit pretrain --ds-config configs/gpt2_tiny_fp4.json
+    megalowbit pretrain --ds-config X.json --dry-run --processes 8
+    megalowbit pretrain --ds-config X.json --run-dir runs/first --resume auto
+    deepspeed --module megalowbit pretrain --ds-config X.json
+    torchrun --nproc-per-node 8 -m megalowbit pretrain --ds-config X.json
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of `launch/pretrain.py`."""
-    parser = OneLineParser(
-        prog="pretrain.py",
-        description="Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or python.",
-        allow_abbrev=False,
-    )
+    """The arguments of `megalowbit pretrain` and `launch/pretrain.py`."""
+    parser = OneLineParser.for_script(HELP, "megalowbit pretrain")
     parser.add_argument(
         "--ds-config",
         "--deepspeed_config",

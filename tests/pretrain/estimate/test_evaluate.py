@@ -9,7 +9,7 @@ import pytest
 from forked_ranks import variables
 
 from launchers import ROOT, check_refusal, free_port, training_text, write_config
-from megalowbit.__main__ import main
+from megalowbit.commands.table import main
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.tokenize import train_bpe
 from megalowbit.distributed.process_group import ProcessIdentity
