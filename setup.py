@@ -1,8 +1,47 @@
 """Package metadata and dependencies; constraints.txt has the exact versions of pinned ones."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).resolve().parent
+# Files beside the package that users need without a checkout. megalowbit/shipped_files.py finds them.
+SHIPPED = (
+    "configs/**/*.json",
+    "launch/pretrain.py",
+    "launch/slurm/*.sbatch",
+    "launch/slurm/*.sh",
+    "tools/study.py",
+)
+
+
+def shipped_files() -> list[Path]:
+    """The files of `SHIPPED`, relative to this folder."""
+    return [path.relative_to(HERE) for pattern in SHIPPED for path in sorted(HERE.glob(pattern))]
+
+
+class BuildWithShippedFiles(build_py):
+    """Copies these files to `megalowbit/shipped/`; an editable install finds them where they are."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / "megalowbit" / "shipped"
+        shutil.rmtree(target, ignore_errors=True)  # build/ may have files of an earlier build
+        for path in shipped_files():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(HERE / path, target / path)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        target = Path(self.build_lib) / "megalowbit" / "shipped"
+        return [*super().get_outputs(include_bytecode), *(str(target / path) for path in shipped_files())]
+
+    def get_source_files(self) -> list[str]:
+        return [*super().get_source_files(), *map(str, shipped_files())]  # for a source distribution
+
 
 setup(
     name="megalowbit",
@@ -12,6 +51,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    cmdclass={"build_py": BuildWithShippedFiles},
     packages=find_packages(include=["megalowbit", "megalowbit.*"]),
     package_data={
         "megalowbit": [

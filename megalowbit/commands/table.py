@@ -131,9 +131,9 @@ def listed() -> str:
         lines += ["", f"{group}:"]
         lines += [f"  {name:<13}{each.about}" for name, each in COMMANDS.items() if each.group == group]
     examples = [
-        "megalowbit pretrain --ds-config configs/gpt2_tiny_fp4.json --run-dir runs/first",
+        "megalowbit pretrain --ds-config gpt2_tiny_fp4 --run-dir runs/first",
         "megalowbit evaluate runs/first",
-        "deepspeed --module megalowbit pretrain --ds-config configs/gpt2_tiny_fp4.json",
+        "deepspeed --module megalowbit pretrain --ds-config gpt2_tiny_fp4",
     ]
     lines += ["", "examples:", *(f"    {each}" for each in examples)]
     return "\n".join([*lines, "", "megalowbit COMMAND --help has the options and examples of a command."])

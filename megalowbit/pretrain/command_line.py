@@ -42,6 +42,7 @@ from megalowbit.pretrain.stopping.signals import (
     StartSignals,
     block_stop_signals,
 )
+from megalowbit.shipped_files import find_config, to_stderr
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig
@@ -55,7 +56,7 @@ BENCHMARK_STEPS = 20
 PROFILE = "megalowbit.profile"
 HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or by itself.
 
-    megalowbit pretrain --ds-config configs/gpt2_tiny_fp4.json
+    megalowbit pretrain --ds-config gpt2_tiny_fp4 --run-dir runs/first
     megalowbit pretrain --ds-config X.json --dry-run --processes 8
     megalowbit pretrain --ds-config X.json --run-dir runs/first --resume auto
     deepspeed --module megalowbit pretrain --ds-config X.json
@@ -72,7 +73,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="X.json",
-        help='DeepSpeed configuration with a "megalowbit" block',
+        help='DeepSpeed configuration with a "megalowbit" block, or the name of one that comes with '
+        "megalowbit, such as gpt2_tiny_fp4",
     )
     parser.add_argument(
         "--set",
@@ -257,10 +259,12 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         raise UserError("--restart and --resume auto cannot be combined: leave one of them out")
     if options.benchmark is not None:
         _check_benchmark(options)
-    overrides = with_profile(options.overrides, options.profile, Path(options.ds_config))
-    config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
-    prepare_environment()
     trains_nothing = options.dry_run or options.prepare_data
+    announce = to_stderr if trains_nothing else functools.partial(print, flush=True)
+    path = find_config(options.ds_config, announce if identity.is_main else lambda _: None)
+    overrides = with_profile(options.overrides, options.profile, path)
+    config = load_config(path, overrides, world_size=_world_size(options, identity))
+    prepare_environment()
     if identity.is_main:
         _announce_imports(is_progress=trains_nothing)
     if trains_nothing:

@@ -21,6 +21,7 @@ from megalowbit.errors import UserError
 from megalowbit.one_line_parser import OneLineParser
 from megalowbit.pretrain.command_line import SHUTDOWN_SECONDS, prepare_environment, run_command
 from megalowbit.pretrain.stopping.signals import STOP_SIGNALS, StartSignals
+from megalowbit.shipped_files import find_config, to_stderr
 
 UNFINISHED = "the text was evaluated"  # has not happened when a signal ends the process
 
@@ -80,6 +81,9 @@ def interrupted_before(options: argparse.Namespace, unfinished: str) -> str:
 def _evaluate(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     if not options.path.exists():  # before imports that take seconds
         raise UserError(f"{options.path} does not exist: name a run, a checkpoint or a Hugging Face folder")
+    config_file = options.ds_config
+    if config_file is not None:
+        config_file = find_config(config_file, to_stderr if identity.is_main else lambda _: None)
     prepare_environment()
     with StartSignals(is_main=identity.is_main, before=UNFINISHED, ending=STOP_SIGNALS):
         from megalowbit.engine.process_start import import_deepspeed, stop_process_group
@@ -88,7 +92,7 @@ def _evaluate(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         from megalowbit.pretrain.estimate.evaluate import evaluate
 
         chosen = {
-            "config_file": options.ds_config,
+            "config_file": config_file,
             "overrides": options.overrides,
             "inputs": options.inputs,
             "forward": options.forward,

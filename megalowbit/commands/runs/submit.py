@@ -24,7 +24,7 @@ from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
 from megalowbit.json_text import read_text
 from megalowbit.one_line_parser import OneLineParser
 from megalowbit.pretrain.config import PretrainConfig, load_config, working_folder
-from megalowbit.shipped_files import job_templates, pretrain_script
+from megalowbit.shipped_files import find_config, job_templates, pretrain_script
 
 KEPT_VARIABLES = {"SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_CLUSTERS"}  # they define where to submit
 
@@ -75,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         options = build_parser().parse_args(arguments)
+        options.ds_config = find_config(options.ds_config)
         settings = load_cluster(options.cluster, options.slurm)
         request = build_request(options, settings)
         check_runs(settings, request)

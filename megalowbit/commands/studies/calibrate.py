@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
-from megalowbit.shipped_files import pretrain_script
+from megalowbit.shipped_files import find_config, pretrain_script
 
 SEEDS = (1, 2, 3)
 
@@ -88,6 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
+        options.ds_config = find_config(options.ds_config)
         from megalowbit.pretrain.sweep.calibration import CalibrationPlan, calibrate
 
         plan = CalibrationPlan(

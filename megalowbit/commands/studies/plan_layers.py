@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.shipped_files import find_config
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,7 +83,7 @@ def _plan(options: argparse.Namespace) -> None:
     from megalowbit.pretrain.sweep.layer_plan import plan_layers, recipe_block, table, to_json
     from megalowbit.pretrain.sweep.study.evaluation import read_tokens
 
-    config = load_config(options.ds_config, options.set, world_size=1)
+    config = load_config(find_config(options.ds_config), options.set, world_size=1)
     chosen, data = recipe(config.recipe), config.settings.data
     if not options.text.exists():
         raise UserError(f"--text {options.text} does not exist")
