@@ -60,6 +60,9 @@ COMMANDS = {
         "commands.models.evaluate",
         True,
     ),
+    "generate": Command(
+        MODELS, "text from a run, a checkpoint or a Hugging Face folder", "commands.models.generate", True
+    ),
     "convert": Command(
         MODELS, "between Hugging Face folders and training checkpoints", "commands.models.convert"
     ),
@@ -132,7 +135,7 @@ def listed() -> str:
         lines += [f"  {name:<13}{each.about}" for name, each in COMMANDS.items() if each.group == group]
     examples = [
         "megalowbit pretrain --ds-config gpt2_tiny_fp4 --run-dir runs/first",
-        "megalowbit evaluate runs/first",
+        "megalowbit generate runs/first --prompt 'def '",
         "deepspeed --module megalowbit pretrain --ds-config gpt2_tiny_fp4",
     ]
     lines += ["", "examples:", *(f"    {each}" for each in examples)]
