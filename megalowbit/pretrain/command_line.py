@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import os
 import re
 import signal
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+# loggers that warn of kernels that this machine lacks, and of enums that only torch.compile needs
+TALKATIVE = ("torchao", "torch.utils._pytree")
 REFUSAL = "MEGALOWBIT_REFUSAL"  # names the file that gets the line of a user error
 # Launchers stop all ranks when one fails, so other ranks give the main rank time to print first.
 MAIN_RANK_HEAD_START_SECONDS = 5.0
@@ -86,6 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_run_arguments(parser)
     _add_measuring_arguments(parser)
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print remarks of other libraries at their import"
+    )
     # Launchers add these; ranks are read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
@@ -264,7 +270,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
     path = find_config(options.ds_config, announce if identity.is_main else lambda _: None)
     overrides = with_profile(options.overrides, options.profile, path)
     config = load_config(path, overrides, world_size=_world_size(options, identity))
-    prepare_environment()
+    prepare_environment(is_verbose=options.verbose)
     if identity.is_main:
         _announce_imports(is_progress=trains_nothing)
     if trains_nothing:
@@ -400,9 +406,12 @@ def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int |
     return None if is_only_prepared else identity.world_size
 
 
-def prepare_environment() -> None:
-    """Set variables that torch reads when it is imported."""
+def prepare_environment(*, is_verbose: bool = False) -> None:
+    """Set variables that torch reads when it is imported; hide other libraries' remarks at import."""
     _limit_threads()
+    if not is_verbose:
+        for name in TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
     # without it every rank prints a stack if the main process is lost
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -1,12 +1,13 @@
 import io
 import json
 import os
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from launchers import write_config
+from launchers import ROOT, write_config
 from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.pretrain import command_line
 from megalowbit.pretrain.command_line import build_parser, main
@@ -232,3 +233,14 @@ def test_ctrl_c_says_what_was_not_done_and_whether_it_can_continue(
             monkeypatch.setenv(name, value)
         assert main(config) == 130
         assert capsys.readouterr() == ("", "")  # only the main rank speaks
+
+
+@pytest.mark.parametrize("is_verbose", [False, True])
+def test_remarks_of_other_libraries_at_import_are_hidden_unless_verbose(is_verbose):
+    code = (
+        "import logging; from megalowbit.pretrain.command_line import prepare_environment; "
+        f"prepare_environment(is_verbose={is_verbose}); "
+        "logging.getLogger('torchao').warning('no kernels'); logging.getLogger('torchao').error('broken')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines() == ["no kernels"] * is_verbose + ["broken"]
