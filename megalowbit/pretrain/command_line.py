@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megalowbit.distributed.process_group import ProcessIdentity, identify, local_size
 from megalowbit.durable_files import atomic_file
@@ -57,6 +57,20 @@ MAIN_RANK_HEAD_START_SECONDS = 5.0
 SHUTDOWN_SECONDS = 60.0
 BENCHMARK_STEPS = 20
 PROFILE = "megalowbit.profile"
+# the table in docs/spectral.md, without "--"
+METIS_FLAGS = """
+    enable-lowbit q-forward-input q-forward-weight q-backward-input q-backward-weight q-backward-outputgrad
+    q-scalar enable-backward-svd backward-lowrank-svd backward-lowrank-niter backward-longtail-schedule
+    backward-broadcast-dim enable-activation-svd activation-lowrank-svd activation-lowrank-niter
+    activation-longtail-schedule activation-broadcast-dim gradacc-broadcast gradacc-broadcast-steps
+    use-power-iter activation-metis-mode gout-metis-mode enable-forward-svd forward-svd-rank
+    forward-svd-warmup-steps forward-svd-merge-steps merged-lr enable-forward-svd-intime
+    forward-lowrank-svd-intime enable-nv-recipe reg-lambda reg-alpha1 reg-alpha2 grad-clipping lr
+    lr-warmup-steps weight-decay adam-beta1 adam-beta2 grad-acc batch-size train-steps save-steps seed
+    win-size model layers embed-dim heads vocab-size dropout-prob n-kv-heads norm-eps rope-theta multiple-of
+    ffn-dim-multiplier dataset-path tokenizer-path chkpt-dir log-dir tag new-tag load-from load-args-from
+    tp-simulate enable-te max-epochs shuffle dataset-workers device reg-beta
+"""
 HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or by itself.
 
     megalowbit pretrain --ds-config gpt2_tiny_fp4 --run-dir runs/first
@@ -67,9 +81,25 @@ HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, s
 """
 
 
+class PretrainParser(OneLineParser):
+    """Says of a flag of Metis where its setting is here."""
+
+    def error(self, message: str) -> NoReturn:
+        """As the base class, but for a flag of Metis."""
+        if message.startswith("unrecognized arguments: "):
+            for word in message.split():
+                flag = word.partition("=")[0]
+                if flag.startswith("--") and flag[2:] in METIS_FLAGS.split():
+                    raise UserError(
+                        f"{flag} is a key of the configuration here: docs/spectral.md names it, in the table "
+                        "of Metis's command line"
+                    )
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of `megalowbit pretrain` and `launch/pretrain.py`."""
-    parser = OneLineParser.for_script(HELP, "megalowbit pretrain")
+    parser = PretrainParser.for_script(HELP, "megalowbit pretrain")
     parser.add_argument(
         "--ds-config",
         "--deepspeed_config",
