@@ -42,6 +42,7 @@ class Command(NamedTuple):
 
 RUNS, MODELS, STUDIES, OTHERS = "a run", "models", "choosing settings", "others"
 COMMANDS = {
+    "init": Command(RUNS, "write a configuration for a model size and a machine", "commands.runs.init"),
     "pretrain": Command(
         RUNS, "train; --dry-run describes the run without it", "pretrain.command_line", is_job=True
     ),
