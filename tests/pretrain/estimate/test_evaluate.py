@@ -280,7 +280,7 @@ def test_ctrl_c_takes_one_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "COMMAND"),
+        ((), "no command is named"),
         (("judge",), "judge"),
         (("evaluate",), "PATH"),
         (("evaluate", "none"), "none does not exist"),
