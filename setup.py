@@ -76,7 +76,6 @@ setup(
         "pydantic>=2.8,<3",
         "rich>=13",
         "tensorboard>=2.18",
-        "wandb>=0.19",
         "setuptools",  # deepspeed and triton import it at run time; Python 3.12 environments lack it
     ],
     extras_require={
@@ -95,9 +94,11 @@ setup(
             "triton>=3.4; sys_platform=='linux'",
             "matplotlib>=3.9",  # same version as in "plots": tests draw pictures
             "shtab>=1.7",  # as in "completion"
+            "wandb>=0.19",  # as in "wandb"
         ],
         "plots": ["matplotlib>=3.9"],
         "completion": ["shtab>=1.7"],
+        "wandb": ["wandb>=0.19"],
         "bench": ["torchao==0.18.0"],
     },
 )
