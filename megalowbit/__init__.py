@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from megalowbit.layers.settings import RegularizerSettings
     from megalowbit.optim.instruments import Instruments
     from megalowbit.optim.local_ddp import LocalDDP
+    from megalowbit.optim.loss_scale.base import MegatronGradScaler
     from megalowbit.optim.loss_scale.constant import ConstantGradScaler
     from megalowbit.optim.loss_scale.controller import ControllerGradScaler
     from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
     from megalowbit.optim.loss_scale.max_norm import MaxNormGradScaler
     from megalowbit.optim.loss_scale.max_value import MaxValueGradScaler
     from megalowbit.optim.loss_scale.norm_ratio import NormRatioGradScaler
+    from megalowbit.optim.optimizers.base import MegatronOptimizer
     from megalowbit.optim.optimizers.chained import ChainedOptimizer
     from megalowbit.optim.optimizers.megatron import OptimizerConfig, get_megatron_optimizer
     from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
@@ -73,6 +75,8 @@ _MODULES = {
     "MaxNormGradScaler": "optim.loss_scale.max_norm",
     "MaxValueGradScaler": "optim.loss_scale.max_value",
     "MegalowbitCallback": "hf.trainer_callback",
+    "MegatronGradScaler": "optim.loss_scale.base",
+    "MegatronOptimizer": "optim.optimizers.base",
     "NormRatioGradScaler": "optim.loss_scale.norm_ratio",
     "OpClasses": "optim.precision.op_classes",
     "OptimizerConfig": "optim.optimizers.megatron",
@@ -125,6 +129,8 @@ __all__ = [
     "MaxNormGradScaler",
     "MaxValueGradScaler",
     "MegalowbitCallback",
+    "MegatronGradScaler",
+    "MegatronOptimizer",
     "NormRatioGradScaler",
     "OpClasses",
     "OptimizerConfig",

@@ -151,6 +151,9 @@ class GradScaler(ABC):
         check_is_mapping(state)
 
 
+MegatronGradScaler = GradScaler  # Megatron-LM's name
+
+
 class GradScalerSettings(SettingsModel):
     """Base of the settings of all grad scalers; each strategy has a subclass with another `type`.
 

@@ -150,6 +150,11 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         """S by which the loss of the coming backward is multiplied; 1 without a scaler."""
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
+    def get_loss_scale(self) -> torch.Tensor:
+        """`loss_scale` as Megatron-LM returns it: an fp32 tensor of shape (1,), on the parameters' device."""
+        device = self._pairs[0][0].device if self._pairs else None
+        return torch.tensor([self.loss_scale], dtype=torch.float32, device=device)
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by S, in fp32, because S may not be representable in half precision."""
         return loss.float() * self.loss_scale

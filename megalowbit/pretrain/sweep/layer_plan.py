@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
+from megalowbit.layers.conversion.precision_switch import quantizes_in
 from megalowbit.layers.recipe import Recipe
 
 BATCH = 16  # sequences
@@ -48,6 +49,11 @@ class LayerDamage:
     def is_significant(self) -> bool:
         """Whether the loss certainly rises."""
         return self.damage > SIGNIFICANT * self.error
+
+    @property
+    def is_near_zero(self) -> bool:
+        """Whether the loss may not change at all."""
+        return abs(self.damage) <= SIGNIFICANT * self.error
 
 
 @dataclass(frozen=True)
@@ -87,17 +93,19 @@ def plan_layers(
         recipe: quantises the layers; those it keeps anyway are not measured.
         tokens: (tokens,), held-out text; what is left after whole sequences is dropped.
         length: tokens of a sequence.
-        budget: largest share of the layers' weights to keep, above 0 and below 1.
+        budget: largest share of these layers' weights to keep, above 0 and below 1.
         seed: of stochastic rounding.
 
     Raises:
-        UserError: the recipe quantises nothing, the budget is no such share, the text is too short, or the
-            loss is not finite.
+        UserError: the recipe quantises nothing in the forward, the budget is no such share, the text is too
+            short, or the loss is not finite.
     """
     if not 0 < budget < 1:
         raise UserError(
             f"budget = {budget}: expected a share of the weights above 0 and below 1, such as 0.15"
         )
+    if not quantizes_in(recipe, "forward"):
+        raise UserError(f"recipe {recipe.name!r} quantises nothing in the forward, which is what is measured")
     sequences = _sequences(tokens, length)
     before = sequence_losses(model, sequences)
     if not before.isfinite().all():
@@ -184,7 +192,7 @@ def table(plan: LayerPlan) -> str:
     width = max(len(each.name) for each in plan.layers)
     lines = [f"{'layer':<{width}}  weights   damage (nats)"]
     for each in sorted(plan.layers, key=lambda each: each.damage, reverse=True):
-        mark = "kept" if each.name in plan.kept else "" if each.is_significant else "≈ 0"
+        mark = "kept" if each.name in plan.kept else "≈ 0" if each.is_near_zero else ""
         figures = f"{each.weights / total:7.1%}  {each.damage:+.5f} ± {each.error:.5f}  {mark}"
         lines.append(f"{each.name:<{width}}  {figures}".rstrip())
     alone = sum(each.damage for each in plan.layers)

@@ -86,7 +86,7 @@ def test_a_job_script_has_a_task_for_each_unfinished_cell(study, tmp_path, capsy
     out, bin = tmp_path / "out", tmp_path / "bin"
     cluster = tmp_path / "cluster.json"
     cluster.write_text('{"gpus_per_node": 0, "cpus_per_task": 2, "time": "60", "setup": ["export A=b"]}')
-    cells_of(read_study(study), out, ROOT)[0].write("result.json", RESULT)
+    cells_of(read_study(study), out, ROOT)[0].write("result.json", {**RESULT, "losses": [1.0] * 8})
     cells = cells_of(read_study(study), out, ROOT / "launch" / "pretrain.py")
     (facts,) = (
         write_text(text, cells[0].text_folder, heldout_bytes=3000) for text in read_study(study).texts
@@ -155,6 +155,6 @@ def test_a_mistake_is_one_line_and_runs_nothing(study, tmp_path, monkeypatch, ca
 
 def test_the_list_names_cells_and_which_are_finished(study, tmp_path, capsys):
     cells = cells_of(read_study(study), tmp_path / "out", ROOT)
-    cells[0].write("result.json", RESULT)
+    cells[0].write("result.json", {**RESULT, "losses": [1.0] * 8})
     done = call_main(TOOL, study, "--out", tmp_path / "out", "--list", "--seed", 1, capsys=capsys)
     assert done.stdout.splitlines() == ["finished  tiny,parts,8,bf16,1", "-         tiny,parts,8,nvfp4,1"]

@@ -118,6 +118,7 @@ def test_a_resumed_optimizer_continues_bit_for_bit(dtype, tmp_path):
     fresh.load_state_dict(state["optimizer"])
     assert train(other, fresh, batches(5, seed=2)) == expected
     assert fresh.loss_scale == optimizer.loss_scale
+    assert fresh.get_loss_scale().equal(torch.tensor([optimizer.loss_scale]))
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 

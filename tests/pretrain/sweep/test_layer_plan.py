@@ -11,7 +11,7 @@ from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.recipe import Recipe, recipe
-from megalowbit.pretrain.sweep.layer_plan import LayerDamage, choose, plan_layers
+from megalowbit.pretrain.sweep.layer_plan import LayerDamage, LayerPlan, choose, plan_layers, table
 
 SENSITIVE = "transformer.h.1.mlp.c_fc"
 LENGTH = 16
@@ -96,3 +96,14 @@ def test_weights_that_give_no_finite_loss_are_refused(model, tokens):
         model.transformer.ln_f.weight[0] = math.inf
     with pytest.raises(UserError, match="not finite"):
         plan_layers(model, recipe("nvfp4"), tokens, length=LENGTH, budget=0.15)
+
+
+def test_a_recipe_without_a_quantised_forward_is_refused(model, tokens):
+    with pytest.raises(UserError, match="'mxfp4-rht' quantises nothing in the forward"):
+        plan_layers(model, recipe("mxfp4-rht"), tokens, length=LENGTH, budget=0.1)
+
+
+def test_only_damage_within_two_errors_is_marked_as_near_zero():
+    layers = tuple(LayerDamage(name, 8, damage, 0.001) for name, damage in (("a", 0.0015), ("b", -0.01)))
+    plan = LayerPlan(recipe("nvfp4"), layers, (), (0.0, 0.001), 2.0, 100)
+    assert ["≈ 0" in line for line in table(plan).splitlines()[1:3]] == [True, False]

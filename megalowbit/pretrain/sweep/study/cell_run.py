@@ -59,6 +59,7 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
         if not is_known:
             cell.write(SETTINGS, settings)
         parts = _earlier_parts(cell)
+        origin = made_with(cell.program.parent.parent)  # before training: the checkout may change meanwhile
         started, cpu_started, first = time.perf_counter(), _cpu_seconds(), len(cell.run.rows())
         code = _train(cell)
         run = cell.run
@@ -95,7 +96,7 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
                 "diverged_at": diverged,
                 "heldout": losses,
                 "cost": cost,
-                "made_with": made_with(cell.program.parent.parent),
+                "made_with": origin,
             },
         )
         tidy(cell)

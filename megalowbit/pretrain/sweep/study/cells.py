@@ -228,7 +228,18 @@ class Cell:
         path = self.path / RESULT
         if not path.exists():
             return None
-        return result_of(read_json_object(path), str(path), f"remove {self.path} to run the cell again")
+        remedy = f"remove {self.path} to run the cell again"
+        try:
+            content = read_json_object(path)
+        except UserError as error:
+            raise UserError(f"{str(error).removesuffix(': fix it')}: {remedy}") from error
+        found = result_of(content, str(path), remedy)
+        steps, diverged_at = found.loss_means(self.block).steps, found.diverged_at
+        if diverged_at is None and steps != self.steps:
+            raise UserError(f"{path} has the losses of {steps} of {self.steps} steps: {remedy}")
+        if diverged_at is not None and not 1 <= diverged_at <= self.steps:
+            raise UserError(f"{path} has diverged_at {diverged_at} of {self.steps} steps: {remedy}")
+        return found
 
     def check_block(self, result: Result, where: str) -> None:
         """Check that the means of the study's windows can be computed from a kept result.

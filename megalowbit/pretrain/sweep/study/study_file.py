@@ -21,6 +21,7 @@ from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.sweep.instability.settings import InstabilitySettings
 from megalowbit.values import SettingsModel, unit
 
+LONGEST_NAME = 60  # several are joined to the name of a folder
 NAME = r"[A-Za-z0-9][A-Za-z0-9._+-]*"
 ALL_TEXTS = "all"  # in reports: the rows over all texts
 # what the axes of the grid decide
@@ -37,7 +38,9 @@ MODEL_CONFIG = "megalowbit.model.config"  # reports hold the content of this fil
 class NamedEntry(SettingsModel):
     """An entry of a list in the study; its name is part of the names of cells."""
 
-    name: str = Field(pattern=f"^{NAME}$", description="letters, digits and `. _ + -`")
+    name: str = Field(
+        pattern=f"^{NAME}$", max_length=LONGEST_NAME, description="letters, digits and `. _ + -`"
+    )
 
 
 class Size(NamedEntry):
@@ -234,8 +237,8 @@ def _check_numbers(study: StudySettings) -> None:
                 problems.add(
                     UserError(f"recipe {recipe.name!r} has lr factor {factor}: use a number above 0")
                 )
-        for factor in _repeated(recipe.lr_factors):
-            problems.add(UserError(f"recipe {recipe.name!r} has lr factor {factor} twice: remove one"))
+        for shown_factor in _repeated([f"{each:g}" for each in recipe.lr_factors]):
+            problems.add(UserError(f"recipe {recipe.name!r} has lr factor {shown_factor} twice: remove one"))
     problems.raise_any()
 
 

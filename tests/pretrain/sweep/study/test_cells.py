@@ -9,7 +9,7 @@ from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.matmul.quantizations import Quantizations
-from megalowbit.layers.recipe import recipe, recipes
+from megalowbit.layers.recipe import named_recipes, recipe, recipes
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
 from megalowbit.pretrain.sweep.study.evaluation import final_recipe
@@ -219,7 +219,12 @@ def test_every_study_in_configs_is_valid():
 
 def test_the_study_of_recipes_has_all_of_them_but_the_speculative_one():
     study = read_study(ROOT / "configs" / "studies" / "recipes.json")
-    assert {each.name for each in study.recipes} == set(recipes()) - {"speculative-int8"}
+    expected = set(recipes()) - {"speculative-int8"}
+    assert {each.name for each in study.recipes} - set(study.baseline_forks) == expected
+    for each in study.recipes:  # with what belongs to them
+        if each.name in expected:
+            given = {key.removeprefix("megalowbit."): value for key, value in each.set.items()}
+            assert given == {"recipe": each.name, **named_recipes()[each.name].settings}
 
 
 @pytest.fixture(scope="module")

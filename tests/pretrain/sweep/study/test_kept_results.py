@@ -35,7 +35,7 @@ def finish(study_file, out, *names, **origin):
             "losses": [5 / step + cell.seed + gap * step / 7 for step in range(1, 9)],
             "tokens": 1024,
             "heldout": {"bf16": 2.0 + gap, "own": 2.0 + 2 * gap, "tokens": 9},
-            "cost": {**RESULT["cost"], "steps": 8},
+            "cost": {**RESULT["cost"], "steps": 8, "cpu_seconds": cell.seed * (2.0 if gap else 1.0)},
             "made_with": {**made_with(ROOT), **origin},
         }
         cell.write("result.json", result)
@@ -68,6 +68,10 @@ def test_a_report_of_kept_results_is_that_of_the_runs(study, tmp_path, capsys):
         (tmp_path / name / "study.json").rename(tmp_path / f"{name}.json")
     out = tmp_path / "both"
     finish(study, out, NAMES[3], processor="third")
+    (third,) = (out / "cells").glob("*/result.json")
+    slow = json.loads(third.read_text())
+    slow["cost"]["cpu_seconds"] *= 9  # of a slow machine, whose times are not compared with another's
+    third.write_text(json.dumps(slow))
     files = ("--from", tmp_path / "a.json", tmp_path / "b.json")
     both, done = report(study, out, capsys, *files)
     assert "a.json: 2 cells, 2 of them chosen here, 2 taken over\n" in done.stdout
@@ -78,6 +82,8 @@ def test_a_report_of_kept_results_is_that_of_the_runs(study, tmp_path, capsys):
     (group,), (expected,) = both["groups"], whole["groups"]
     assert group.pop("mixed_pairs") == 1
     assert expected.pop("mixed_pairs") == 0
+    costs, expected_costs = ([row.pop("cpu") for row in each["rows"]] for each in (group, expected))
+    assert costs == expected_costs == [2.0]
     assert group == expected
     assert both["cells"].keys() == whole["cells"].keys()
     for name in NAMES:

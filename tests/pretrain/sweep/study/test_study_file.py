@@ -74,6 +74,11 @@ MISTAKES = [
     ({"seeds": [1, 1]}, "seeds has 1 twice: remove one"),
     ({"steps": [0]}, "steps has 0: use positive numbers"),
     ({"recipes": [{"name": "bf16", "lr_factors": [1, 0]}]}, "recipe 'bf16' has lr factor 0.0"),
+    (
+        {"recipes": [{"name": "bf16", "lr_factors": [1, 50.00001, 50.00002]}]},
+        "recipe 'bf16' has lr factor 50 twice",  # as cells are named
+    ),
+    ({"recipes": [{"name": "b" * 61}]}, "60 characters"),
     ({"set": {"megalowbit.run.seed": 3}}, "megalowbit.run.seed in `set` of the study is decided by the grid"),
     ({"sizes": [{"name": "s", "set": {"a b": 1}}]}, "'a b' in `set` of 's' is not a dotted key"),
     ({"texts": [{"name": "t", "source": "file"}]}, "text 't' of source 'file' needs 'path'"),

@@ -85,7 +85,7 @@ class Row:
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
-        cpu: CPU time of a step, relative to the reference's.
+        cpu: CPU time of a step, relative to the reference's; only of pairs from one processor.
         curve: step → mean gap, for a picture.
     """
 
@@ -209,9 +209,13 @@ class Group:
 
     @cached_property
     def drifts(self) -> list[float]:
-        """What replicas and forks differ by at the end, one number for each single pair."""
+        """What forks of the baseline differ from it by at the end, one number for each single pair.
+
+        Without forks, what replicas differ by, which may stay near the path that they repeat.
+        """
         found = []
-        for label, of in self._repeats.items():
+        forks = {label: of for label, of in self._repeats.items() if label in self.study.baseline_forks}
+        for label, of in (forks or self._repeats).items():
             own, peer = self.members.get(label, {}), self.members.get(of, {})
             found += [own[k].loss_to(self.steps) - peer[k].loss_to(self.steps) for k in own if k in peer]
         return [each for each in found if not math.isnan(each)]
@@ -352,7 +356,11 @@ class Group:
         losses = self._peers(label, reference, _loss_to(self.steps))
         loss = _mean(losses[key] for key in keys if key in losses)
         noise = self._by_seed({key: own[key].heldout("own") - own[key].heldout("bf16") for key in keys})
-        ratios = [own[key].cpu_seconds() / peer[key].cpu_seconds() for key in keys]
+        ratios = [
+            own[key].cpu_seconds() / peer[key].cpu_seconds()
+            for key in keys
+            if own[key].result.made_with.processor == peer[key].result.made_with.processor
+        ]
         return Row(
             label=label,
             reference=reference,

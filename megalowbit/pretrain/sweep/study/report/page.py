@@ -77,7 +77,7 @@ def _introduction(data: dict[str, Any]) -> str:
         "text, length and seed. Intervals are 95 % (Student’s t over pairs). “Held out, bf16” is the gap of "
         "the trained weights, evaluated in bf16 on text that no run has read; “forward noise” is what the "
         "same weights lose in their own precision. CPU time is that of a training step, relative to the "
-        "baseline. Bars in the pictures are intervals. "
+        "baseline, in pairs from one processor. Bars in the pictures are intervals. "
         "Replicas repeat a recipe with a change that should not matter; they show the noise floor "
         f"(grey band).{unfinished}</p>"
     )

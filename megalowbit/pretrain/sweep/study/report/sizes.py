@@ -55,7 +55,7 @@ def count_parameters(cells: Sequence[Cell]) -> dict[str, int]:
 
 
 def trends_of(groups: Sequence[Group], parameters: Mapping[str, int]) -> list[SizeTrends]:
-    """The power laws of all recipes that have gaps at three sizes.
+    """The power laws of all recipes that have gaps at three sizes; a model under stress is no size.
 
     Args:
         groups: of a study.
@@ -64,13 +64,15 @@ def trends_of(groups: Sequence[Group], parameters: Mapping[str, int]) -> list[Si
     found = []
     for steps, text in dict.fromkeys((group.steps, group.text) for group in groups):
         here = [group for group in groups if (group.steps, group.text) == (steps, text)]
+        here = [group for group in here if group.study.size(group.size).stress_of is None]
         if len({frozenset(group.texts) for group in here}) > 1:
             continue  # "all" would mean other texts at other sizes
         gaps: dict[str, dict[int, list[float]]] = {}
         for group in here:
             for row in group.rows:
                 if values := group.differences_at_end(row.label):
-                    gaps.setdefault(row.label, {})[parameters[group.size]] = values
+                    of_size = gaps.setdefault(row.label, {}).setdefault(parameters[group.size], [])
+                    of_size += values
         laws = {label: fit(values) for label, values in gaps.items() if len(values) >= LEAST_SIZES}
         if laws:
             found.append(SizeTrends(here[0].study.baseline, steps, text, laws))

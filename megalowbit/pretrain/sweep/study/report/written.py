@@ -50,7 +50,8 @@ def write_report(
     _check_settings(study, cells, out)
     _check_earlier_report(cells, out)
     groups = groups_of(study, cells)
-    is_wide = len({group.size for group in groups}) >= LEAST_SIZES
+    sizes = {group.size for group in groups if study.size(group.size).stress_of is None}
+    is_wide = len(sizes) >= LEAST_SIZES
     trends = trends_of(groups, count_parameters(cells)) if is_wide else []
     text = "\n\n".join(part for part in (markdown(groups), trends_markdown(trends)) if part)
     data = {**to_json(study, description, cells, groups, out), "sizes": [each.to_dict() for each in trends]}
@@ -66,10 +67,14 @@ def _check_settings(study: StudySettings, cells: Sequence[Cell], out: Path) -> N
     texts = {text.name: facts_in(out / TEXTS / text.name) for text in study.texts}
     for cell in cells:
         facts = texts[cell.text]
-        if cell.result() is not None:
-            if facts is None:
-                raise UserError(f"{out / TEXTS / cell.text / FACTS} is missing, but {cell.name} is finished")
-            cell.check_settings(cell.settings(facts))
+        if (result := cell.result()) is None:
+            continue
+        if facts is None:
+            raise UserError(f"{out / TEXTS / cell.text / FACTS} is missing, but {cell.name} is finished")
+        settings = cell.settings(facts)
+        cell.check_settings(settings)
+        if found := cell.changed_settings(result.settings.model_dump(), settings):
+            raise UserError(f"the result in {cell.path} is of another cell: {found}: remove it to run again")
 
 
 def _check_earlier_report(cells: Sequence[Cell], out: Path) -> None:

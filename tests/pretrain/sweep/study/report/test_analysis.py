@@ -134,7 +134,7 @@ def test_gaps_are_to_the_mean_of_the_baseline_and_its_forks(cells):
         "fork": pytest.approx(0.003),
         "again": pytest.approx(0.001 * 1.2 * 1.02),
     }
-    drifts = [*luck.values()] * 2 + [0.001 * (1 + 0.01 * seed) * text for seed in luck for text in (1, 1.4)]
+    drifts = [*luck.values()] * 2  # not the replicas, which stay near the path that they repeat
     assert group.noise_floor() == pytest.approx(math.sqrt(statistics.mean(each**2 for each in drifts)))
     comparisons = {(each.first, each.second): each.difference.mean for each in group.comparisons()}
     assert comparisons[("bf16", "good")] == pytest.approx(-statistics.mean(expected))

@@ -57,6 +57,29 @@ def test_parameters_are_counted_once(study, tmp_path):
     assert count_parameters(cells) == {"wide": parameters_of(64), "tiny": parameters_of(32)}
 
 
+def test_a_model_under_stress_is_no_size(three_sizes, tmp_path, capsys):
+    """It has as many parameters as the unstressed one, and other gaps."""
+    out = tmp_path / "out"
+    done = call_main("tools/study.py", three_sizes, "--out", out, "--report", capsys=capsys)
+    expected = json.loads((out / "study.json").read_text())["sizes"]
+    raw = json.loads(three_sizes.read_text())
+    raw["sizes"].append({"name": "stressed", "stress_of": "small", "lr_factor": 4.0})
+    three_sizes.write_text(json.dumps(raw))
+    study = read_study(three_sizes)
+    cells = cells_of(study, out, ROOT / "launch" / "pretrain.py")
+    (facts,) = (write_text(t, cells[0].text_folder, heldout_bytes=3000) for t in study.texts)
+    for cell in cells:
+        if cell.size.name == "stressed":
+            settings = cell.settings(facts)
+            cell.write("cell.json", settings)
+            losses = [4.0 + cell.seed + (0.5 if cell.label == "nvfp4" else 0.0)] * 8
+            made = {"settings": settings, "losses": losses, "tokens": 9, "made_with": made_with(ROOT)}
+            cell.write("result.json", {**RESULT, **made})
+    done = call_main("tools/study.py", three_sizes, "--out", out, "--report", capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "study.json").read_text())["sizes"] == expected
+
+
 def test_a_report_of_three_sizes_has_the_law_and_with_two_none(three_sizes, tmp_path, capsys):
     out = tmp_path / "out"
     done = call_main("tools/study.py", three_sizes, "--out", out, "--report", capsys=capsys)

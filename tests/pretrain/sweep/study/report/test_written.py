@@ -16,7 +16,8 @@ def test_cells_of_another_study_or_with_other_settings_are_not_reported(study, t
     out = tmp_path / "out"
     cell = cells_of(read_study(study), out, PROGRAM)[1]
     (facts,) = (write_text(text, cell.text_folder, heldout_bytes=3000) for text in read_study(study).texts)
-    cell.write("result.json", RESULT)
+    result = {**RESULT, "settings": cell.settings(facts), "losses": [1.0] * 8}
+    cell.write("result.json", result)
     cell.write("cell.json", cell.settings(facts))
     (out / "study.json").write_text("of this study")
     raw = json.loads(study.read_text())
@@ -30,3 +31,24 @@ def test_cells_of_another_study_or_with_other_settings_are_not_reported(study, t
         assert done.stderr.count("\n") == 1
         assert message in done.stderr
         assert (out / "study.json").read_text() == "of this study"
+
+
+def test_results_of_other_cells_and_incomplete_ones_are_not_reported(study, tmp_path, capsys):
+    out = tmp_path / "out"
+    one, two, *_ = cells_of(read_study(study), out, PROGRAM)
+    (facts,) = (write_text(text, one.text_folder, heldout_bytes=3000) for text in read_study(study).texts)
+    whole = {**RESULT, "settings": one.settings(facts), "losses": [1.0] * 8}
+    two.write("cell.json", two.settings(facts))
+    for result, message in (
+        (whole, f"the result in {two.path} is of another cell: cell.recipe"),
+        ({**whole, "losses": [1.0] * 7}, "has the losses of 7 of 8 steps: remove"),
+        ({**whole, "losses": [1.0] * 9}, "has the losses of 9 of 8 steps: remove"),
+        ({**whole, "diverged_at": 0}, "has diverged_at 0 of 8 steps: remove"),
+    ):
+        two.write("result.json", result)
+        done = call_main(TOOL, study, "--out", out, "--report", capsys=capsys)
+        assert done.returncode == 2
+        assert message in done.stderr
+    (two.path / "result.json").write_text("")
+    done = call_main(TOOL, study, "--out", out, "--report", capsys=capsys)
+    assert f"remove {two.path} to run the cell again" in done.stderr
