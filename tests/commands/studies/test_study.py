@@ -137,7 +137,7 @@ MISTAKES = [
     (("none.json",), "cannot read none.json"),
     (
         ("--reproduce", "study.json", "x"),
-        "study.json has no 'format' 2: name a study.json that tools/study.py has written",
+        "study.json has no 'format' 2: name a study.json that megalowbit study has written",
     ),
 ]
 
