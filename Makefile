@@ -36,7 +36,7 @@ $(VENV)/installed: setup.py constraints.txt
 
 pretrain: install
 	@$(if $(GPUS),,echo "counting the GPUs: one process for each")
-	env PATH="$(abspath $(BIN)):$$PATH" $(LAUNCHER) --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
+	env PATH="$(abspath $(BIN)):$$PATH" $(LAUNCHER) --log_level error --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
 # Many tests wait for processes they started, so three workers of one thread each keep two cores busy. One
 # worker runs all tests of a file, because they share fixtures. The order is tests/conftest.py's: longest files first.

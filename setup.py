@@ -1,8 +1,47 @@
 """Package metadata and dependencies; constraints.txt has the exact versions of pinned ones."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).resolve().parent
+# Files beside the package that users need without a checkout. megalowbit/shipped_files.py finds them.
+SHIPPED = (
+    "configs/**/*.json",
+    "launch/pretrain.py",
+    "launch/slurm/*.sbatch",
+    "launch/slurm/*.sh",
+    "tools/study.py",
+)
+
+
+def shipped_files() -> list[Path]:
+    """The files of `SHIPPED`, relative to this folder."""
+    return [path.relative_to(HERE) for pattern in SHIPPED for path in sorted(HERE.glob(pattern))]
+
+
+class BuildWithShippedFiles(build_py):
+    """Copies these files to `megalowbit/shipped/`; an editable install finds them where they are."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib) / "megalowbit" / "shipped"
+        shutil.rmtree(target, ignore_errors=True)  # build/ may have files of an earlier build
+        for path in shipped_files():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(HERE / path, target / path)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        target = Path(self.build_lib) / "megalowbit" / "shipped"
+        return [*super().get_outputs(include_bytecode), *(str(target / path) for path in shipped_files())]
+
+    def get_source_files(self) -> list[str]:
+        return [*super().get_source_files(), *map(str, shipped_files())]  # for a source distribution
+
 
 setup(
     name="megalowbit",
@@ -12,6 +51,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    cmdclass={"build_py": BuildWithShippedFiles},
     packages=find_packages(include=["megalowbit", "megalowbit.*"]),
     package_data={
         "megalowbit": [
@@ -22,6 +62,7 @@ setup(
             "optim/kernels/*.c",
         ]
     },
+    entry_points={"console_scripts": ["megalowbit=megalowbit.commands.table:start"]},
     python_requires=">=3.10,<3.13",
     install_requires=[
         "torch==2.13.0",
@@ -35,7 +76,6 @@ setup(
         "pydantic>=2.8,<3",
         "rich>=13",
         "tensorboard>=2.18",
-        "wandb>=0.19",
         "setuptools",  # deepspeed and triton import it at run time; Python 3.12 environments lack it
     ],
     extras_require={
@@ -53,8 +93,12 @@ setup(
             "mypy>=1.14",
             "triton>=3.4; sys_platform=='linux'",
             "matplotlib>=3.9",  # same version as in "plots": tests draw pictures
+            "shtab>=1.7",  # as in "completion"
+            "wandb>=0.19",  # as in "wandb"
         ],
         "plots": ["matplotlib>=3.9"],
+        "completion": ["shtab>=1.7"],
+        "wandb": ["wandb>=0.19"],
         "bench": ["torchao==0.18.0"],
     },
 )

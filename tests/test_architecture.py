@@ -25,6 +25,8 @@ GROUND = {
     "cuda_graphs",
     "derivative_checks",
     "labels",
+    "one_line_parser",
+    "shipped_files",
 }
 ALLOWED = {
     "distributed": set(),
@@ -57,6 +59,7 @@ ALLOWED = {
         "config",
         "engine",
     },
+    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain"},
 }
 MAX_ENTRIES = 14  # of a folder; the rooms themselves are the plan
 MAX_LINES = 500

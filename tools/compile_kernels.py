@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.pretrain.command_line import OneLineParser
+from megalowbit.one_line_parser import OneLineParser
 
 if TYPE_CHECKING:
     from benchmarks.kernels.compiling import Compiled

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.first_hour.runner import NUMBERED, chosen_steps, run_steps
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.pretrain.command_line import OneLineParser
+from megalowbit.one_line_parser import OneLineParser
 
 EXIT_INTERRUPTED = 130
 

@@ -1,113 +1,11 @@
-#!/usr/bin/env python3
-"""Choose the layers that a recipe should keep in high precision, from the weights of a short run.
+#!/usr/bin/env python
+"""The command `megalowbit plan-layers` as a script: `python tools/plan_layers.py --help`."""
 
-    python tools/plan_layers.py --ds-config X.json --weights runs/short/hf --text heldout.jsonl
-    python tools/plan_layers.py --ds-config X.json --weights HF_FOLDER --text FILE --budget 0.05 --out F
-
-Quantises one layer at a time with the recipe of the configuration, prints how much the loss on the text
-rises, and chooses the layers to keep within the budget. The last line is the recipe as a block for the
-configuration.
-The text must not be in the training data. See docs/studies.md.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
 import sys
-from pathlib import Path
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
+from megalowbit.commands.studies.plan_layers import build_parser, main
 
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    parser = OneLineParser.for_script(__doc__)
-    parser.add_argument(
-        "--ds-config",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="configuration of the run: its recipe, tokenizer and sequence length",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a value of the file",
-    )
-    parser.add_argument(
-        "--weights",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="Hugging Face folder of trained weights",
-    )
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="held-out text")
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=0.15,
-        metavar="SHARE",
-        help="largest share of the layers' weights to keep (default: %(default)s)",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write measurements and recipe as JSON")
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        if options.out is not None and options.out.exists():
-            raise UserError(f"--out {options.out} exists: choose another name")
-        _plan(options)
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    return 0
-
-
-def _plan(options: argparse.Namespace) -> None:
-    import torch
-
-    from megalowbit.durable_files import atomic_file
-    from megalowbit.hf.checkpoint import build_model
-    from megalowbit.hf.settings import ModelSettings
-    from megalowbit.layers.recipe import recipe
-    from megalowbit.pretrain.checks import this_device
-    from megalowbit.pretrain.config import load_config
-    from megalowbit.pretrain.sweep.layer_plan import plan_layers, recipe_block, table, to_json
-    from megalowbit.pretrain.sweep.study.evaluation import read_tokens
-
-    config = load_config(options.ds_config, options.set, world_size=1)
-    chosen, data = recipe(config.recipe), config.settings.data
-    if not options.text.exists():
-        raise UserError(f"--text {options.text} does not exist")
-    model = build_model(ModelSettings(checkpoint=options.weights), seed=0)
-    model = model.to(device=this_device(), dtype=torch.bfloat16).eval()
-    tokens = read_tokens(data, options.text)
-    plan = plan_layers(
-        model,
-        chosen,
-        tokens,
-        length=data.sequence_length,
-        budget=options.budget,
-        seed=config.settings.run.seed,
-    )
-    print(table(plan))
-    if plan.kept:
-        print(f"keep {plan.share:.1%} of the weights (budget {options.budget:.1%}): {', '.join(plan.kept)}")
-    else:
-        print("keep nothing: no layer that fits into the budget raises the loss by two standard errors")
-    if options.out is not None:
-        with atomic_file(options.out) as file:
-            file.write(json.dumps(to_json(plan), indent=1) + "\n")
-    print(json.dumps({"recipe": recipe_block(plan)}))
-
+__all__ = ["build_parser", "main"]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.pretrain.command_line import OneLineParser, escape_unprintable_output
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -45,5 +45,5 @@ def loading_advice(folder: Path) -> str:
         weights = f"torch.load({str(folder / MODEL_FILE)!r}, weights_only=True)['module']"
     return (
         f"if plain DeepSpeed wrote it, take its weights: model.load_state_dict({weights}), "
-        "then mlb.initialize; a Hugging Face model is converted by tools/convert_hf.py to-megalowbit --config"
+        "then mlb.initialize; a Hugging Face model is converted by megalowbit convert to-megalowbit --config"
     )

@@ -102,7 +102,7 @@ class ContainerSettings(SettingsModel):
 
 
 class ClusterSettings(SettingsModel):
-    """The JSON file of a cluster: `launch/slurm/submit.py --cluster`. `--slurm KEY=VALUE` overrides a key."""
+    """The JSON file of a cluster: `megalowbit submit --cluster`. `--slurm KEY=VALUE` overrides a key."""
 
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
@@ -190,7 +190,7 @@ class ClusterSettings(SettingsModel):
     container: ContainerSettings | None = Field(default=None, description="the image that the ranks run in")
     script: AbsolutePath | None = Field(
         default=None,
-        description="path of `launch/pretrain.py` on the nodes. `null`: that of this checkout",
+        description="path of `launch/pretrain.py` on the nodes. `null`: that of this installation",
     )
 
     @property

@@ -237,6 +237,10 @@ class FolderTokenizer(Tokenizer):
     def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
         return _count_bytes(self, getattr(self._tokenizer, "backend_tokenizer", None), ids, before)
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of these ids, without special tokens."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         self._tokenizer.save_pretrained(folder)
 

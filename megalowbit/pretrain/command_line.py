@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
+import logging
 import os
 import re
 import signal
@@ -36,64 +36,78 @@ from megalowbit.errors import (
     printed,
     shown,
 )
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import (
     STOP_SIGNALS,
     StartSignals,
     block_stop_signals,
 )
+from megalowbit.shipped_files import find_config, to_stderr
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
+# loggers that warn of kernels that this machine lacks, and of enums that only torch.compile needs
+TALKATIVE = ("torchao", "torch.utils._pytree")
 REFUSAL = "MEGALOWBIT_REFUSAL"  # names the file that gets the line of a user error
 # Launchers stop all ranks when one fails, so other ranks give the main rank time to print first.
 MAIN_RANK_HEAD_START_SECONDS = 5.0
 SHUTDOWN_SECONDS = 60.0
 BENCHMARK_STEPS = 20
 PROFILE = "megalowbit.profile"
+# the table in docs/spectral.md, without "--"
+METIS_FLAGS = """
+    enable-lowbit q-forward-input q-forward-weight q-backward-input q-backward-weight q-backward-outputgrad
+    q-scalar enable-backward-svd backward-lowrank-svd backward-lowrank-niter backward-longtail-schedule
+    backward-broadcast-dim enable-activation-svd activation-lowrank-svd activation-lowrank-niter
+    activation-longtail-schedule activation-broadcast-dim gradacc-broadcast gradacc-broadcast-steps
+    use-power-iter activation-metis-mode gout-metis-mode enable-forward-svd forward-svd-rank
+    forward-svd-warmup-steps forward-svd-merge-steps merged-lr enable-forward-svd-intime
+    forward-lowrank-svd-intime enable-nv-recipe reg-lambda reg-alpha1 reg-alpha2 grad-clipping lr
+    lr-warmup-steps weight-decay adam-beta1 adam-beta2 grad-acc batch-size train-steps save-steps seed
+    win-size model layers embed-dim heads vocab-size dropout-prob n-kv-heads norm-eps rope-theta multiple-of
+    ffn-dim-multiplier dataset-path tokenizer-path chkpt-dir log-dir tag new-tag load-from load-args-from
+    tp-simulate enable-te max-epochs shuffle dataset-workers device reg-beta
+"""
+HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or by itself.
+
+    megalowbit pretrain --ds-config gpt2_tiny_fp4 --run-dir runs/first
+    megalowbit pretrain --ds-config X.json --dry-run --processes 8
+    megalowbit pretrain --ds-config X.json --run-dir runs/first --resume auto
+    deepspeed --module megalowbit pretrain --ds-config X.json
+    torchrun --nproc-per-node 8 -m megalowbit pretrain --ds-config X.json
+"""
 
 
-def escape_unprintable_output() -> None:
-    """Make stdout escape characters that its encoding lacks, as stderr does."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Argument parser that raises `UserError` for invalid arguments."""
-
-    @classmethod
-    def for_script(cls, text: str | None) -> OneLineParser:
-        """A parser whose description is the first paragraph of a docstring; the rest are examples."""
-        description, _, examples = str(text).partition("\n\n")
-        return cls(
-            description=description,
-            epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+class PretrainParser(OneLineParser):
+    """Says of a flag of Metis where its setting is here."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise `UserError` instead of printing the usage."""
-        raise UserError(f"{message}; see --help")
+        """As the base class, but for a flag of Metis."""
+        if message.startswith("unrecognized arguments: "):
+            for word in message.split():
+                flag = word.partition("=")[0]
+                if flag.startswith("--") and flag[2:] in METIS_FLAGS.split():
+                    raise UserError(
+                        f"{flag} is a key of the configuration here: docs/spectral.md names it, in the table "
+                        "of Metis's command line"
+                    )
+        super().error(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of `launch/pretrain.py`."""
-    parser = OneLineParser(
-        prog="pretrain.py",
-        description="Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or python.",
-        allow_abbrev=False,
-    )
+    """The arguments of `megalowbit pretrain` and `launch/pretrain.py`."""
+    parser = PretrainParser.for_script(HELP, "megalowbit pretrain")
     parser.add_argument(
         "--ds-config",
         "--deepspeed_config",
         type=Path,
         required=True,
         metavar="X.json",
-        help='DeepSpeed configuration with a "megalowbit" block',
+        help='DeepSpeed configuration with a "megalowbit" block, or the name of one that comes with '
+        "megalowbit, such as gpt2_tiny_fp4",
     )
     parser.add_argument(
         "--set",
@@ -105,6 +119,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_run_arguments(parser)
     _add_measuring_arguments(parser)
+    parser.add_argument(
+        "--verbose", action="store_true", help="also print remarks of other libraries at their import"
+    )
     # Launchers add these; ranks are read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)
@@ -278,10 +295,12 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         raise UserError("--restart and --resume auto cannot be combined: leave one of them out")
     if options.benchmark is not None:
         _check_benchmark(options)
-    overrides = with_profile(options.overrides, options.profile, Path(options.ds_config))
-    config = load_config(options.ds_config, overrides, world_size=_world_size(options, identity))
-    prepare_environment()
     trains_nothing = options.dry_run or options.prepare_data
+    announce = to_stderr if trains_nothing else functools.partial(print, flush=True)
+    path = find_config(options.ds_config, announce if identity.is_main else lambda _: None)
+    overrides = with_profile(options.overrides, options.profile, path)
+    config = load_config(path, overrides, world_size=_world_size(options, identity))
+    prepare_environment(is_verbose=options.verbose)
     if identity.is_main:
         _announce_imports(is_progress=trains_nothing)
     if trains_nothing:
@@ -417,9 +436,12 @@ def _world_size(options: argparse.Namespace, identity: ProcessIdentity) -> int |
     return None if is_only_prepared else identity.world_size
 
 
-def prepare_environment() -> None:
-    """Set variables that torch reads when it is imported."""
+def prepare_environment(*, is_verbose: bool = False) -> None:
+    """Set variables that torch reads when it is imported; hide other libraries' remarks at import."""
     _limit_threads()
+    if not is_verbose:
+        for name in TALKATIVE:
+            logging.getLogger(name).setLevel(logging.ERROR)
     # without it every rank prints a stack if the main process is lost
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -1,11 +1,17 @@
-"""A study whose runs take seconds."""
+"""A study whose runs take seconds, and a fixture whose cells are forked."""
 
 import json
 import random
+import signal
 from pathlib import Path
 
-from launchers import training_text, write_config
+import pytest
+from forks import Forked
 
+from launchers import ROOT, environment, training_text, write_config
+from megalowbit.pretrain.sweep.study import execution
+
+STEPS = 8
 # of a finished cell that has recorded nothing
 RESULT = {
     "settings": {"cell": {}, "config": {}, "model": None, "text": {}},
@@ -45,4 +51,28 @@ def write_study(folder: Path, steps: int) -> Path:
     }
     path = folder / "study.json"
     path.write_text(json.dumps(study))
+    return path
+
+
+class ForkedCell(Forked):
+    def terminate(self):
+        self.send_signal(signal.SIGTERM)
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """Path of a study of two recipes and two seeds, whose cells are forked."""
+    path = write_study(tmp_path, steps=STEPS)
+    env = environment(tmp_path / "cache") | {"PYTHONPATH": str(ROOT)}
+
+    def starter(tool, study_file):
+        def start(cell, log):
+            arguments = (study_file, "--out", cell.folder, "--cell", cell.name)
+            return ForkedCell(tool, *arguments, output=log, env=env)
+
+        return start
+
+    monkeypatch.setattr(execution, "starter", starter)
+    monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return path

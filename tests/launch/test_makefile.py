@@ -19,7 +19,7 @@ def commands(*arguments):
 
 
 def launcher(*arguments):
-    return re.search(r'PATH"? (.*?) --master_port', commands("pretrain", *arguments))[1]
+    return re.search(r'PATH"? (.*?) --log_level error --master_port', commands("pretrain", *arguments))[1]
 
 
 def test_a_given_number_of_processes_is_passed_on():

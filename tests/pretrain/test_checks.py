@@ -7,6 +7,7 @@ from bad_values import overrides
 from forks import run_script
 
 from launchers import ROOT, write_config
+from megalowbit.commands.runs import submit
 from megalowbit.errors import UserError, lines_of
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.command_line import main
@@ -14,14 +15,6 @@ from megalowbit.pretrain.sweep.runs import Run
 
 SUBMIT = ROOT / "launch" / "slurm"
 START = "start     importing torch and DeepSpeed\n"
-
-
-@pytest.fixture
-def submit(monkeypatch):
-    monkeypatch.syspath_prepend(str(SUBMIT))
-    import submit
-
-    return submit
 
 
 def printed_by(program, arguments, capsys):
@@ -38,9 +31,7 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(("override", "word"), list(overrides()))
-def test_all_entry_points_reject_a_value_with_the_same_message(
-    override, word, config, tmp_path, submit, capsys
-):
+def test_all_entry_points_reject_a_value_with_the_same_message(override, word, config, tmp_path, capsys):
     run_dir = tmp_path / "run"
     arguments = ["--ds-config", str(config), "--run-dir", str(run_dir), "--set", override]
     with pytest.raises(UserError) as caught:

@@ -1,15 +1,17 @@
 import io
 import json
 import os
+import re
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from launchers import write_config
+from launchers import ROOT, write_config
 from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.pretrain import command_line
-from megalowbit.pretrain.command_line import build_parser, main
+from megalowbit.pretrain.command_line import METIS_FLAGS, build_parser, main
 
 START = "start     importing torch and DeepSpeed\n"
 
@@ -232,3 +234,30 @@ def test_ctrl_c_says_what_was_not_done_and_whether_it_can_continue(
             monkeypatch.setenv(name, value)
         assert main(config) == 130
         assert capsys.readouterr() == ("", "")  # only the main rank speaks
+
+
+def test_a_flag_of_metis_points_to_the_page_that_translates_it(capsys):
+    page = (ROOT / "docs" / "spectral.md").read_text(encoding="utf-8")
+    table = page.partition("## Metis's command line, key by key\n")[2].partition("\n## ")[0]
+    rows = [row.partition(" | ")[0] for row in table.splitlines()]
+    documented = {flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)", row)}
+    known = {f"--{name}" for name in METIS_FLAGS.split()}
+    assert known == documented - {"--local-rank"} | {"--reg-beta"}  # a launcher's; without a row
+    for flag in known:
+        assert main(["--ds-config", "x.json", flag, "1"]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"error: {flag} is a key of the configuration here: docs/spectral.md ")
+        assert printed.count("\n") == 1
+    assert main(["--ds-config", "x.json", "--enable-low"]) == 2
+    assert capsys.readouterr().err == "error: unrecognized arguments: --enable-low; see --help\n"
+
+
+@pytest.mark.parametrize("is_verbose", [False, True])
+def test_remarks_of_other_libraries_at_import_are_hidden_unless_verbose(is_verbose):
+    code = (
+        "import logging; from megalowbit.pretrain.command_line import prepare_environment; "
+        f"prepare_environment(is_verbose={is_verbose}); "
+        "logging.getLogger('torchao').warning('no kernels'); logging.getLogger('torchao').error('broken')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.splitlines() == ["no kernels"] * is_verbose + ["broken"]

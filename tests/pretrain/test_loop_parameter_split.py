@@ -1,9 +1,7 @@
 """Runs whose weights are split into parameters on the way: resumed, exported, started from."""
 
-import importlib.util
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ import transformers
 from quick_cases import slow_except
 from safetensors.torch import load_file
 
+from megalowbit.commands.models import convert
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
@@ -23,7 +22,6 @@ from megalowbit.pretrain.estimate.memory import estimate_memory
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.run import pretrain
 
-ROOT = Path(__file__).parents[2]
 STEPS, RANK = 7, 4
 SPLIT = {"rank": RANK, "warmup_steps": 3, "merge_steps": 2, "merged_lr": 1e-3}
 RECIPE = f"megalowbit.recipe={json.dumps({'base': 'nvfp4', 'parameter_split': SPLIT})}"
@@ -72,11 +70,8 @@ def finished(resolve, split_run, capsys):
 
 @pytest.fixture
 def converter():
-    """The command line tools/convert_hf.py, as a module."""
-    spec = importlib.util.spec_from_file_location("convert_hf", ROOT / "tools" / "convert_hf.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
+    """The command `megalowbit convert`, as a module."""
+    yield convert
     transformers.utils.logging.enable_progress_bar()
 
 

@@ -196,4 +196,4 @@ def _plain_scaler(scaler: Any, where: str) -> Any:
 
 
 def _copy_nothing(save_path: str) -> None:
-    """Replaces copying DeepSpeed's conversion script, which `tools/convert_hf.py` makes unnecessary."""
+    """Replaces copying DeepSpeed's conversion script, which `megalowbit convert` makes unnecessary."""

@@ -187,7 +187,7 @@ def plan_packed_folder(
     chosen = recipe_of(recipe)
     packed_format(chosen, precision)  # before the folder, whose weights may be many
     if is_training_checkpoint(source):
-        raise UserError(f"{source} is a training checkpoint: use tools/convert_hf.py to-hf with --packed")
+        raise UserError(f"{source} is a training checkpoint: use megalowbit convert to-hf with --packed")
     config_file, model, weights = open_folder(source)
     convert(model, chosen)
     plan = plan_packing(model, LAYOUTS[layout], precision, options.get("input_maxima"))

@@ -34,6 +34,7 @@ from megalowbit.json_text import is_finite_number, parse_json, read_text
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import with_current_names
+from megalowbit.shipped_files import checkout
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LARGEST_RECORDS = 2**32  # bytes
@@ -95,7 +96,7 @@ class Run:
         arguments = ["--ds-config", str(self.config), "--run-dir", str(self.folder), "--resume", "auto"]
         for override in self.overrides:
             arguments += ["--set", override]
-        root = str(self.program.parent.parent)
+        root = str(checkout() or "")  # an installed package is found without help
         environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
         environment |= {
             "OMP_NUM_THREADS": "1",

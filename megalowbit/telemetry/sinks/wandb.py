@@ -54,7 +54,7 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise UserError(
-                "the wandb block is enabled but wandb is not installed: pip install wandb, "
+                "the wandb block is enabled but wandb is not installed: pip install 'megalowbit[wandb]', "
                 "or set wandb.enabled=false"
             ) from error
         self._run: Any = None

@@ -9,7 +9,7 @@ import pytest
 from forked_ranks import variables
 
 from launchers import ROOT, check_refusal, free_port, training_text, write_config
-from megalowbit.__main__ import main
+from megalowbit.commands.table import main
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.tokenize import train_bpe
 from megalowbit.distributed.process_group import ProcessIdentity
@@ -280,7 +280,7 @@ def test_ctrl_c_takes_one_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "COMMAND"),
+        ((), "no command is named"),
         (("judge",), "judge"),
         (("evaluate",), "PATH"),
         (("evaluate", "none"), "none does not exist"),

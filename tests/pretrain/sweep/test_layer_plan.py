@@ -5,10 +5,8 @@ import math
 
 import pytest
 import torch
-from forks import run_script
 from tiny_models import tiny_config
 
-from launchers import ROOT, write_config
 from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
 from megalowbit.layers.conversion.convert import bit_layers, convert
@@ -98,25 +96,6 @@ def test_weights_that_give_no_finite_loss_are_refused(model, tokens):
         model.transformer.ln_f.weight[0] = math.inf
     with pytest.raises(UserError, match="not finite"):
         plan_layers(model, recipe("nvfp4"), tokens, length=LENGTH, budget=0.15)
-
-
-def test_the_command_prints_a_recipe_and_writes_what_it_measured(model, tmp_path):
-    config = write_config(tmp_path)
-    random_model(tiny_config("gpt2", vocab_size=256, positions=64), seed=0).save_pretrained(tmp_path / "hf")
-    (tmp_path / "heldout.txt").write_text("the baker counts letters at dawn. " * 40)
-    arguments = ("--ds-config", config, "--weights", tmp_path / "hf", "--text", tmp_path / "heldout.txt")
-    cache = f"megalowbit.data.cache_dir={tmp_path / 'cache'}"
-    out = tmp_path / "plan.json"
-    done = run_script(
-        ROOT / "tools" / "plan_layers.py", *arguments, "--set", cache, "--out", out, "--budget", "0.5"
-    )
-    assert done.returncode == 0, done.stderr
-    printed, written = json.loads(done.stdout.splitlines()[-1])["recipe"], json.loads(out.read_text())
-    assert printed == written["recipe"]
-    assert Recipe.from_dict(printed).keep == tuple(printed["keep"])
-    assert len(written["layers"]) == 7  # one is kept by the recipe
-    again = run_script(ROOT / "tools" / "plan_layers.py", *arguments, "--set", cache, "--out", out)
-    assert (again.returncode, again.stderr) == (2, f"error: --out {out} exists: choose another name\n")
 
 
 def test_a_recipe_without_a_quantised_forward_is_refused(model, tokens):

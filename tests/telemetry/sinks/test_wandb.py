@@ -157,7 +157,7 @@ def test_a_failure_in_mid_run_warns_once_and_training_goes_on(tmp_path):
 
 def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"pip install wandb, or set wandb.enabled=false"):
+    with pytest.raises(UserError, match=r"pip install 'megalowbit\[wandb\]', or set wandb.enabled=false"):
         WandbSink(tmp_path, SETTINGS)
 
 

@@ -99,7 +99,7 @@ def read_kept(path: Path) -> KeptStudy:
         UserError: it is none, was written by another version, or is damaged.
     """
     data = read_json_object(path)
-    remedy = "name a study.json that tools/study.py has written"
+    remedy = "name a study.json that megalowbit study has written"
     if data.get("format") != FORMAT:
         raise UserError(f"{path} has no 'format' {FORMAT}: {remedy} in this version")
     try:

@@ -228,7 +228,9 @@ def command_of(arguments: Sequence[str], root: Path) -> list[str]:
 
 
 def commit(root: Path) -> str | None:
-    """The commit of the code, with `-dirty` if files differ from it; None outside a repository."""
+    """The commit of the code, with `-dirty` if files differ from it; None if `root` is no repository."""
+    if not (root / ".git").exists():  # installed, maybe in a folder of someone else's repository
+        return None
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -1,6 +1,5 @@
-"""launch/slurm/submit.py up to sbatch, and what the documentation says of it; its jobs are in tests/slurm."""
+"""`megalowbit submit` up to sbatch, and what the documentation says of it; its jobs are in tests/slurm."""
 
-import importlib.util
 import json
 import re
 import shlex
@@ -12,20 +11,12 @@ import pytest
 
 from launchers import ROOT, check_refusal, write_config
 from megalowbit.cluster.settings import load_cluster
+from megalowbit.commands.runs import submit
 from megalowbit.pretrain.command_line import build_parser
 from megalowbit.pretrain.config import load_config
 
 SUBMIT = ROOT / "launch" / "slurm" / "submit.py"
 LAUNCHERS = ["srun", "torchrun", "deepspeed"]
-
-
-@pytest.fixture(scope="module")
-def submit():
-    spec = importlib.util.spec_from_file_location("submit", SUBMIT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["submit"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -46,7 +37,7 @@ def documented(start, *names):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_dry_run_shows_a_script_and_writes_nothing(submit, files, capsys, tmp_path, launcher):
+def test_dry_run_shows_a_script_and_writes_nothing(files, capsys, tmp_path, launcher):
     before = sorted(tmp_path.iterdir())
     assert submit.main([*files, "--slurm", f"launcher={launcher}", "--dry-run"]) == 0
     script = capsys.readouterr().out
@@ -57,7 +48,7 @@ def test_dry_run_shows_a_script_and_writes_nothing(submit, files, capsys, tmp_pa
 
 
 @pytest.mark.parametrize("command", documented("python launch/slurm", "README.md", "docs/clusters.md"))
-def test_documented_commands_make_scripts(submit, capsys, tmp_path, monkeypatch, command):
+def test_documented_commands_make_scripts(capsys, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "lr.txt").write_text("optimizer.params.lr=1e-3\n")
@@ -102,7 +93,7 @@ def test_documented_cluster_and_containers_are_valid(tmp_path):
     ],
 )
 def test_mistakes_are_reported_before_anything_is_queued(
-    submit, files, capsys, tmp_path, monkeypatch, arguments, message
+    files, capsys, tmp_path, monkeypatch, arguments, message
 ):
     texts = {
         "EMPTY": "# nothing\n\n",
@@ -182,13 +173,13 @@ def only_bash(folder):
     return made
 
 
-def test_a_range_of_nodes_is_checked_at_every_number(submit, files, capsys):
+def test_a_range_of_nodes_is_checked_at_every_number(files, capsys):
     batch = ["--set", "train_batch_size=8", "--set", "gradient_accumulation_steps=auto"]
     assert submit.main([*files, "--slurm", "nodes=1-3", *batch, "--dry-run"]) == 2
     assert "error: on 3 nodes: " in capsys.readouterr().err
 
 
-def test_grace_time_reaches_the_configuration_of_the_run(submit, files, capsys):
+def test_grace_time_reaches_the_configuration_of_the_run(files, capsys):
     assert submit.main([*files, "--slurm", "grace_seconds=40", "--dry-run"]) == 0
     script = capsys.readouterr().out
     [setting] = re.findall(r"--set (megalowbit\.watchdog\.\S+=\d+)\)", script)
@@ -196,7 +187,7 @@ def test_grace_time_reaches_the_configuration_of_the_run(submit, files, capsys):
     assert config.parts.settings.watchdog.termination_seconds == 30
 
 
-def test_a_job_that_sbatch_rejects_leaves_no_files(submit, files, capsys, tmp_path, monkeypatch):
+def test_a_job_that_sbatch_rejects_leaves_no_files(files, capsys, tmp_path, monkeypatch):
     folder = only_bash(tmp_path)
     (folder / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: invalid partition' >&2; exit 1\n")
     (folder / "sbatch").chmod(0o755)
@@ -207,7 +198,7 @@ def test_a_job_that_sbatch_rejects_leaves_no_files(submit, files, capsys, tmp_pa
 
 
 @pytest.mark.parametrize("body", ["exit 1", "echo", "echo 'job  is queued'"])
-def test_a_job_that_is_not_queued_changes_no_files(submit, files, capsys, tmp_path, monkeypatch, body):
+def test_a_job_that_is_not_queued_changes_no_files(files, capsys, tmp_path, monkeypatch, body):
     folder = only_bash(tmp_path)
     (folder / "sbatch").write_text(f"#!/bin/bash\n{body}\n")
     (folder / "sbatch").chmod(0o755)
@@ -226,7 +217,7 @@ def test_a_job_that_is_not_queued_changes_no_files(submit, files, capsys, tmp_pa
     assert [*script.parent.iterdir()] == [script]
 
 
-def test_a_missing_working_folder_is_reported(submit, files, capsys, tmp_path, monkeypatch):
+def test_a_missing_working_folder_is_reported(files, capsys, tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -234,7 +225,7 @@ def test_a_missing_working_folder_is_reported(submit, files, capsys, tmp_path, m
     assert "error: the working directory cannot be used (No such file" in capsys.readouterr().err
 
 
-def test_a_job_that_submits_another_keeps_its_own_variables(submit, files, capsys, tmp_path, monkeypatch):
+def test_a_job_that_submits_another_keeps_its_own_variables(files, capsys, tmp_path, monkeypatch):
     folder = only_bash(tmp_path)
     (folder / "sbatch").write_text('#!/bin/bash\necho "${!SLURM_@} ${!SBATCH_@}" >"$0.names"; echo "7;c"\n')
     (folder / "sbatch").chmod(0o755)

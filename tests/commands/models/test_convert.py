@@ -1,4 +1,3 @@
-import runpy
 from pathlib import Path
 
 import megatron_writer
@@ -12,11 +11,12 @@ from tiny_models import KINDS, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launchers import check_refusal
+from megalowbit.commands.models import convert
 from megalowbit.hf.folders.shards import ShardWriter
 from megalowbit.hf.packed.export import LAYOUTS
 from megalowbit.hf.packed.recipes import PRECISIONS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TOOL = "tools/convert_hf.py"
 GPT2 = "configs/models/gpt2_tiny.json"
 
@@ -120,14 +120,13 @@ def test_help_names_both_directions(capsys):
     assert done.returncode == 0
     assert "to-megalowbit" in done.stdout
     assert "to-hf" in done.stdout
-    assert "python tools/convert_hf.py to-hf runs/tiny/ tiny-hf/" in done.stdout
+    assert "megalowbit convert to-hf runs/tiny/ tiny-hf/" in done.stdout
 
 
 def test_the_layouts_and_precisions_of_the_tool_are_those_of_the_package():
     """The tool names them without importing torch."""
-    program = runpy.run_path(str(TOOL))
-    assert program["LAYOUTS"] == tuple(LAYOUTS)
-    assert program["PRECISIONS"] == PRECISIONS
+    assert tuple(LAYOUTS) == convert.LAYOUTS
+    assert convert.PRECISIONS == PRECISIONS
 
 
 def test_packed_folders_from_the_command_line(tmp_path, capsys):

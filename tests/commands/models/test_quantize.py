@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalowbit.__main__ import main
+from megalowbit.commands.table import main
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megalowbit.pretrain.sweep.study.study_file import read_study
 from megalowbit.pretrain.sweep.study.texts import write_text
 
 TOOL = "tools/study.py"
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 STEPS = 8
 
 
@@ -137,7 +137,7 @@ MISTAKES = [
     (("none.json",), "cannot read none.json"),
     (
         ("--reproduce", "study.json", "x"),
-        "study.json has no 'format' 2: name a study.json that tools/study.py has written",
+        "study.json has no 'format' 2: name a study.json that megalowbit study has written",
     ),
 ]
 

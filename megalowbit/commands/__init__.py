@@ -1,0 +1,1 @@
+"""The command line `megalowbit`: a table of commands, and one file for each."""

@@ -1,0 +1,1 @@
+"""Commands that read or write models: evaluate, generate, convert, quantize, recipes."""

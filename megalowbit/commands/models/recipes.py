@@ -1,0 +1,69 @@
+"""List the named recipes, or print the fields of one as JSON.
+
+    megalowbit recipes
+    megalowbit recipes metis-nvfp4
+
+A recipe says which layers are quantised, to which format, and how their products are computed. A
+configuration names one ("recipe": "nvfp4"), or has an object of fields over a "base". See
+docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+
+from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, unknown_name
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    parser = OneLineParser.for_script(__doc__, "megalowbit recipes")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="print the fields of this recipe as JSON")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    escape_unprintable_output()
+    try:
+        options = build_parser().parse_args(arguments)
+        print("\n".join(described()) if options.name is None else fields_of(options.name))
+    except UserError as error:
+        print(f"error: {printed(error)}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return 0
+
+
+def described() -> list[str]:
+    """A line for each named recipe: its name and what it is."""
+    from megalowbit.layers.recipe import named_recipes
+    from megalowbit.layers.settings import DEFAULT_RECIPE
+
+    named = named_recipes()
+    width = max(map(len, named))
+    lines = []
+    for name, each in named.items():
+        about = LINK.sub(r"\1", each.about).replace("`", "")
+        default = " (the default of a run)" if name == DEFAULT_RECIPE else ""
+        lines.append(f"{name:<{width}}  {about}{default}")
+    return lines
+
+
+def fields_of(name: str) -> str:
+    """The fields of a recipe as JSON, which a configuration accepts in place of the name.
+
+    Raises:
+        UserError: no recipe has this name.
+    """
+    from megalowbit.layers.recipe import recipes
+
+    known = recipes()
+    if name not in known:
+        raise unknown_name("recipe", name, known)
+    return json.dumps(known[name].to_dict(), indent=2)

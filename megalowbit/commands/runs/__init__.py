@@ -1,0 +1,1 @@
+"""Commands around one run: its start on a cluster, its data, its configuration, its cost."""

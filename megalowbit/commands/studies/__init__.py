@@ -1,0 +1,1 @@
+"""Commands that train several short runs to choose a setting."""

@@ -1,0 +1,23 @@
+"""`megalowbit recipes`: a line for each recipe, and fields that are a recipe again."""
+
+import json
+
+import pytest
+
+from megalowbit.commands.models.recipes import main
+from megalowbit.layers.recipe import Recipe, recipes
+
+
+def test_each_recipe_has_one_line_without_markdown(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(recipes())
+    assert not [line for line in lines if "](" in line or "`" in line]
+    [default] = [line for line in lines if line.endswith("(the default of a run)")]
+    assert default.startswith("nvfp4-keep-positions ")
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_the_fields_of_a_recipe_are_accepted_in_place_of_its_name(name, capsys):
+    assert main([name]) == 0
+    assert Recipe.from_dict(json.loads(capsys.readouterr().out)) == recipes()[name]

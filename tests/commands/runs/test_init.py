@@ -1,0 +1,41 @@
+"""`megalowbit init`: mistakes, and that it never overwrites; tests/pretrain/estimate has what it chooses."""
+
+import subprocess
+
+import pytest
+
+from launchers import check_refusal
+from megalowbit.commands.runs.init import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: SIZE; see --help"),
+        (["7B"], "unknown size '7B': did you mean"),
+        (["124M", "--machine", "8"], "--machine '8' is neither GPUSxGIB nor cpu: write for example 8x80"),
+        (["124M", "--machine", "0x80"], "--machine '0x80' is neither GPUSxGIB nor cpu"),
+        (["124M", "--machine", "8x80GB"], "--machine '8x80GB' is neither GPUSxGIB nor cpu"),
+        (
+            ["124M", "--out", "taken"],
+            "taken exists already and is never overwritten",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    code = main(arguments)
+    printed = capsys.readouterr()
+    check_refusal(subprocess.CompletedProcess(arguments, code, printed.out, printed.err), message)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_it_writes_a_folder_and_says_what_it_chose(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["0.8M", "--machine", "cpu"]) == 0
+    folder = tmp_path / "megalowbit-0.8M"
+    assert {path.name for path in folder.iterdir()} == {"run.json", "model.json", "README.md"}
+    line = capsys.readouterr().out
+    assert line.startswith("megalowbit-0.8M/run.json: 0.8M on CPUs with ")
+    assert "ZeRO stage 0, micro-batch 4" in line

@@ -1,0 +1,29 @@
+"""`megalowbit plan-layers` from the script's file; tests/pretrain/sweep has what it computes."""
+
+import json
+
+from forks import run_script
+from tiny_models import tiny_config
+
+from launchers import ROOT, write_config
+from megalowbit.hf.model import random_model
+from megalowbit.layers.recipe import Recipe
+
+TOOL = ROOT / "tools" / "plan_layers.py"
+
+
+def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
+    config = write_config(tmp_path)
+    random_model(tiny_config("gpt2", vocab_size=256, positions=64), seed=0).save_pretrained(tmp_path / "hf")
+    (tmp_path / "heldout.txt").write_text("the baker counts letters at dawn. " * 40)
+    arguments = ("--ds-config", config, "--weights", tmp_path / "hf", "--text", tmp_path / "heldout.txt")
+    cache = f"megalowbit.data.cache_dir={tmp_path / 'cache'}"
+    out = tmp_path / "plan.json"
+    done = run_script(TOOL, *arguments, "--set", cache, "--out", out, "--budget", "0.5")
+    assert done.returncode == 0, done.stderr
+    printed, written = json.loads(done.stdout.splitlines()[-1])["recipe"], json.loads(out.read_text())
+    assert printed == written["recipe"]
+    assert Recipe.from_dict(printed).keep == tuple(printed["keep"])
+    assert len(written["layers"]) == 7  # one is kept by the recipe
+    again = run_script(TOOL, *arguments, "--set", cache, "--out", out)
+    assert (again.returncode, again.stderr) == (2, f"error: --out {out} exists: choose another name\n")

@@ -1,0 +1,134 @@
+"""The command `megalowbit`: each command is found, helps at once, and is the same code as its script."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from programs import module_of
+
+from launchers import ROOT, check_refusal
+from megalowbit.commands.completion import SHELLS
+from megalowbit.commands.table import COMMANDS, build_parser, listed, main
+
+DOORS = {
+    "pretrain": "launch/pretrain.py",
+    "submit": "launch/slurm/submit.py",
+    "convert": "tools/convert_hf.py",
+    "goodput": "tools/goodput.py",
+    "preprocess": "tools/preprocess_data.py",
+    "plan-layers": "tools/plan_layers.py",
+    "calibrate": "tools/calibrate_speculation.py",
+    "study": "tools/study.py",
+}
+HEAVY = "{'torch', 'deepspeed', 'transformers', 'datasets'}"
+
+
+def command(*words, code=None, **more):
+    """`python -m megalowbit` as a process; `code` runs instead of it."""
+    start = ["-c", code] if code else ["-m", "megalowbit"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *start, *words], capture_output=True, text=True, env=env, **more)
+
+
+def examples(text):
+    return re.findall(r"^    (megalowbit (?:.*\\\n)?.*)$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_that_parse_and_imports_nothing_heavy(name, tmp_path):
+    code = (
+        "import sys\nfrom megalowbit.commands.table import main\n"
+        f"try:\n    main()\nfinally:\n    print('heavy:', *({HEAVY} & set(sys.modules)))\n"
+    )
+    done = command(name, "--help", code=code, cwd=tmp_path)
+    assert done.stdout.startswith(f"usage: megalowbit {name} "), done.stderr
+    assert done.stdout.endswith("heavy:\n")
+    found = examples(done.stdout)
+    assert found
+    for example in found:
+        words = shlex.split(example.replace("\\\n", "").partition(" > ")[0])
+        if words[1] == name:
+            COMMANDS[name].load().build_parser().parse_args(words[2:])
+
+
+def test_the_list_has_every_command_and_its_own_examples_parse():
+    done = command("--help")
+    assert done.returncode == 0
+    assert done.stdout == listed() + "\n"
+    for name in COMMANDS:
+        assert re.search(rf"^  {name} +\S", done.stdout, re.MULTILINE)
+    for example in examples(done.stdout):
+        words = shlex.split(example)
+        if words[1] in COMMANDS:
+            build_parser().parse_args(words[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no command is named: name one of "),
+        (["pretrian"], "unknown command 'pretrian': did you mean 'pretrain'? known: "),
+        (["--local_rank=1", "nothing"], "unknown command 'nothing'"),
+        (["pretrain"], "the following arguments are required: --ds-config"),
+        (["recipes", "nvfp5"], "unknown recipe 'nvfp5': did you mean"),
+        (["completion", "fish"], "invalid choice: 'fish'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
+    code = main(words)
+    printed = capsys.readouterr()
+    check_refusal(subprocess.CompletedProcess(words, code, printed.out, printed.err), message)
+
+
+def test_version_is_that_of_the_package(capsys):
+    from megalowbit import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"megalowbit {__version__}\n"
+
+
+@pytest.mark.parametrize(("name", "script"), DOORS.items())
+def test_a_script_has_the_functions_of_its_command(name, script):
+    door, module = module_of(script), COMMANDS[name].load()
+    assert getattr(door, "main", module.main) is module.main
+    text = (ROOT / script).read_text(encoding="utf-8")
+    assert f"from {module.__name__} import " in text
+    assert len(text.splitlines()) <= 15
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("goodput", ["--nodes", "64", "--node-mtbf-hours", "600", "--days", "1", "--save-seconds", "9"]),
+        ("submit", ["--ds-config", "nowhere.json"]),
+        ("pretrain", ["--ds-config", "nowhere.json"]),
+    ],
+)  # fmt: skip
+def test_command_and_script_print_the_same(name, arguments):
+    ours = command(name, *arguments, cwd=ROOT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    script = [sys.executable, DOORS[name], *arguments]
+    theirs = subprocess.run(script, capture_output=True, text=True, env=env, cwd=ROOT)
+    assert ours.stdout + ours.stderr
+    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_without_shtab_names_the_remedy_and_with_it_every_command(shell, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", shell]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1
+    assert "pip install 'megalowbit[completion]'" in printed.err
+    monkeypatch.undo()
+    shtab = pytest.importorskip("shtab")
+    assert shtab.SUPPORTED_SHELLS
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for name in (*COMMANDS, "--ds-config", "to-megalowbit"):
+        assert name in script
+    if shell == "bash":
+        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
