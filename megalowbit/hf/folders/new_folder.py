@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -46,8 +47,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
         yield draft
         draft.rename(folder)
     except (OSError, SafetensorError) as error:  # safetensors raises its own error when the disk is full
-        reason = getattr(error, "strerror", None) or error
-        message = f"{folder} cannot be written ({reason}): check the path and the free space"
-        raise file_system_error(message, error) from error
+        raise cannot_write(folder, error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def cannot_write(folder: Path, error: OSError | SafetensorError) -> UserError:
+    """The error for a folder that cannot be written, or that another process has created meanwhile."""
+    if getattr(error, "errno", None) in (errno.ENOTEMPTY, errno.EEXIST) and folder.is_dir():
+        return UserError(f"{folder} has appeared meanwhile and is never overwritten: name a new folder")
+    reason = getattr(error, "strerror", None) or error
+    message = f"{folder} cannot be written ({reason}): check the path and the free space"
+    return file_system_error(message, error)

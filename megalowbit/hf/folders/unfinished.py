@@ -25,8 +25,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from megalowbit.durable_files import FileFacts, atomic_file, sha256_of
-from megalowbit.errors import TransientError, UserError, file_system_error
-from megalowbit.hf.folders.new_folder import refuse_existing
+from megalowbit.errors import TransientError, UserError
+from megalowbit.hf.folders.new_folder import cannot_write, refuse_existing
 from megalowbit.json_text import read_json_object
 
 JOURNAL = "conversion.json"
@@ -79,9 +79,7 @@ def resumable_folder(folder: Path, key: Mapping[str, Any]) -> Iterator[Draft]:
         (draft.path / JOURNAL).unlink(missing_ok=True)
         draft.path.rename(folder)
     except (OSError, SafetensorError) as error:  # safetensors raises its own error when the disk is full
-        reason = getattr(error, "strerror", None) or error
-        message = f"{folder} cannot be written ({reason}): check the path and the free space"
-        converted = file_system_error(message, error)
+        converted = cannot_write(folder, error)
         is_kept = isinstance(converted, TransientError)
         raise converted from error
     except (KeyboardInterrupt, SystemExit, TransientError):

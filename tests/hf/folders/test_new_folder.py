@@ -65,7 +65,7 @@ def test_a_folder_filled_concurrently_is_not_changed(tmp_path):
             (tmp_path / "a").mkdir()
             (tmp_path / "a" / "theirs").touch()
 
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="a has appeared meanwhile and is never overwritten"):
         fill_late()
     assert names(tmp_path) == ["a"]
     assert names(tmp_path / "a") == ["theirs"]
