@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         if options.out is not None and options.out.exists():
             raise UserError(f"--out {options.out} exists: choose another name")
+        if options.out is not None and not os.access(options.out.parent, os.W_OK | os.X_OK):
+            raise UserError(f"--out {options.out}: the folder does not exist or is read-only: name another")
         _plan(options)
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)
@@ -75,6 +78,7 @@ def _plan(options: argparse.Namespace) -> None:
     import torch
 
     from megalowbit.durable_files import atomic_file
+    from megalowbit.families.config_checks import check_fits
     from megalowbit.hf.checkpoint import build_model
     from megalowbit.hf.settings import ModelSettings
     from megalowbit.layers.recipe import recipe
@@ -90,6 +94,7 @@ def _plan(options: argparse.Namespace) -> None:
     model = build_model(ModelSettings(checkpoint=options.weights), seed=0)
     model = model.to(device=this_device(), dtype=torch.bfloat16).eval()
     tokens = read_tokens(data, options.text)
+    check_fits(model.config, vocab_size=int(tokens.max()) + 1, sequence_length=data.sequence_length)
     plan = plan_layers(
         model,
         chosen,
@@ -103,7 +108,7 @@ def _plan(options: argparse.Namespace) -> None:
         print(f"keep {plan.share:.1%} of the weights (budget {options.budget:.1%}): {', '.join(plan.kept)}")
     else:
         print("keep nothing: no layer that fits into the budget raises the loss by two standard errors")
+    print(json.dumps({"recipe": recipe_block(plan)}), flush=True)
     if options.out is not None:
         with atomic_file(options.out) as file:
             file.write(json.dumps(to_json(plan), indent=1) + "\n")
-    print(json.dumps({"recipe": recipe_block(plan)}))

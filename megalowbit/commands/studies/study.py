@@ -15,6 +15,7 @@ which recipe broke, and what warned of it. docs/studies.md describes the files.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +111,8 @@ def main(arguments: list[str] | None = None) -> int:
     escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
+        if not 0 <= options.within < math.inf:
+            raise UserError(f"--within {options.within} is no difference in nats: use a number ≥ 0")
         if options.jobs < 1:
             raise UserError(f"--jobs {options.jobs} must be at least 1")
         if (options.study is None) == (options.reproduce is None):

@@ -25,5 +25,13 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     assert printed == written["recipe"]
     assert Recipe.from_dict(printed).keep == tuple(printed["keep"])
     assert len(written["layers"]) == 7  # one is kept by the recipe
+    nowhere = tmp_path / "none" / "plan.json"
+    done = run_script(TOOL, *arguments, "--set", cache, "--out", nowhere)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"--out {nowhere}: the folder does not exist or is read-only" in done.stderr
+    long = "megalowbit.data.sequence_length=128"
+    done = run_script(TOOL, *arguments, "--set", cache, "--set", long)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "data.sequence_length 128 is longer than the model's n_positions 64" in done.stderr
     again = run_script(TOOL, *arguments, "--set", cache, "--out", out)
     assert (again.returncode, again.stderr) == (2, f"error: --out {out} exists: choose another name\n")

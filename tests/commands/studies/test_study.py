@@ -129,6 +129,8 @@ MISTAKES = [
     ),
     (("study.json", "--jobs", "0"), "--jobs 0 must be at least 1"),
     ((), "name either a STUDY.json or --reproduce RESULTS.json CELL"),
+    (("--reproduce", "x.json", "cell", "--within", "nan"), "--within nan is no difference in nats"),
+    (("--reproduce", "x.json", "cell", "--within", "-1"), "--within -1.0 is no difference in nats"),
     (
         ("--from", "a.json", "--reproduce", "study.json", "x"),
         "--from goes with STUDY.json, not with --reproduce or --cell: leave it out",
