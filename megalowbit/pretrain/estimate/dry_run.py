@@ -141,7 +141,9 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     whose = "the only process" if count == 1 else f"one of {count} processes"
     sections = {
         f"memory of {whose} (estimate)": str(memory) + (UPPER_BOUND_NOTE if speculation else ""),
-        "host memory at the start (estimate)": str(estimate_start(config, memory)),
+        "host memory at the start (estimate)": str(
+            estimate_start(config, memory, without_flash_attention(config.settings.model))
+        ),
     }
     if speculation is not None:
         sections["speculation"] = describe_speculation(speculation)

@@ -65,10 +65,16 @@ class StartEstimate:
         )
 
 
-def estimate_start(config: PretrainConfig, memory: MemoryEstimate) -> StartEstimate:
-    """Estimate the start of a run of which one process needs `memory` later."""
+def estimate_start(
+    config: PretrainConfig, memory: MemoryEstimate, settings: ModelSettings | None = None
+) -> StartEstimate:
+    """Estimate the start of a run of which one process needs `memory` later.
+
+    `settings` describe a model with the same weights that can be built here; None: that of the run.
+    """
+    settings = settings or config.settings.model
     stage = zero_stage(config.parts.deepspeed)
-    model = build_model(config.settings.model, seed=0, device="meta")
+    model = build_model(settings, seed=0, device="meta")
     tensor = FP32_BYTES * max(parameter.numel() for parameter in model.parameters())
     built = memory.parameters + memory.main_gradients + memory.master_parameters + memory.reduction_buffers
     if stage == 0:  # fp32 weights, as large as their gradients; masters are copied from them

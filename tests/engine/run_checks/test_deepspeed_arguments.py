@@ -17,7 +17,7 @@ from megalowbit.engine.process_start import start_process_group
 from megalowbit.engine.run_checks.deepspeed_arguments import hidden_size_of
 from megalowbit.errors import UserError
 
-OF_OUR_OWN = ["seed", "total_steps", "timeout"]
+OF_OUR_OWN = ["seed", "total_steps", "timeout", "weights"]
 # the ZeRO 3 example from transformers' documentation, unchanged
 HF_ZERO_3 = {
     "fp16": {
