@@ -18,8 +18,8 @@ BAD, KILLED_AT = {6, 7}, 6
 
 
 def assembled_with(spoil, assemble=run.assemble):
-    def assembled(*arguments):
-        job = assemble(*arguments)
+    def assembled(*arguments, **named):
+        job = assemble(*arguments, **named)
         job.engine.module.register_forward_hook(lambda module, inputs, output: spoil(job, output))
         return job
 
