@@ -78,13 +78,12 @@ def _plan(options: argparse.Namespace) -> None:
     import torch
 
     from megalowbit.durable_files import atomic_file
-    from megalowbit.families.config_checks import check_fits
     from megalowbit.hf.checkpoint import build_model
     from megalowbit.hf.settings import ModelSettings
     from megalowbit.layers.recipe import recipe
     from megalowbit.pretrain.checks import this_device
     from megalowbit.pretrain.config import load_config
-    from megalowbit.pretrain.sweep.layer_plan import plan_layers, recipe_block, table, to_json
+    from megalowbit.pretrain.sweep.layer_plan import check_text, plan_layers, recipe_block, table, to_json
     from megalowbit.pretrain.sweep.study.evaluation import read_tokens
 
     config = load_config(find_config(options.ds_config), options.set, world_size=1)
@@ -94,7 +93,7 @@ def _plan(options: argparse.Namespace) -> None:
     model = build_model(ModelSettings(checkpoint=options.weights), seed=0)
     model = model.to(device=this_device(), dtype=torch.bfloat16).eval()
     tokens = read_tokens(data, options.text)
-    check_fits(model.config, vocab_size=int(tokens.max()) + 1, sequence_length=data.sequence_length)
+    check_text(model, tokens, data.sequence_length)
     plan = plan_layers(
         model,
         chosen,

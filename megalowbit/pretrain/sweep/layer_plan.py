@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError
+from megalowbit.families.config_checks import check_fits
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 from megalowbit.layers.conversion.precision_switch import quantizes_in
 from megalowbit.layers.recipe import Recipe
@@ -135,6 +136,15 @@ def plan_layers(
         loss=before.mean().item(),
         tokens=sequences.shape[0] * length,
     )
+
+
+def check_text(model: Any, tokens: Tensor, length: int) -> None:
+    """Check that a Hugging Face model has all tokens and as many positions.
+
+    Raises:
+        UserError: it has not.
+    """
+    check_fits(model.config, vocab_size=int(tokens.max()) + 1, sequence_length=length)
 
 
 def choose(layers: Sequence[LayerDamage], budget: float) -> tuple[str, ...]:
