@@ -259,8 +259,9 @@ def export(job: Job, console: Console) -> None:
         whole = gather_weights(model)
         model = random_model(model.config, seed=0, device="meta")
         store_generation(model, stored_generation(job.engine.module))
-    dtype = str(model.dtype).removeprefix("torch.")
-    card = model_card(job.facts_for_card(), job.recipe.name, dtype=dtype)
+    weights = (model.state_dict() if whole is None else whole).values()
+    dtypes = sorted({str(each.dtype).removeprefix("torch.") for each in weights})
+    card = model_card(job.facts_for_card(), job.recipe.name, dtype=", ".join(dtypes))
     agree(lambda: save_hf(model, job.folder.hf, job.loader.tokenizer, whole=whole, card=card))
     console.print(f"Hugging Face checkpoint: {job.folder.hf}")
 

@@ -66,6 +66,9 @@ def test_statistics_by_role_cover_all_stages(folders):
 
 def test_the_export_is_the_full_model(folders):
     one, two = (AutoModelForCausalLM.from_pretrained(folders / name / "hf") for name in ("one", "two"))
+    cards = [(folders / name / "hf" / "README.md").read_text() for name in ("one", "two")]
+    row = "| dtype of these weights | {} |".format(str(one.dtype).removeprefix("torch."))
+    assert all(row in card for card in cards)
     expected = one.state_dict()
     assert two.state_dict().keys() == expected.keys()
     for name, value in two.state_dict().items():

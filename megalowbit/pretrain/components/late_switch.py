@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 KEY = "megalowbit.late_switch"
 WINDOW = 20  # steps in each mean loss
+AS_STORED, AS_RECIPE = FORWARDS = ("checkpoint", "recipe")  # of an evaluation: whether a switch counts
 
 
 class LateSwitchSettings(SettingsModel):

@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +46,6 @@ from megalowbit.hf.training_checkpoint import (
     stored_config,
     stored_static_inputs,
 )
-from megalowbit.json_text import read_json_object
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.conversion.static_inputs import (
     StaticInputs,
@@ -57,14 +55,14 @@ from megalowbit.layers.conversion.static_inputs import (
 )
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
-from megalowbit.pretrain.components.late_switch import LateSwitch
+from megalowbit.pretrain.components.late_switch import AS_RECIPE, AS_STORED, LateSwitch
 from megalowbit.pretrain.components.validation import Validation, describe
 from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.records.lines import job_lines
 from megalowbit.pretrain.resume import unwritten_tokens
 from megalowbit.pretrain.run import report_lost_ranks, start_facts
-from megalowbit.pretrain.run_folder.folder import RunFolder
+from megalowbit.pretrain.run_folder.folder import RunFolder, run_folder_of
 from megalowbit.telemetry.facts import Fact
 
 logger = logging.getLogger(__name__)
@@ -80,7 +78,6 @@ TEXT_TO_COMPARE = (
 TOKENIZER_FILES = ("tokenizer*", "vocab.*")
 
 SHOWN = ("model ", "recipe ", "kernels ", "data ")  # labels of the lines that are printed
-AS_STORED, AS_RECIPE = FORWARDS = ("checkpoint", "recipe")  # whether a late switch of the run counts
 SWITCHED = "a late switch of the run has ended the rounding in the forward"
 STATIC, DYNAMIC = INPUTS = ("static", "dynamic")  # whether inputs are quantised by recorded numbers
 
@@ -113,7 +110,7 @@ def evaluate(
     Raises:
         UserError: configuration, weights or text cannot be used, or there are no weights yet.
     """
-    run = _run_folder_of(path)
+    run = run_folder_of(path)
     is_ours = is_training_checkpoint(path)
     if path == run and not is_ours:
         raise UserError(f"the run in {path} has no complete checkpoint yet: name another, or wait for one")
@@ -228,16 +225,6 @@ def _beyond_share(job: Job) -> float:
         collectives.all_reduce(counts)
     elements, beyond = counts.tolist()
     return beyond / max(1, elements)
-
-
-def _run_folder_of(path: Path) -> Path | None:
-    """The folder of the run that `path` is, or is in; None: there is no run."""
-    for folder in (path, path.parent, path.parent.parent):
-        config = folder / "config.json"
-        with suppress(UserError) if folder != path else nullcontext():  # others' files may hold anything
-            if config.is_file() and BLOCK in read_json_object(config):
-                return folder
-    return None
 
 
 def _padding(stored: Mapping[str, Any]) -> dict[str, int | None]:

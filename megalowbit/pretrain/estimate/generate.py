@@ -32,7 +32,6 @@ from megalowbit.hf.generation import restore_generation, stored_generation
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.training_checkpoint import (
     OUR_KEY,
-    find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
 )
@@ -46,15 +45,14 @@ from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.optim.precision.autocast import attach_autocast
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.pretrain.checks import check_kernels, this_device
-from megalowbit.pretrain.components.late_switch import LateSwitchSettings
+from megalowbit.pretrain.components.late_switch import AS_RECIPE, AS_STORED, LateSwitchSettings
 from megalowbit.pretrain.config import BLOCK
+from megalowbit.pretrain.run_folder.folder import RunFolder, run_folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-AS_STORED, AS_RECIPE = "checkpoint", "recipe"  # whether a late switch of the run counts
-CONFIG = "config.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +177,7 @@ def generator_of(
 
 def _training_checkpoint(path: Path) -> Origin:
     stored = read_checkpoint(path)
-    step = find_checkpoint(path)
+    step = stored.folder
     ours = stored.header[OUR_KEY]
     block = (ours.get("config") or {}).get(BLOCK, {})
     places = (step.parent / FOLDER, step.parent.parent / FOLDER)
@@ -197,8 +195,8 @@ def _training_checkpoint(path: Path) -> Origin:
 def _hf_folder(path: Path) -> Origin:
     """A Hugging Face folder; if it is that of a run, with the run's recipe and precision."""
     block: Mapping[str, Any] = {}
-    if (path.parent / CONFIG).is_file():
-        block = read_json_object(path.parent / CONFIG).get(BLOCK) or {}
+    if (run := run_folder_of(path)) is not None:
+        block = read_json_object(RunFolder(run).config).get(BLOCK) or {}
     recipe = recipe_of(block["recipe"]) if block.get("recipe") is not None else None
     return Origin(path=path, block=block, recipe=recipe, tokenizers=(path, path.parent / FOLDER))
 

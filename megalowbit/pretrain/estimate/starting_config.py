@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalowbit.errors import UserError, file_system_error
+from megalowbit.errors import UserError
+from megalowbit.hf.folders.new_folder import new_folder
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.config import BLOCK, load_config
@@ -69,18 +70,14 @@ class StartingConfig:
     memory: MemoryEstimate
 
     def write(self, folder: Path) -> None:
-        """Write the two files and a README into a new folder.
+        """Write the two files and a README into a new folder, completely or not at all.
 
         Raises:
-            UserError: the folder exists, or cannot be written.
+            UserError: the folder exists and is not empty, or cannot be written.
         """
-        try:
-            folder.mkdir(parents=True)
-            write_files(folder, self.content, self.model)
-            (folder / "README.md").write_text(readme(self), encoding="utf-8")
-        except OSError as error:
-            message = f"{folder} cannot be written ({error.strerror}): name another with --out"
-            raise file_system_error(message, error) from error
+        with new_folder(folder) as draft:
+            write_files(draft, self.content, self.model)
+            (draft / "README.md").write_text(readme(self), encoding="utf-8")
 
 
 def starting_config(size: str, machine: Machine, scratch: Path) -> StartingConfig:

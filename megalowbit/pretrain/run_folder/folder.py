@@ -13,12 +13,13 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
+from megalowbit.config.deepspeed_json import BLOCK
 from megalowbit.durable_files import atomic_file, open_regular, remove_drafts, sync
 from megalowbit.errors import TransientError, UserError, file_system_error, shown
 from megalowbit.json_text import read_json_object
@@ -27,12 +28,26 @@ from megalowbit.pretrain.components.registry import COMPONENTS
 LOCK = ".lock"
 MAX_LOCK_BYTES = 4096  # a larger file belongs to another program and must not be truncated
 ATTEMPT_VARIABLE = "MEGALOWBIT_TRY"  # set by the job script to the name of the attempt
-METRICS = "metrics.jsonl"
+CONFIG, METRICS = "config.json", "metrics.jsonl"
 RECORDS = (METRICS, *(name for component in COMPONENTS for name in component.records))
 # `--restart` moves a run to before-restart-<n>; the name ends in .moving until everything has been moved.
 ASIDE_PREFIX, MOVING_SUFFIX = "before-restart", ".moving"
 # These are written as drafts, which a kill can leave behind. Drafts of other files are not ours to remove.
-DRAFT_NAMES = ("hf", "config.json", "saved.json", "summary.json", "DONE", "*.jsonl")
+DRAFT_NAMES = ("hf", CONFIG, "saved.json", "summary.json", "DONE", "*.jsonl")
+
+
+def run_folder_of(path: Path) -> Path | None:
+    """The folder of the run that `path` is, or is in; None: there is no run.
+
+    Raises:
+        UserError: `path` has a configuration that cannot be read; folders above it may hold anything.
+    """
+    for folder in (path, path.parent, path.parent.parent):
+        config = folder / CONFIG
+        with suppress(UserError) if folder != path else nullcontext():
+            if config.is_file() and BLOCK in read_json_object(config):
+                return folder
+    return None
 
 
 @dataclass(frozen=True)
@@ -45,7 +60,7 @@ class RunFolder:
     @property
     def config(self) -> Path:
         """The resolved configuration."""
-        return self.path / "config.json"
+        return self.path / CONFIG
 
     @property
     def checkpoints(self) -> Path:

@@ -63,7 +63,7 @@ def test_the_page_has_the_values_of_the_configuration_and_the_files_stay_togethe
     assert str(found.memory) in page
     config = load_config(path, [], world_size=1)
     assert config.settings.model.config == path.parent / "model.json"
-    with pytest.raises(UserError, match=r"out cannot be written \(File exists\)"):
+    with pytest.raises(UserError, match="out already exists and is never overwritten"):
         found.write(path.parent)
 
 

@@ -10,7 +10,7 @@ from unprivileged import said_without_privileges
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.run import _hold
-from megalowbit.pretrain.run_folder.folder import RunFolder, claim
+from megalowbit.pretrain.run_folder.folder import RunFolder, claim, run_folder_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -241,3 +241,22 @@ def test_a_folder_of_another_user_is_a_one_line_error(tmp_path):
     line = said_without_privileges(tmp_path, start)
     assert line.startswith(f"run folder {run} cannot be ")
     assert "Permission denied" in line
+
+
+@pytest.mark.parametrize("above", [None, "[1]", "no JSON", '{"model_type": "gpt2"}'])
+def test_the_run_of_a_path_is_found_whatever_lies_above(tmp_path, above):
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (run / "config.json").write_text('{"megalowbit": {}}')
+    for path in (run, run / "hf", run / "checkpoints" / "step-00000004"):
+        assert run_folder_of(path) == run
+    if above is not None:
+        (tmp_path / "config.json").write_text(above)
+    (tmp_path / "model").mkdir()
+    assert run_folder_of(tmp_path / "model") is None
+
+
+def test_a_damaged_configuration_of_the_path_itself_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"config\.json holds a list"):
+        run_folder_of(tmp_path)
