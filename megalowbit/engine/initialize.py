@@ -29,13 +29,14 @@ from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.build_optimizer import OptimizerStart
 from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
-from megalowbit.engine.parameters.initial_weights import InitialWeights, copy_value
+from megalowbit.engine.parameters.initial_weights import InitialWeights, check_weights, copy_value
 from megalowbit.engine.parameters.layout import make_parameters_contiguous
 from megalowbit.engine.parameters.user_gradients import attach_zero_grad
 from megalowbit.engine.pipeline.setup import (
     attach_pipeline,
     check_block,
     check_stages,
+    full_model_of,
     release_full_model,
     stage_of,
 )
@@ -145,13 +146,15 @@ def initialize(
     _forget_earlier_unit()
     unit = succeed_together(adapt_mpu, mpu)
     parts, grid = succeed_together(_read, config, model, unit, total_steps, optimizer)
-    _check_ranks_agree(parts, grid, model, optimizer, seed, unit)
+    _check_ranks_agree(parts, grid, model, optimizer, seed, unit, weights)
     if unit is None:  # from here on the same on all ranks
         succeed_together(check_stages, model, parts, grid)
     succeed_together(check_parts, parts)
     succeed_together(check_arguments, model, parts.settings, optimizer, model_parameters, lr_scheduler)
     if weights is None:
         succeed_together(make_parameters_contiguous, model, stage=zero_stage(parts.deepspeed))
+    else:
+        succeed_together(check_weights, full_model_of(model), weights)
     prepared = prepare_model(model, parts, grid, mpu=unit, seed=seed)
     initial = None if weights is None else _allocate(model, parts, weights, identity)
     if parts is not config:  # the pretraining loop passes parts, and follows the schedules itself
@@ -220,6 +223,7 @@ def _check_ranks_agree(
     optimizer: object,
     seed: int,
     mpu: object,
+    weights: StartWeights | None,
 ) -> None:
     everywhere = {
         **installation_facts(),
@@ -228,6 +232,8 @@ def _check_ranks_agree(
         "argument optimizer": type(optimizer).__name__,
         "argument mpu": type(mpu).__name__,
         "argument model": type(model).__name__,
+        "argument weights": type(weights).__name__,
+        "weights.open": type(getattr(weights, "open", None)).__name__,
     }
     check_ranks_agree(everywhere, of_this_part=model_facts(model), grid=grid)
 

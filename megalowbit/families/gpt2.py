@@ -18,7 +18,7 @@ GPT2 = Family(
     positions="transformer.wpe",
     dropout="transformer.drop",
     norm="transformer.ln_f",
-    former_buffers=("attn.bias",),
+    former_buffers=("attn.bias", "attn.masked_bias"),  # transformers 5 warns of the second, and loads
     # tensor parallelism
     divided=("n_head", "n_embd", "n_inner"),
     attention_sizes=("num_heads", "embed_dim", "split_size"),

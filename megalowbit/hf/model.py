@@ -108,7 +108,9 @@ def load_weights(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype |
     for name, found, expected in sorted(report["mismatched_keys"]):
         raise misshapen(str(folder), name, found, expected)
     _refuse_integers(model, stored, str(folder))
-    refuse_differences(report["missing_keys"], report["unexpected_keys"], str(folder))
+    former = tuple(model_family.former_buffers)
+    unexpected = [name for name in report["unexpected_keys"] if not name.endswith(former)]
+    refuse_differences(report["missing_keys"], unexpected, str(folder))
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     if config.tie_word_embeddings and not is_tied:  # transformers only warns, and trains other weights
         raise other_tied_values(folder, f"{model_family.head}.weight", f"{model_family.tokens}.weight")

@@ -167,6 +167,16 @@ def error_of(layout, settings, opened):
     return "none"
 
 
+def error_where_ranks_differ(settings):
+    """The error where rank 1 has built its model with weights and passes none."""
+    model, weights = (build_model(settings, seed=SEED), None) if rank else start_model(settings, seed=SEED)
+    try:
+        initialize(model=model, config=configuration("1", "bf16"), weights=weights)
+    except UserError as error:
+        return str(error)
+    return "none"
+
+
 def unopened():
     raise UserError("the folder is gone: bring it back")
 
@@ -194,6 +204,7 @@ def main():
             "defect": lambda: dict.fromkeys(values),
         }.items()
     }
+    seen["errors"]["one rank has none"] = error_where_ranks_differ(llama)
     report(seen)
 
 

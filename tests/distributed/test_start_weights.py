@@ -41,3 +41,11 @@ def test_an_error_of_the_rank_that_reads_ends_all_with_its_line(seen, stage):
             "AttributeError: 'NoneType'" if number == 0 else "RuntimeError: rank 0 failed: AttributeError"
         )
         assert defect.startswith(expected)
+
+
+def test_ranks_of_which_one_has_no_weights_end_with_one_line(seen):
+    """Otherwise one would wait in a broadcast for the other."""
+    for rank in seen:
+        assert rank["errors"]["one rank has none"].startswith(
+            "ranks disagree on argument weights: StartWeights on rank 0, NoneType on rank 1"
+        )

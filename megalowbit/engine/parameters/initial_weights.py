@@ -36,6 +36,7 @@ from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES
 from megalowbit.layers.state_dict_layout import HFStateDict
 
 SOURCE = 0  # the rank that reads
+REMEDY = "pass those that start_model has returned with the model, or leave weights out"
 Put = Callable[[nn.Parameter, Tensor], None]
 
 
@@ -60,12 +61,35 @@ class _Target:
         return shard
 
 
+def check_weights(model: nn.Module, weights: object) -> None:
+    """Check that weights and model come from the same `start_model`, before the model is sharded.
+
+    Raises:
+        UserError: `weights` is of another type, the model has values already, or names differ.
+    """
+    if not isinstance(weights, StartWeights):
+        raise UserError(f"weights is a {type(weights).__name__}: {REMEDY}")
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta:
+            raise UserError(f"weights given, but parameter {name} has values already: {REMEDY}")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UserError(
+                f"weights given, but buffer {name}, which they do not have, has no values: {REMEDY}"
+            )
+    names = {name for name, _ in model.named_parameters() if name.rpartition(".")[2] not in SPLIT_NAMES}
+    if missing := names - weights.shapes.keys():
+        raise UserError(f"weights have no {min(missing)}: {REMEDY}")
+    if unknown := weights.shapes.keys() - names:
+        raise UserError(f"weights have {min(unknown)}, which the model does not have: {REMEDY}")
+
+
 class InitialWeights:
     """The weights of a sharded and converted model whose parameters are on the meta device.
 
     Args:
         model: the model, or this rank's stage of it.
-        weights: of the full model.
+        weights: of the full model; they have passed `check_weights`.
         stage: of ZeRO.
         dtype: of the parameters when the engine gets them.
         device: the engine's.
@@ -90,7 +114,7 @@ class InitialWeights:
         """Replace parameters on the meta device by others without values; call it once.
 
         Raises:
-            UserError: a parameter is not among the weights, or its shape is another one.
+            UserError: a weight has another shape than its parameter.
         """
         made: dict[int, nn.Parameter] = {}
         with _unwritten_memory():
@@ -117,14 +141,11 @@ class InitialWeights:
         target = _Target(parameter, layer, own.rpartition(".")[2])
         full = self._names.get(own, own)
         if target.name not in SPLIT_NAMES:
-            shape = self._weights.shapes.get(full)
-            if shape is None:
-                raise UserError(f"weights have no {full}: pass those that start_model has returned with it")
-            part = target.part_of(torch.empty(shape, device="meta"))
+            part = target.part_of(torch.empty(self._weights.shapes[full], device="meta"))
             if part.shape != parameter.shape:
                 raise UserError(
                     f"weights have {full} in shape {tuple(part.shape)}, the model in "
-                    f"{tuple(parameter.shape)}: pass those that start_model has returned with it"
+                    f"{tuple(parameter.shape)}: {REMEDY}"
                 )
         self._targets[full].append(target)
 
@@ -178,6 +199,8 @@ class InitialWeights:
         def begin() -> list[str]:
             assert self._weights.open is not None
             opened.append(self._weights.open())
+            if wrong := opened[0].keys() ^ self._weights.shapes.keys():
+                raise UserError(f"shapes and values of weights differ in {min(wrong)}: {REMEDY}")
             return list(opened[0])
 
         def read_next(name: str) -> None:

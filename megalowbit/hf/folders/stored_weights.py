@@ -104,7 +104,9 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return content
 
     def _refuse_other_values(self, name: str, other: str, key: str, place: StoredTensor) -> None:
-        if place.dtype != self.specs[name].dtype or not same_bits(self[name], self._read(key, place)):
+        first, second = self[name], self._read(key, place)
+        exact = torch.promote_types(first.dtype, second.dtype)
+        if not same_bits(first.to(exact), second.to(exact)):
             raise other_tied_values(self.folder, other, name)
 
 

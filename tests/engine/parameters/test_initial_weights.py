@@ -11,8 +11,9 @@ from tiny_models import tiny_config
 from torch import nn
 
 from megalowbit.engine.initialize import initialize
-from megalowbit.engine.parameters.initial_weights import InitialWeights, copy_value
+from megalowbit.engine.parameters.initial_weights import InitialWeights, check_weights, copy_value
 from megalowbit.errors import UserError
+from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.start.weights import StartWeights, start_model
 
@@ -48,19 +49,67 @@ def test_parameters_keep_their_attributes_hooks_and_ties():
     assert torch.equal(model["a"].weight.grad, torch.full((3, 3), 5.0))
 
 
+LINEAR = {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}
+
+
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("model", "weights", "message"),
     [
-        ({"weight": torch.zeros(3, 3)}, r"^weights have no bias: pass those"),
+        (nn.Linear(3, 3, device="meta"), LINEAR, "^weights is a dict: pass those that start_model has"),
+        (nn.Linear(3, 3), start_weights(**LINEAR), "parameter weight has values already: pass those"),
         (
-            {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)},
-            r"weight in shape \(3, 4\), the model in \(3, 3\)",
+            nn.Linear(3, 3, device="meta"),
+            start_weights(weight=torch.zeros(3, 3)),
+            "^weights have no bias: pass those",
+        ),
+        (
+            nn.Linear(3, 3, bias=False, device="meta"),
+            start_weights(**LINEAR),
+            "^weights have bias, which the model does not have: pass those",
+        ),
+        (
+            nn.BatchNorm1d(3, device="meta"),
+            start_weights(weight=torch.zeros(3), bias=torch.zeros(3)),
+            "buffer running_mean, which they do not have, has no values: pass",
         ),
     ],
 )
-def test_weights_of_another_model_are_refused(values, message):
+def test_weights_of_another_model_are_refused(model, weights, message):
     with pytest.raises(UserError, match=message):
-        made(nn.Linear(3, 3, device="meta"), start_weights(**values)).allocate()
+        check_weights(model, weights)
+
+
+def test_weights_of_another_shape_are_refused():
+    values = {**LINEAR, "weight": torch.zeros(3, 4)}
+    model = nn.Linear(3, 3, device="meta")
+    check_weights(model, start_weights(**values))
+    with pytest.raises(UserError, match=r"weight in shape \(3, 4\), the model in \(3, 3\)"):
+        made(model, start_weights(**values)).allocate()
+
+
+@pytest.mark.parametrize("values", [{"weight": torch.zeros(3, 3)}, {**LINEAR, "scale": torch.zeros(3)}])
+def test_values_under_other_names_than_the_shapes_are_refused(values):
+    weights = StartWeights(start_weights(**LINEAR).shapes, lambda: values)
+    initial = made(nn.Linear(3, 3, device="meta"), weights)
+    initial.allocate()
+    with pytest.raises(UserError, match=r"shapes and values of weights differ in (bias|scale): pass those"):
+        initial.fill(copy_value)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_refuses_weights_beside_those_that_the_model_has(tmp_path, stage):
+    """The masters would silently be those that the model has, perhaps rounded to its precision."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
+    settings = ModelSettings(config=tmp_path / "config.json")
+    _, weights = start_model(settings, seed=1)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+        "megalowbit": {"precision": "bf16", "recipe": "nvfp4"},
+    }
+    with pytest.raises(UserError, match=r"parameter model\.embed_tokens\.weight has values already"):
+        initialize(model=build_model(settings, seed=1), config=config, weights=weights)
 
 
 def test_memory_is_not_written_where_torch_computes_deterministically():
@@ -113,8 +162,6 @@ def test_an_engine_trains_a_model_that_began_without_weights(tmp_path, stage, pr
     for is_late in (True, False):
         model, weights = start_model(settings, seed=1)
         if not is_late:
-            from megalowbit.hf.checkpoint import build_model
-
             model, weights = build_model(settings, seed=1), None
         engine, *_ = initialize(model=model, config=config, weights=weights)
         losses.append([])

@@ -96,6 +96,9 @@ def test_a_tied_weight_may_be_stored_under_either_name_and_under_both_if_they_ar
     state = load_file(path)
     save_file({**state, "lm_head.weight": head}, path)
     assert open_weights(tmp_path, model.config)["transformer.wte.weight"].equal(head)
+    rounded = head.bfloat16()  # equal values in two dtypes
+    save_file({**state, "transformer.wte.weight": rounded.float(), "lm_head.weight": rounded}, path)
+    assert open_weights(tmp_path, model.config)["transformer.wte.weight"].equal(rounded.float())
     del state["transformer.wte.weight"]
     save_file({**state, "lm_head.weight": head}, path)
     assert open_weights(tmp_path, model.config)["transformer.wte.weight"].equal(head)
