@@ -29,7 +29,8 @@ def environment_with(folder, requirement, *options):
     ours = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (packages / "project.pth").write_text("".join(f"{path}\n" for path in ours))
     command = [sys.executable, "-m", "pip", "--python", str(made / "bin" / "python"), "install", "--quiet"]
-    command += ["--disable-pip-version-check", "--retries", "1", *options, requirement]
+    # not compiled: most files of large packages are never imported
+    command += ["--no-compile", "--disable-pip-version-check", "--retries", "1", *options, requirement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60 * MINUTES)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
