@@ -18,7 +18,7 @@ FREE_PORT = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("",
 COUNT    = import torch; print("deepspeed" if torch.accelerator.device_count() else "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2")
 LAUNCHER = $(if $(GPUS),deepspeed --num_accelerators $(GPUS),$$($(BIN)/python -c '$(COUNT)'))
 
-.PHONY: pretrain test test-all test-gpu lint types install clean
+.PHONY: pretrain test test-all test-gpu lint types docs install clean
 
 install: $(VENV)/installed
 
@@ -29,7 +29,7 @@ $(VENV)/installed: setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,12) and "megalowbit needs Python 3.10-3.12, not " + sys.version.split()[0] + ": run make PYTHON=python3.11")'
 	@echo "installing into $(VENV), once: torch and other packages are downloaded, which takes minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --editable '.[test,docs]'
 	@echo "compiling the installed packages to byte code, which takes seconds to a minute"
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
@@ -66,6 +66,11 @@ lint: install
 
 types: install
 	$(BIN)/mypy
+
+# The docs site, in build/docs/index.html. Every warning is an error: a link to nowhere, a page that the navigation of
+# docs/index.md lacks. `make test-all` builds it too (tests/docs/test_site.py).
+docs: install
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site -d build/doctrees . build/docs
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info

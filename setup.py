@@ -96,6 +96,7 @@ setup(
             "shtab>=1.7",  # as in "completion"
             "wandb>=0.19",  # as in "wandb"
         ],
+        "docs": ["sphinx>=8.1", "myst-parser>=4", "furo>=2025.9"],  # `make docs`; a test builds the site
         "plots": ["matplotlib>=3.9"],
         "completion": ["shtab>=1.7"],
         "wandb": ["wandb>=0.19"],
