@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(HERE)]
 
 project = "megalowbit"
 author = "the megalowbit authors"
-copyright = author  # noqa: A001  # Sphinx's name for it
+copyright = author  # Sphinx's name for it
 html_title = "megalowbit"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages"]
