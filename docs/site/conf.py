@@ -1,7 +1,7 @@
 """Settings of the docs site, for Sphinx: `make docs` builds it, with every warning an error.
 
-The source folder is the repository, so that links between pages, README.md and files work in the site as they do on
-a repository viewer. Only the pages below are read. docs/index.md is the navigation: pages.py turns its lists into it.
+The source folder is the repository: links between pages, README.md and files work in the site as they do on a
+repository viewer. Only the pages below are read. docs/index.md is the navigation, see pages.py.
 """
 
 import sys
@@ -23,7 +23,7 @@ exclude_patterns = [".*", "runs", "build", "megalowbit", "tests", "configs", "be
 
 # Strict: a missing file, a missing anchor, a page that no list of docs/index.md names.
 nitpicky = True
-# Docstrings name types of torch and others, whose pages are not part of this site; prose has no such references.
+# Docstrings name types of torch and others, whose pages are not part of this site; prose has no such roles.
 nitpick_ignore_regex = [("py:.*", ".*")]
 myst_heading_anchors = 6
 myst_enable_extensions = ["deflist"]

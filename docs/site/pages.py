@@ -11,6 +11,7 @@ import inspect
 import re
 from pathlib import Path
 
+import pictures
 from sphinx.application import Sphinx
 
 import megalowbit
@@ -87,6 +88,8 @@ def write_entrance(app: Sphinx, failure: Exception | None) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
+    """Draw the pictures and connect the functions above; Sphinx calls it at the start of a build."""
+    pictures.write()
     app.connect("source-read", read)
     app.connect("build-finished", write_entrance)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -3,8 +3,8 @@
     python docs/site/pictures.py            # write those that have changed
     python docs/site/pictures.py --check    # exit code 1 if one is out of date
 
-The build of the site draws them, too; tests/docs/test_pictures.py compares. They are in the repository because
-a repository viewer shows the pages without a build.
+The build of the site draws them, too; tests/docs/test_pictures.py compares. They are in the repository: a
+viewer of the repository shows the pages without a build.
 """
 
 import json
