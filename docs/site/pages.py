@@ -4,12 +4,14 @@
 - docs/decisions/README.md lists the decisions, in their order.
 - In docs/api.md, the entry of a public name is followed by its signature and docstring.
 - An HTML anchor at the beginning of a paragraph is a target that links are checked against.
+- Docstrings are changed from Markdown's backticks to those of reStructuredText.
 - A link to a folder leads to the folder's README.md, if it has one; otherwise it is plain text.
 """
 
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import pictures
 from sphinx.application import Sphinx
@@ -20,6 +22,7 @@ ENTRY = re.compile(r"^- \[([^\]]+)\]\(([^)#:]+\.md)\)", re.MULTILINE)
 PUBLIC_NAME = re.compile(r"^- `mlb\.(\w+)`.*$", re.MULTILINE)
 LINK = re.compile(r"\[([^\]\n]+)\]\(([^)#:\s]+)\)")
 HTML_ANCHOR = re.compile(r'^<a id="([\w-]+)"></a>', re.MULTILINE)
+CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)(\w?)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -49,6 +52,24 @@ def with_docstrings(text: str) -> str:
         return f"```{{eval-rst}}\n.. auto{kind}:: megalowbit.{found[1]}\n```\n"
 
     return PUBLIC_NAME.sub(directive, text)
+
+
+def as_rst(text: str) -> str:
+    """A docstring, whose backticks are Markdown's, for Sphinx, which reads reStructuredText."""
+
+    def literal(found: re.Match) -> str:
+        code = " ".join(found[1].split())  # a span may go over the end of a line
+        return f"``{code}``\\ {found[2]}" if found[2] else f"``{code}``"
+
+    parts = re.split(r"(``[^`]+``(?:\\ \w)?)", CODE.sub(literal, text))
+    return "".join(part if part.startswith("``") else re.sub(r"\*(?=\S)", r"\*", part) for part in parts)
+
+
+def read_docstring(
+    _app: Sphinx, _what: str, _name: str, _object: Any, _options: Any, lines: list[str]
+) -> None:
+    """Change a docstring before Sphinx parses it."""
+    lines[:] = as_rst("\n".join(lines)).split("\n")
 
 
 def without_folder_links(text: str, folder: Path) -> str:
@@ -91,5 +112,6 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Draw the pictures and connect the functions above; Sphinx calls it at the start of a build."""
     pictures.write()
     app.connect("source-read", read)
+    app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon
     app.connect("build-finished", write_entrance)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

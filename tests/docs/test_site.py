@@ -28,7 +28,6 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def pages():
-    pytest.importorskip("sphinx", reason="pip install '.[docs]'")
     import pages
 
     return pages
@@ -129,3 +128,10 @@ def test_the_entrance_leads_to_the_index_only_if_the_build_went_well(pages, tmp_
     assert not (tmp_path / "index.html").exists()
     pages.write_entrance(app, None)
     assert "url=docs/index.html" in (tmp_path / "index.html").read_text()
+
+
+def test_a_docstring_is_turned_into_restructured_text(pages):
+    assert (
+        pages.as_rst("`a\nb`s, f(*args), ``x*y`` and 2 * 3") == "``a b``\\ s, f(\\*args), ``x*y`` and 2 * 3"
+    )
+    assert pages.as_rst("* a list\n* of `two`") == "* a list\n* of ``two``"

@@ -49,15 +49,13 @@ class DynamicGradScaler(GradScaler):
     bounds:
 
     * `megatron`: hysteresis is refilled only on growth. After a first backoff, every further overflow
-    therefore
-      lowers S immediately. S and both factors are float32. Default bounds: 1 and 2^32.
+      therefore lowers S immediately. S and both factors are float32. Default bounds: 1 and 2^32.
     * `deepspeed`: `DynamicLossScaler`, which grows one clean step later. With `hysteresis=1` it also matches
-    the FP16
-      optimizers, which have a separate rule. Pass `backoff_factor = 1 / growth_factor`, because the original
-      has only one factor. Default bounds: 1 and 2^127.
+      the FP16 optimizers, which have a separate rule. Pass `backoff_factor = 1 / growth_factor`, because the
+      original has only one factor. Default bounds: 1 and 2^127.
     * `torch`: `torch.amp.GradScaler`; `hysteresis` has no effect. Default bounds: the range of float32.
     * `clean_step`: Apex's `update_scale_hysteresis`; every clean step refills hysteresis. Bounds as for
-    `torch`.
+      `torch`.
 
     Args:
         initial_scale: first S.
