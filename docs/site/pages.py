@@ -79,7 +79,8 @@ def without_folder_links(text: str, folder: Path) -> str:
         target = folder / found[2]
         if not target.is_dir():
             return found[0]  # of a page or a file, which Sphinx looks for
-        return f"[{found[1]}]({found[2]}/README.md)" if (target / "README.md").exists() else found[1]
+        page = f"{found[2].rstrip('/')}/README.md"
+        return f"[{found[1]}]({page})" if (folder / page).exists() else found[1]
 
     parts = FENCE.split(text)
     return "".join(part if part.startswith("```") else LINK.sub(replaced, part) for part in parts)
