@@ -189,6 +189,9 @@ def write_corpus(folder):
 def pretrain(folder, arguments):
     """Run a pretraining command for three steps on a small text."""
     few = [word for each in FEW_STEPS for word in ("--set", f"megalowbit.{each}")]
+    if any("lr_schedule=" in word for word in arguments):  # its phases must fit into three steps
+        short = ("lr_schedule.warmup_steps=1", "lr_schedule.decay_steps=1")
+        arguments = [*arguments, *(word for each in short for word in ("--set", f"megalowbit.{each}"))]
     return run_script(ROOT / PRETRAIN, *few, *arguments, env=environment(folder / "cache"), cwd=folder)
 
 
@@ -209,16 +212,22 @@ def place(world, tmp_path):
 def made_before(command):
     """What an `init --out` of the same page writes before this command."""
     earlier = [each for each in ALL if each.page == command.page and each.line <= command.line]
-    return [each for each in earlier if each.text.startswith("megalowbit init") and "--out" in each.words]
+    return [each for each in earlier if prepares(each) and each.words[-1] in command.text]
+
+
+def prepares(command):
+    """Whether it only writes what other commands begin with, and is run before them."""
+    return command.text.startswith("megalowbit init") and "--out" in command.words
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [each for each in fenced() if is_small(each)], ids=ids)
+@pytest.mark.parametrize(
+    "command", [each for each in fenced() if is_small(each) and not prepares(each)], ids=ids
+)
 def test_a_command_works(command, place):
     words = [word.replace("$(cat runs/gpt2/checkpoints/best)", "substituted") for word in command.words]
     for earlier in made_before(command):
-        if command.text != earlier.text:
-            run_words(earlier.words, place)
+        assert run_words(earlier.words, place).returncode == 0
     done = run_words(words, place)
     assert done.returncode == 0, done.stdout + done.stderr
 
