@@ -6,13 +6,14 @@ JSON and YAML. Commands also stand in prose, between backticks.
 
 import re
 import shlex
+import textwrap
 from typing import NamedTuple
 
 from launchers import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"", "bash", "json", "python", "text", "yaml"}
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = "megalowbit|python|torchrun|deepspeed|make|pip|accelerate|sbatch"
 IN_PROSE = re.compile(rf"`((?:{PROGRAMS}) [^`]+)`")
 PLACEHOLDER = re.compile(r"[…<]|\b(?:RUN|OUT|COMMAND|FOLDER)\b")  # of a form, not of a command to type
@@ -48,7 +49,8 @@ def blocks():
         text = path.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            found.append(Block(path.relative_to(ROOT).as_posix(), line, match[1], match[2]))
+            page = path.relative_to(ROOT).as_posix()
+            found.append(Block(page, line, match[2], textwrap.dedent(match[3])))
     return found
 
 

@@ -16,6 +16,7 @@ WORLD = {
     "runs/gpt2": GPT2_RUN,
     "runs/gpt2_tiny_fp4": GPT2_RUN,
     "runs/validated": GPT2_RUN,
+    "runs/blend": GPT2_RUN,
     "runs/llama": LLAMA_RUN,
     "runs/llama_tiny_fp4": LLAMA_RUN,
     "llama": LLAMA_MODEL,

@@ -11,12 +11,13 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
 from forks import run_script
-from page_blocks import LANGUAGES, PLACEHOLDER, blocks, commands
+from page_blocks import LANGUAGES, PAGES, PLACEHOLDER, blocks, commands
 from shown_commands import ELSEWHERE, FEW_STEPS, NOT_HERE, SMALL, WORLD, is_small, ways
 
 from launchers import ROOT, environment, training_text
@@ -38,6 +39,14 @@ def ids(command):
 def test_blocks_have_a_known_language():
     unknown = [f"{each.page}:{each.line}" for each in blocks() if each.language not in LANGUAGES]
     assert not unknown, "label output and layouts as ```text; a block without a label is commands"
+
+
+def test_no_block_escapes():
+    """Blocks that are fenced by tildes or have options after their language would not be found."""
+    found = Counter(each.page for each in blocks())
+    for path in PAGES:
+        fences = re.findall(r"^\s*(?:```|~~~)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert len(fences) == 2 * found[path.relative_to(ROOT).as_posix()], path
 
 
 def test_each_command_is_run_or_has_a_reason():
@@ -204,6 +213,7 @@ def place(world, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(world / source, tmp_path / name, copy_function=os.link)
     write_corpus(tmp_path)
+    (tmp_path / "code.jsonl").symlink_to("corpus.jsonl")
     for name in ("my-text.txt", "other.txt", "held.txt"):
         (tmp_path / name).write_text(training_text())
     return tmp_path

@@ -81,7 +81,7 @@ PRELUDES = {
     ),
     ("docs/speculation.md", "PrecisionController"): (
         MODEL + SGD.replace("mlb.convert(model, 'nvfp4')\n", ""),
-        "assert 1",
+        "assert controller.totals()",
     ),
     ("docs/faults.md", "Watchdog("): (MODEL, "assert watchdog"),
     ("docs/export.md", "AutoModelForCausalLM"): (None, "tests/hf/packed loads such folders"),
