@@ -18,7 +18,7 @@ html_title = "megalowbit"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages"]
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/decisions/*.md", "*.md"]
+include_patterns = ["docs/**.md", "*.md"]
 exclude_patterns = [".*", "runs", "build", "megalowbit", "tests", "configs", "benchmarks", "docs/site"]
 
 # Strict: a missing file, a missing anchor, a page that no list of docs/index.md names.
