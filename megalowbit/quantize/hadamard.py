@@ -28,8 +28,9 @@ def inverse_hadamard(x: Tensor, signs: int) -> Tensor:
 
 
 def _flips(signs: int, like: Tensor) -> Tensor:
-    factors = [-1.0 if signs >> j & 1 else 1.0 for j in range(GROUP)]
-    return torch.tensor(factors, dtype=torch.float32, device=like.device)
+    """1, or -1 where a bit is set, (16,); computed on the device, as graphs capture no copy from the host."""
+    bits = torch.arange(GROUP, dtype=torch.int32, device=like.device)
+    return (1 - 2 * ((signs >> bits) & 1)).to(torch.float32)
 
 
 def _butterfly(groups: Tensor) -> Tensor:
