@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
+import select
 import sys
+from collections.abc import Callable
 from typing import NoReturn
 
 from megalowbit.errors import UserError
@@ -17,6 +20,29 @@ def escape_unprintable_output() -> None:
     """Make stdout escape characters that its encoding lacks, as stderr does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+EXIT_UNREAD = 141  # as shells report a program that SIGPIPE has ended
+
+
+def run_until_unread(main: Callable[[], int]) -> int:
+    """Run a command; its exit code, or `EXIT_UNREAD` if the reader of stdout (`head`) has enough of it."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if not _is_unread(sys.stdout.fileno()):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        return EXIT_UNREAD
+    return code
+
+
+def _is_unread(descriptor: int) -> bool:
+    """Whether this is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 class OneLineParser(argparse.ArgumentParser):

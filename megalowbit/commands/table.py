@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, unknown_name
+from megalowbit.one_line_parser import run_until_unread
 
 EXIT_INTERRUPTED = 130
 RANK_OPTIONS = ("--local_rank", "--local-rank")  # DeepSpeed's launcher puts one before all others
@@ -86,7 +87,7 @@ def start() -> None:
     """Run the command line of this process and exit; the entry point of `megalowbit`."""
     command = COMMANDS.get(next(iter(_without_rank(sys.argv[1:])), ""))
     if command is None or not command.is_job:
-        sys.exit(main())
+        sys.exit(run_until_unread(main))
     from megalowbit.pretrain.command_line import program
 
     sys.exit(program(main))

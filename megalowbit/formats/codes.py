@@ -85,7 +85,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: uint8 (…, n), each below 2^bits; n·bits is a multiple of 8 (of 24 for 6 bits).
-        bits: 2, 4, 6 or 8.
+        bits: 1, 2, 4, 6 or 8.
 
     Returns:
         uint8 (…, n·bits/8).

@@ -294,10 +294,10 @@ def _fake_forward(*values: Any) -> list[Tensor]:
     if given.needs_grad and given.keys is None:
         outputs.append(torch.empty(SAVED_LENGTH, dtype=torch.int64, device="cpu"))
     if given.keeps_input:
-        kept = template(layer.recipe, "input", layer.sizes, input.shape, input.dtype)
+        kept = template(layer.recipe, "input", layer.sizes, input.shape, input.dtype, weight.shape)
         outputs += kept.empty_parts(input)
     if given.keeps_weight:
-        kept = template(layer.recipe, "weight", layer.sizes, weight.shape, weight.dtype)
+        kept = template(layer.recipe, "weight", layer.sizes, weight.shape, weight.dtype, input.shape)
         outputs += kept.empty_parts(weight)
     return outputs
 
@@ -335,11 +335,12 @@ def _run_backward(*values: Any) -> list[Tensor]:
         use = Use(step, number, bool(is_replay), bool(is_training))
         context = layer.context(use, compute_dtype=given.compute_dtype, needs_grad=True)
     input = weight = None
+    input_shape, weight_shape = given.input_shape, given.weight_shape
     if given.needs_weight:
-        kept = template(layer.recipe, "input", layer.sizes, given.input_shape, given.input_dtype)
+        kept = template(layer.recipe, "input", layer.sizes, input_shape, given.input_dtype, weight_shape)
         input, parts = kept.filled(parts)
     if given.needs_input:
-        kept = template(layer.recipe, "weight", layer.sizes, given.weight_shape, given.weight_dtype)
+        kept = template(layer.recipe, "weight", layer.sizes, weight_shape, given.weight_dtype, input_shape)
         weight, _ = kept.filled(parts)
     gradients = backward_products(
         context,

@@ -8,12 +8,9 @@ There are two layouts. `single_copy`: each tensor is quantised once, in blocks a
 products use its codes (transposed if necessary). If the backward quantizer has another name than the forward
 one, the tensor is quantised a second time. `per_gemm`: each product gets operands in blocks along the axis it
 sums over, as FP4 tensor cores require; `hadamard` then first transforms both operands of some products along
-that axis (grad_weight: along the tokens).
-
-An operand may be split before it is quantised: into a low-rank part, whose factors are quantised, and a
-residual, which the operand's quantizer rounds. The names of the quantizer fields are those of the Metis
-configuration. `q_backward_outputgrad_for_weight` is an addition: it gives grad_weight a second quantised
-output gradient, in the layout `single_copy` too.
+that axis (grad_weight: along the tokens). An operand may be split before it is quantised: into a low-rank
+part, whose factors are quantised, and a residual, which the operand's quantizer rounds. Quantizer fields are
+named as in the Metis configuration; `q_backward_outputgrad_for_weight` is an addition.
 """
 
 from __future__ import annotations
@@ -129,6 +126,7 @@ class Recipe:
         _check_own_gradient(self)
         _check_choices(self)
         _check_hadamard(self)
+        _check_masks(self)
         _check_blocks(self)
         _check_splits(self)
         if self.gemm == "fp8":
@@ -389,6 +387,20 @@ def _check_hadamard(recipe: Recipe) -> None:
                     f"recipe {recipe.name!r}: hadamard needs a quantizer with blocks for {field}, not "
                     f"{getattr(recipe, field)!r}: choose one, or leave {product} out of hadamard"
                 )
+
+
+def _check_masks(recipe: Recipe) -> None:
+    """Reject masks of the gradient of what is split, or of what is no operand of the forward."""
+    is_split = any(getattr(recipe, field) is not None for field in SPLIT_FIELDS)
+    for field in (*OPERAND_FIELDS, OWN_GRADIENT):
+        name = getattr(recipe, field)
+        encoding = _encoding(name) if name else None
+        is_forward = name == getattr(recipe, field.replace("backward", "forward"), None)
+        if encoding is not None and encoding.masks_gradient and (is_split or not is_forward):
+            raise UserError(
+                f"recipe {recipe.name!r}: {field} is {name!r}, which masks gradients, and only those of "
+                "unsplit operands of the forward: name it in q_forward_input and q_forward_weight only"
+            )
 
 
 def _check_fp8(recipe: Recipe) -> None:

@@ -72,7 +72,9 @@ class Encoding:
         format: format of the result.
         is_stochastic: whether elements are rounded stochastically.
         scale_rounding: how block scales are rounded to their format, see `formats.block_scale`.
-        scale_from: the scale maps the largest ("amax") or the mean magnitude to the largest element.
+        scale_from: the scale maps the largest ("amax") or the mean magnitude to the largest element, or
+            is the power of two nearest to the scale with the smallest squared error for a Gaussian of the
+            block's root mean square ("rms"; QuEST, arXiv:2502.05003). MXFP4 only.
         q_scalar: factor of that magnitude: above 1 leaves headroom, below 1 saturates on purpose.
         four_over_six: map the maximum of a block to 4 instead of 6 if that has the smaller error
             (arXiv:2512.02010). Stochastic rounding compares expected squared errors.
@@ -88,7 +90,7 @@ class Encoding:
     format: BlockFormat
     is_stochastic: bool = False
     scale_rounding: ScaleRounding = "nearest"
-    scale_from: Literal["amax", "mean"] = "amax"
+    scale_from: Literal["amax", "mean", "rms"] = "amax"
     q_scalar: float = 1.0
     four_over_six: bool = False
     four_over_six_max: float = 256.0
@@ -122,10 +124,19 @@ class Encoding:
             raise UserError(
                 "is_power_of_two needs NVFP4, the only format with block scales and a tensor scale"
             )
+        if self.scale_from == "rms" and (not self.format.is_mxfp4 or self.scale_rounding != "down"):
+            raise UserError(
+                'scale_from "rms" needs MXFP4 with scales rounded "down", after a factor: use mxfp4…:quest'
+            )
         if self.is_eden and (self.format.scale != "e4m3" or self.format.block != (1, 16)):
             raise UserError("eden needs NVFP4 blocks of 1 × 16: leave out tile16, or use nvfp4")
         if self.is_eden and (self.scale_rounding != "nearest" or not self.is_stochastic):
             raise UserError("eden rounds scales stochastically and elements to nearest: leave unbiased out")
+
+    @property
+    def masks_gradient(self) -> bool:
+        """Whether elements that it saturates get no gradient: a trust mask, as in QuEST."""
+        return self.scale_from == "rms"
 
     @property
     def has_kernels(self) -> bool:

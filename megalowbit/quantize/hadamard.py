@@ -18,12 +18,25 @@ def hadamard(x: Tensor, signs: int) -> Tensor:
 
     If bit j of the 16-bit `signs` is set, element j of each group is negated first.
     """
-    flips = torch.tensor(
-        [-1.0 if signs >> j & 1 else 1.0 for j in range(GROUP)], dtype=torch.float32, device=x.device
-    )
-    groups = x.unflatten(1, (-1, GROUP)) * flips
+    return (_butterfly(x.unflatten(1, (-1, GROUP)) * _flips(signs, x)) * 0.25).flatten(1)
+
+
+def inverse_hadamard(x: Tensor, signs: int) -> Tensor:
+    """The inverse of `hadamard` with these signs."""
+    groups = _butterfly(x.unflatten(1, (-1, GROUP))) * 0.25  # H16 / 4 is its own inverse
+    return (groups * _flips(signs, x)).flatten(1)
+
+
+def _flips(signs: int, like: Tensor) -> Tensor:
+    """1, or -1 where a bit is set, (16,); computed on the device, as graphs capture no copy from the host."""
+    bits = torch.arange(GROUP, dtype=torch.int32, device=like.device)
+    return (1 - 2 * ((signs >> bits) & 1)).to(torch.float32)
+
+
+def _butterfly(groups: Tensor) -> Tensor:
+    """Multiply (rows, groups, 16) by H16."""
     for half in (1, 2, 4, 8):
         pairs = groups.unflatten(2, (-1, 2, half))
         low, high = pairs.unbind(3)
         groups = torch.stack([low + high, low - high], dim=3).flatten(2)
-    return (groups * 0.25).flatten(1)
+    return groups

@@ -43,6 +43,7 @@ OPTIONS = (
         "sr",
         "unbiased",
         "eden",
+        "quest",
         *BLOCKS,
         "floor",
         "4over6",
@@ -58,6 +59,7 @@ UNQUANTISED = ("bf16", "fp16", "fp64", "bfloat16", "float16", "float32", "float6
 CONTRADICTIONS = (("unbiased", "floor"), *itertools.combinations(BLOCKS, 2))
 CONTRADICTIONS += (("4over6", "4over6_448"), ("token_scale", "fp32_scale"), ("token_scale", "tile16"))
 CONTRADICTIONS += (("unbiased", "eden"), ("4over6", "eden"), ("4over6_448", "eden"))
+CONTRADICTIONS += (("quest", "unbiased"), ("quest", "floor"))
 
 
 @functools.lru_cache(maxsize=1)
@@ -188,6 +190,10 @@ def _with_option(encoding: Encoding, option: str) -> Encoding:
         return replace(encoding, is_stochastic=True, scale_rounding=rounding)
     if key == "eden":
         return replace(encoding, is_eden=True)
+    if key == "quest":
+        if not format.is_mxfp4:
+            raise UserError("quest is for MXFP4's powers of two, use mxfp4e2m1bnosr:quest")
+        return replace(encoding, scale_from="rms", scale_rounding="down")
     if key in ("4over6", "4over6_448"):
         return replace(encoding, four_over_six=True, four_over_six_max=256.0 if key == "4over6" else 448.0)
     if key == "token_scale":

@@ -22,15 +22,39 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalowbit.formats.block_format import BlockFormat
+from megalowbit.formats.block_format import GROUP, BlockFormat
+from megalowbit.formats.block_scale import decode_scales
+from megalowbit.formats.codes import pack_codes, unpack_codes
 from megalowbit.quantize import backends
 from megalowbit.quantize.encoding import DecodeRequest, Fp8Operand
+from megalowbit.quantize.hadamard import hadamard, inverse_hadamard
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
     """(rows, cols) of a tensor flattened to two dimensions; a vector is one row, a number is 1 × 1."""
     cols = shape[-1] if len(shape) else 1
     return math.prod(shape[:-1]), cols
+
+
+def mask_bytes(cols: int) -> int:
+    """Bytes of a row of `QuantizedTensor.range_mask`."""
+    return -(-cols // GROUP) * (GROUP // 8)
+
+
+def masked(gradient: Tensor, mask: Tensor, signs: int | None) -> Tensor:
+    """A gradient (rows, cols) without the elements that `QuantizedTensor.range_mask` excludes.
+
+    The mask applies to elements of the transformed tensor, if `signs` is given. Infinities and NaN stay.
+    """
+    padded = _whole_groups(gradient)
+    turned = padded if signs is None else hadamard(padded, signs)
+    kept = turned * unpack_codes(mask, 1)
+    return (kept if signs is None else inverse_hadamard(kept, signs))[:, : gradient.shape[1]]
+
+
+def _whole_groups(matrix: Tensor) -> Tensor:
+    missing = -matrix.shape[1] % GROUP
+    return torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix
 
 
 def _described(tensor: QuantizedTensor | UnquantizedTensor) -> str:
@@ -135,6 +159,29 @@ class QuantizedTensor:
         # numbers near the dtype's largest may round beyond it, although the input was finite
         largest = min(torch.finfo(self.dtype).max, torch.finfo(torch.float32).max)
         return values.clamp(-largest, largest).to(self.dtype).reshape(self.shape)
+
+    def range_mask(self, x: Tensor, signs: int | None) -> Tensor:
+        """Which elements of the quantised tensor were not saturated: |element| < M · scale.
+
+        Only for formats whose scale is that of a part of a row, without a tensor scale.
+
+        Args:
+            x: the tensor before it was quantised, in this tensor's shape.
+            signs: of the Hadamard transform of its rows before it was quantised; `None`: there was none.
+
+        Returns:
+            uint8 (rows, `mask_bytes(cols)`): one bit for each element of the transformed matrix, padded to a
+            multiple of 16 columns.
+        """
+        assert self.format.block is not None  # see above
+        assert self.format.block[0] == 1
+        assert self.tensor_scale is None
+        matrix = _whole_groups(x.reshape(matrix_shape(x.shape)).to(torch.float32))
+        if signs is not None:
+            matrix = hadamard(matrix, signs)
+        scales = decode_scales(self.scales).repeat_interleave(self.format.block[1], 1)
+        limits = scales[:, : matrix.shape[1]] * self.format.element.max
+        return pack_codes((matrix.abs() < limits).to(torch.uint8), 1)
 
     def to_parts(self) -> tuple[tuple[Tensor, ...], QuantizedTensor]:
         """The tensors (codes, scales, tensor scale, exponents), and a copy of this object without them."""

@@ -47,6 +47,9 @@ from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.philox import NO_KEY, RandomKey, random_fractions, random_words
 
 EDEN_SCALE_MAX = 256.0  # leaves room for the correction, which is below 1.3
+# If 6 is 2.92247856 root mean squares, E2M1 has the smallest squared error of a Gaussian. A scale is a/4
+# rounded down (not a/6, hence 4/6), and with √2 the nearest power of two.
+QUEST_MAGNITUDE = 2.92247856 * 4 / 6 * math.sqrt(2)
 E8M0_NAN, E8M0_BIAS = 255, 127  # codes of NaN and of 2^0
 
 
@@ -60,7 +63,7 @@ def encode(request: EncodeRequest) -> Encoded:
     if request.signs is not None:
         matrix = hadamard(matrix, request.signs)  # before padding, whose zeros would become -0
     matrix = torch.nn.functional.pad(matrix, (0, padded_cols - cols, 0, padded_rows - rows))
-    amax = _magnitudes(matrix, encoding, rows * cols)
+    amax = _magnitudes(matrix, encoding, rows, cols)
     scales, codes = _scales_and_codes(matrix, amax, request)
     codes, matrix = codes[:rows], matrix[:rows, :cols]
     decoded = _values(codes, scales.codes, format) * _expand(scales.decoded, format, codes)
@@ -150,18 +153,33 @@ def _blocks(matrix: Tensor, format: BlockFormat) -> Tensor:
     return matrix.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))
 
 
-def _magnitudes(matrix: Tensor, encoding: Encoding, num_elements: int) -> Tensor:
-    """Largest (or mean) magnitude of each block times `q_scalar`, fp32 (block rows, block columns).
+def _magnitudes(matrix: Tensor, encoding: Encoding, rows: int, cols: int) -> Tensor:
+    """Largest magnitude of each block times `q_scalar`, or the one that `scale_from` asks for.
 
-    NaN for blocks with an infinity or a NaN.
+    `rows` and `cols` are those without padding. The result is fp32 (block rows, block columns), NaN for
+    blocks with an infinity or a NaN.
     """
     blocks = _blocks(matrix, encoding.format).abs()
     amax = blocks.amax((1, 3))  # torch's maximum propagates NaN
     if encoding.scale_from == "mean":
-        mean = blocks.sum((1, 3), dtype=torch.float64).div(num_elements).to(torch.float32)
+        mean = blocks.sum((1, 3), dtype=torch.float64).div(rows * cols).to(torch.float32)
         amax = torch.where(amax.isfinite(), mean, amax)  # padding does not change the sum
+    if encoding.scale_from == "rms":
+        amax = torch.where(amax.isfinite(), _root_mean_squares(blocks, cols) * QUEST_MAGNITUDE, amax)
     amax = amax * encoding.q_scalar
     return torch.where(amax.isfinite(), amax, torch.nan)
+
+
+def _root_mean_squares(blocks: Tensor, cols: int) -> Tensor:
+    """Of each block (one row high) of a matrix with `cols` columns, without its padding; fp32."""
+    width = blocks.shape[3]
+    squares = blocks.squeeze(1).to(torch.float64).square()  # (rows, block columns, width)
+    while squares.shape[2] > 1:  # a fixed order of additions, the same on every device
+        low, high = squares.chunk(2, 2)
+        squares = low + high
+    starts = torch.arange(0, width * blocks.shape[2], width, dtype=torch.float64, device=blocks.device)
+    counts = (cols - starts).clamp(1, width)  # columns of each block that are no padding
+    return (squares.squeeze(2) / counts).sqrt().to(torch.float32)
 
 
 def _random(matrix: Tensor, random_key: RandomKey) -> Tensor:

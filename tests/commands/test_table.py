@@ -132,3 +132,15 @@ def test_completion_without_shtab_names_the_remedy_and_with_it_every_command(she
         assert name in script
     if shell == "bash":
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.mark.parametrize("start", [["-m", "megalowbit", "study"], ["tools/study.py"]])
+def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(start, tmp_path):
+    words = [*start, "configs/studies/gap.json", "--out", str(tmp_path), "--list"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, **streams) as listing:
+        assert listing.stdout.readline().startswith("-")
+        listing.stdout.close()  # as head does; the list is longer than a pipe holds
+        assert listing.stderr.read() == ""
+    assert listing.returncode == 141

@@ -39,6 +39,7 @@ RECIPES = {
         "hadamard": ["output", "grad_input", "grad_weight"],
     },
     "eden": "quartet-2",
+    "masks": "quartet",
     "mixed": {"base": "mxfp4", "gemm": "fp8", "q_backward_input": "fp32", "q_backward_weight": "mxfp4e2m1b"},
     "int8 or e5m2": "speculative-int8",
     "stochastic": {"base": "nvfp4", "q_forward_input": "nvfp4e2m1b"},

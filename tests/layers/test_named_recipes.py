@@ -55,6 +55,16 @@ def test_settings_outside_of_the_recipe_are_valid(name):
         TypeAdapter(SETTINGS_MODEL.model_fields[key].annotation).validate_python(value)
 
 
+def test_the_default_has_the_share_of_the_gap_that_its_description_claims():
+    """Two fifths of the gap of nvfp4, at the size, texts and length of the table in docs/experiments.md."""
+    assert "two fifths of the gap of `nvfp4`" in named_recipes()["nvfp4-keep-positions"].about
+    results = json.loads((ROOT / "docs" / "results" / "default.json").read_text(encoding="utf-8"))
+    place = {"size": "0.8M", "steps": 1500, "text": "all"}
+    (group,) = (each for each in results["groups"] if place.items() <= each.items())
+    gaps = {row["label"]: row["gaps"]["1500"]["mean"] for row in group["rows"] if row["gaps"]}
+    assert gaps["nvfp4-keep-positions"] / gaps["nvfp4"] == pytest.approx(0.4, abs=0.05)
+
+
 def test_every_file_of_data_is_installed_with_the_package():
     calls = [
         node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.Call)

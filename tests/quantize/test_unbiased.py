@@ -186,6 +186,42 @@ def test_the_gain_of_small_elements_is_one_with_the_option_and_without(name, sig
         assert abs(gain - 1) < 5 * (total * draws).rsqrt()  # a sum of rare ups
 
 
+BLOCKS = (
+    *("nvfp4e2m1b", "mxfp4e2m1b", "fp4e2m1b", "int8b:block32", "fp8e5m2b"),
+    *("nvfp4e2m1b:4over6", "mxfp8e4m3b", "ue5m3fp4e2m1b", "hif4"),
+)
+
+
+def gain_of_blocks(name, sigma):
+    """Sums of blocks of positive log-normal numbers, each over its largest: gain, and its standard error."""
+    x, copies, ratios = lognormal(sigma, seed=6)[:4].abs(), 2000, []
+    width = quantizer(name).encoding.format.block[1]
+    blocks = x.double().unflatten(1, (-1, width))
+    largest = blocks.amax(2)
+    for step in range(8):
+        made = quantizer(name).quantize(x.repeat(copies, 1), random_key=RandomKey(13, step))
+        sums = made.dequantize().double().view(copies, 4, -1, width).sum(3)
+        ratios.append((sums / largest).sum((1, 2)) / (blocks.sum(2) / largest).sum())
+    drawn = torch.cat(ratios)
+    return float(drawn.mean()), float(drawn.std()) / math.sqrt(drawn.numel())
+
+
+@pytest.mark.parametrize("sigma", [1, 3])
+@pytest.mark.parametrize(
+    "name",
+    [each if place < 2 else pytest.param(each, marks=pytest.mark.slow) for place, each in enumerate(BLOCKS)],
+)
+def test_sums_of_positive_heavy_tails_have_a_gain_of_one_within_a_thousandth(name, sigma):
+    gain, chance = gain_of_blocks(f"{name}:unbiased", sigma)
+    assert 4 * chance < 0.001  # so a gain that is off by a thousandth would show
+    assert abs(gain - 1) < min(0.001, 5 * chance + 2.0**-20)
+
+
+def test_without_the_option_saturated_elements_lose_more_than_a_thousandth():
+    gain, chance = gain_of_blocks("nvfp4e2m1b", 3)
+    assert gain + 5 * chance < 0.996
+
+
 def test_no_block_is_too_small_for_its_scale():
     x = torch.full((2, 64), 2.0**-140)
     x[0] = 2.0**-127

@@ -84,7 +84,13 @@ def convert(
     model.register_forward_pre_hook(AdvanceStream(stream, tuple(selection.to_swap)))
     if selection.missed:
         logger.warning("%s; it stays in high precision", describe_missed(selection.missed, chosen))
-    return ConversionReport(recipe=chosen, swapped=swapped, kept=selection.kept, missed=selection.missed)
+    return ConversionReport(
+        recipe=chosen,
+        swapped=swapped,
+        kept=selection.kept,
+        missed=selection.missed,
+        unmatched=selection.unmatched,
+    )
 
 
 def restore(model: nn.Module) -> None:

@@ -31,11 +31,13 @@ class Selection(NamedTuple):
         to_swap: linear layers by name, in the model's order.
         kept: see `ConversionReport`.
         missed: see `ConversionReport`.
+        unmatched: see `ConversionReport`.
     """
 
     to_swap: dict[str, nn.Module]
     kept: tuple[KeptLayer, ...]
     missed: tuple[MissedWeight, ...]
+    unmatched: tuple[str, ...]
 
 
 def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
@@ -51,6 +53,8 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
         reasons, standalone = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}, {}
     kinds = {name: type(layer).__name__ for name, layer in layers.items()}
     kinds |= {name: each.kind for name, each in standalone.items()}
+    optional = recipe.keep_if_present if recipe.quantizes else ()
+    is_present = any(_matches(name, pattern) for name in kinds for pattern in optional)
     return Selection(
         {name: layer for name, layer in layers.items() if name not in reasons},
         tuple(KeptLayer(name, kind, reasons[name]) for name, kind in kinds.items() if name in reasons),
@@ -61,6 +65,7 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
             for name, each in standalone.items()
             if name not in reasons
         ),
+        () if is_present else optional,
     )
 
 

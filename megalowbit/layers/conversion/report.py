@@ -58,12 +58,14 @@ class ConversionReport:
         kept: in the model's order; linear layers, then other parameters that the recipe keeps, convolutions
             and routers.
         missed: weights that no low-bit layer can replace, in the model's order.
+        unmatched: the recipe's `keep_if_present`, if the model has no layer that it names.
     """
 
     recipe: Recipe
     swapped: tuple[SwappedLayer, ...]
     kept: tuple[KeptLayer, ...]
     missed: tuple[MissedWeight, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"recipe {self.recipe}"]
@@ -78,6 +80,8 @@ class ConversionReport:
         if self.kept:
             lines.append(f"kept {counted(len(self.kept), 'layer')} in high precision:")
             lines += _grouped(f"{_pattern(each.name)}  {each.kind}: {each.reason}" for each in self.kept)
+        if self.unmatched:
+            lines.append(f"keep_if_present names no layer of this model: {', '.join(self.unmatched)}")
         if self.missed:
             stay = "stays" if len(self.missed) == 1 else "stay"
             missed = counted(len(self.missed), "weight")

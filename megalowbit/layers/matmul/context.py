@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.siblings import InputForms, shares_input
 from megalowbit.quantize.philox import RandomKey, StoredKey
+from megalowbit.quantize.quantized_tensor import QuantizedTensor, masked
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer, takes_row_maximum
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import split, without_mean
@@ -299,6 +300,33 @@ class MatmulContext:
         """Whether the form is the same for all siblings, and more than the input itself."""
         is_own = quantization.quantizer.is_identity or quantization.role in self.maxima
         return not is_own and shares_input(self.recipe)
+
+    def with_mask(
+        self, kept: MatmulOperand, tensor: Tensor, quantization: Quantization, made: MatmulOperand
+    ) -> MatmulOperand:
+        """An operand kept for backward, with the mask of the gradient that is computed with it.
+
+        Args:
+            kept: the operand.
+            tensor: the other operand of `output`, which gets the gradient.
+            quantization: of `tensor` in `output`.
+            made: its result.
+        """
+        if not quantization.masks_gradient:
+            return kept
+        assert isinstance(made.tensor, QuantizedTensor)  # only these have masks
+        with no_autocast(tensor.device.type):
+            mask = made.tensor.range_mask(tensor.detach(), self._signs(quantization))
+        return replace(kept, gradient_mask=mask)
+
+    def masked(self, gradient: Tensor, operand: MatmulOperand, quantization: Quantization) -> Tensor:
+        """A gradient (rows, cols) after the mask of the operand that it was computed with, if it has one.
+
+        `quantization` is that of the tensor that gets the gradient, in `output`.
+        """
+        if operand.gradient_mask is None:
+            return gradient
+        return masked(gradient, operand.gradient_mask, self._signs(quantization))
 
     def weight(
         self, weight: Tensor, quantization: Quantization, quantize: Callable[[], MatmulOperand]

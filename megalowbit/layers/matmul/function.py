@@ -11,12 +11,15 @@ docstring lists how each operand is stored.
 Forward keeps packed operands for backward (4.5 bits an element for NVFP4), not the tensors they were made
 from. Backward decodes them again. Only requested gradients are computed, and only what they need is saved.
 
-The gradient is the straight-through estimator: rounding and clipping count as the identity.
+The gradient is the straight-through estimator: rounding and clipping count as the identity, but for `quest`.
+
+With `quest`, elements that it saturated get no gradient: the mask of an operand of `output` is kept beside
+the other one, with which the gradient is computed.
 
 If the weight's gradients are summed in fp32 (`slots.GradientSums`), the GEMM adds grad_weight to that sum in
-fp32, and autograd gets no gradient of the weight. Products on FP8 and FP4 tensor cores cannot add, and a
-weight split into parameters needs the gradient for its factors: in these cases autograd gets it. A probe must
-not change the sum, so the product that it inspects is computed once more.
+fp32, and autograd gets no gradient of the weight. Products on FP8 and FP4 tensor cores cannot add, a weight
+split into parameters needs the gradient for its factors, and a mask changes the product: in these cases
+autograd gets it. A probe must not change the sum, so the product that it inspects is computed once more.
 """
 
 from __future__ import annotations
@@ -103,11 +106,14 @@ def forward_products(
     output = _product(context, "output", x, whole, out_dtype=dtype, bias=own_bias)
     if context.shards is not None and sums_output:
         output = context.shards.sum_output(output, bias)
-    return Forward(
-        _unflattened(output, input.shape),  # (M, N) → (…, out_features)
-        _input_for_backward(context, input, split_input, x) if keeps_input else None,
-        _weight_for_backward(context, weight, split_weight, w) if keeps_weight else None,
-    )
+    kept_input = kept_weight = None
+    if keeps_input:  # for the weight's gradient
+        kept_input = _input_for_backward(context, input, split_input, x)
+        kept_input = context.with_mask(kept_input, weight, plan.weight, w)
+    if keeps_weight:  # for the input's gradient
+        kept_weight = _weight_for_backward(context, weight, split_weight, w)
+        kept_weight = context.with_mask(kept_weight, input, plan.input, x)
+    return Forward(_unflattened(output, input.shape), kept_input, kept_weight)  # (M, N) → (…, out_features)
 
 
 def _unflattened(matrix: Tensor, shape: torch.Size) -> Tensor:
@@ -173,7 +179,7 @@ def backward_products(
     if weight is not None:
         assert grad is not None  # made above
         whole = weight if factors is None else factors.attach_to(weight)
-        grad_input = _product(context, "grad_input", grad, whole, out_dtype=dtypes.input)
+        grad_input = _gradient(context, "grad_input", grad, whole, out_dtype=dtypes.input)
         grad_input = _unflattened(grad_input, grad_output.shape)
     grad = None  # with separate copies, this one is not needed any more
     if grad_t is not None and context.recipe.gemm == "fp8":
@@ -181,11 +187,10 @@ def backward_products(
     summing = None if context.shards is None else context.shards.start_sum_grad_input(grad_input)
     if input is not None:
         assert grad_t is not None  # made above
-        is_added = add_to_sum is not None and add_to_sum(
-            functools.partial(_add_grad_weight, context, grad_t, input)
-        )
+        add = add_to_sum if input.gradient_mask is None else None  # a mask changes the product
+        is_added = add is not None and add(functools.partial(_add_grad_weight, context, grad_t, input))
         if not is_added or context.probe is not None:  # a probe gets the product itself, added or not
-            product = _product(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
+            product = _gradient(context, "grad_weight", grad_t, input, out_dtype=dtypes.weight)
             grad_weight = None if is_added else product
     if needs_bias and dtypes.bias is not None:
         grad_bias = column_sums(grad_output.reshape(matrix_shape(grad_output.shape)), dtypes.bias)
@@ -196,6 +201,17 @@ def backward_products(
         return grad_input, grad_weight, grad_bias
     of_factors = (None,) * 3 if grad_weight is None else factors.gradients(grad_weight, context.compute_dtype)
     return grad_input, grad_weight, grad_bias, *of_factors
+
+
+def _gradient(
+    context: MatmulContext, product: str, grad: MatmulOperand, kept: MatmulOperand, *, out_dtype: torch.dtype
+) -> Tensor:
+    """A gradient's product with a kept operand, and its mask, which is applied in fp32 or fp64."""
+    if kept.gradient_mask is None:
+        return _product(context, product, grad, kept, out_dtype=out_dtype)
+    plan, wide = context.quantizations, torch.promote_types(out_dtype, torch.float32)
+    whole = _product(context, product, grad, kept, out_dtype=wide)
+    return context.masked(whole, kept, plan.input if product == "grad_input" else plan.weight).to(out_dtype)
 
 
 def _quantize_gradient(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megalowbit.quantize.names import quantizer
-from megalowbit.quantize.quantized_tensor import QuantizedTensor, UnquantizedTensor, matrix_shape
+from megalowbit.quantize.quantized_tensor import NOTHING, QuantizedTensor, UnquantizedTensor, matrix_shape
 from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.spectral.split import right_factor, scaled_left
 
@@ -95,11 +95,15 @@ class MatmulOperand:
         tensor: quantised, or the values themselves; for a split operand, its residual.
         is_transposed: whether the stored matrix is the transpose of the original tensor.
         low_rank: the low-rank part of a split operand, never transposed.
+        gradient_mask: of an operand kept for backward, `QuantizedTensor.range_mask` of the other operand in
+            `output`, whose gradient is computed with this one; `None`: nothing is excluded. An operand has no
+            low-rank part beside it.
     """
 
     tensor: OperandTensor
     is_transposed: bool = False
     low_rank: LowRankPart | None = None
+    gradient_mask: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -116,6 +120,10 @@ class MatmulOperand:
     def to_parts(self) -> tuple[tuple[Tensor, ...], MatmulOperand]:
         """The operand's tensors, and a copy without tensors."""
         parts, rest = self.tensor.to_parts()
+        if self.gradient_mask is not None:
+            return (*parts, self.gradient_mask), MatmulOperand(
+                rest, self.is_transposed, gradient_mask=NOTHING
+            )
         if self.low_rank is None:
             return parts, MatmulOperand(rest, self.is_transposed)
         further, low_rank = self.low_rank.to_parts()
@@ -123,6 +131,10 @@ class MatmulOperand:
 
     def from_parts(self, tensors: tuple[Tensor, ...]) -> MatmulOperand:
         """Inverse of `to_parts`; call it on the second result."""
+        if self.gradient_mask is not None:
+            *tensors, mask = tensors  # type: ignore[assignment]
+            tensor = self.tensor.from_parts(tuple(tensors))
+            return MatmulOperand(tensor, self.is_transposed, gradient_mask=mask)
         if self.low_rank is None:
             return MatmulOperand(self.tensor.from_parts(tensors), self.is_transposed)
         count = len(self.tensor.to_parts()[0])
@@ -134,7 +146,7 @@ class MatmulOperand:
 
     def packed(self) -> MatmulOperand:
         """A copy without counts and decoded operand, which only the current product needs."""
-        if self.low_rank is None:
+        if self.low_rank is None and self.gradient_mask is None:
             return MatmulOperand(self.tensor.packed(), self.is_transposed)
         parts, rest = self.to_parts()
         return rest.from_parts(parts)

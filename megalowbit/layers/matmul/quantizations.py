@@ -67,6 +67,12 @@ class Quantization(NamedTuple):
         """The quantizer."""
         return quantizer(self.name)
 
+    @property
+    def masks_gradient(self) -> bool:
+        """Whether elements of the operand that it saturates get no gradient."""
+        chosen = self.quantizer
+        return isinstance(chosen, BlockQuantizer) and chosen.encoding.masks_gradient
+
 
 class Quantizations(NamedTuple):
     """A recipe's quantisations by product and side, see the table above."""

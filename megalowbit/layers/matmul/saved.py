@@ -8,6 +8,7 @@ and the shapes of input and weight alone. For a quantised operand of matrix shap
     tensor scale   fp32, 0-dim, if the format has one
     exponents      int32, (2,), of MXFP4 for products on FP8 tensor cores
 
+a mask of the gradient, uint8, if the other operand is rounded by `quest`: see `MatmulOperand`;
 and for a split operand also Uᵀ (k, rows), Vᵀ (k, cols), the singular values (k,) and the gain (0-dim), if
 any. An operand stored transposed has (cols, rows) here; the axis of its blocks is padded to whole Hadamard
 groups if it is transformed.
@@ -34,7 +35,7 @@ from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.hadamard import GROUP
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import NO_KEY
-from megalowbit.quantize.quantized_tensor import UnquantizedTensor
+from megalowbit.quantize.quantized_tensor import NOTHING, UnquantizedTensor, mask_bytes
 from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.split import split
 from megalowbit.spectral.state import SplitState
@@ -65,9 +66,17 @@ class Template(NamedTuple):
 
 
 def template(
-    recipe: Recipe, operand: str, sizes: tuple[int, int], shape: Sequence[int], dtype: torch.dtype
+    recipe: Recipe,
+    operand: str,
+    sizes: tuple[int, int],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    other_shape: Sequence[int],
 ) -> Template:
-    """The template of a layer's "input" or "weight"; `sizes` are its in_features and out_features."""
+    """The template of a layer's "input" or "weight".
+
+    `sizes` are the layer's in_features and out_features, and `other_shape` is that of its other operand.
+    """
     plan = Quantizations.of(recipe)
     kept = plan.backward_input if operand == "input" else plan.backward_weight
     rows, cols = math.prod(shape[:-1]), shape[-1]
@@ -77,6 +86,11 @@ def template(
     size = (cols, stored_rows) if kept.is_transposed else (rows, cols)
     with_exponents = needs_exponents(recipe, kept.name)
     tensor, shapes = _matrix(_sample(kept.name, dtype, with_exponents), size, dtype)
+    if (plan.weight if operand == "input" else plan.input).masks_gradient:
+        mask = math.prod(other_shape[:-1]), mask_bytes(other_shape[-1])
+        return Template(
+            MatmulOperand(tensor, kept.is_transposed, gradient_mask=NOTHING), [*shapes, (mask, torch.uint8)]
+        )
     settings: OperandSplit | None = getattr(recipe, f"split_{operand}")
     low_rank = None
     if settings is not None and not kept.quantizer.is_identity:

@@ -100,7 +100,7 @@ def job_lines(job: Job, identity: ProcessIdentity, data: str) -> list[str]:
         f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
         f"{job.config.parts.settings.precision}",
         f"recipe    {job.recipe.name}: {counted(len(report.swapped), 'layer')} converted, "
-        f"{len(report.kept)} kept",
+        f"{len(report.kept)} kept" + ("; keep_if_present names none of them" if report.unmatched else ""),
         *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
         f"data      {data}",
         f"batch     {job.tokens_per_step:,} tokens per step on {identity.world_size} "

@@ -16,6 +16,8 @@ PACKED = {  # named recipe → format of its weights, and whether servers round 
     "nvfp4-unbiased": ("nvfp4", True),
     "nvfp4-token-scale": ("nvfp4", False),
     "four-over-six": ("nvfp4", False),
+    "four-over-six-448": ("nvfp4", False),
+    "four-over-six-rht": ("nvfp4", False),
     "nvfp4-unbiased-backward": ("nvfp4", False),
     "fp4-all-the-way": ("nvfp4", True),
     "quartet-2": ("nvfp4", False),

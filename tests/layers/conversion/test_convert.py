@@ -167,6 +167,8 @@ def test_keep_if_present_may_match_nothing(caplog, model, kept):
     assert not kept & {each.name for each in report.swapped}
     assert len(report.swapped) >= 7
     assert not caplog.records
+    line = "keep_if_present names no layer of this model: h.0.attn.c_attn, *.h.0.attn.c_attn"
+    assert str(report).splitlines().count(line) == (not kept)
 
 
 def test_without_position_embeddings_the_default_has_the_bits_of_nvfp4():

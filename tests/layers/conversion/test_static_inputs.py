@@ -345,7 +345,7 @@ def test_stored_values_are_checked(values, message):
 
 def test_which_recipes_need_static_inputs():
     causal = {"mxfp4", "mxfp4-rht", "speculative-int8", "metis-seed", "mxfp8", "fp8-blocks", "bf16"}
-    causal |= {"nvfp4-token-scale"}
+    causal |= {"nvfp4-token-scale", "quartet", "hif4", "ue5m3-fp4"}
     needing = {name for name, each in recipes().items() if needs_static_inputs(each)}
     assert needing == recipes().keys() - causal
     assert all(why_not_static(recipe(name)) is None for name in recipes())

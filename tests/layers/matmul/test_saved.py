@@ -47,8 +47,12 @@ def test_what_is_kept_has_the_shapes_expected_and_comes_back_as_it_was(base, cha
     context = layer.context(layer.begin_use(), compute_dtype=dtype, needs_grad=True)
     kept = forward_products(context, x, layer.weight, None, keeps_input=True, keeps_weight=True)
     for operand, expected, like in (
-        (kept.input, template(layer.recipe, "input", layer.sizes, x.shape, dtype), x),
-        (kept.weight, template(layer.recipe, "weight", layer.sizes, layer.weight.shape, dtype), layer.weight),
+        (kept.input, template(layer.recipe, "input", layer.sizes, x.shape, dtype, layer.weight.shape), x),
+        (
+            kept.weight,
+            template(layer.recipe, "weight", layer.sizes, layer.weight.shape, dtype, x.shape),
+            layer.weight,
+        ),
     ):
         parts = parts_of(operand, is_shared=False)
         empty = expected.empty_parts(like)
@@ -92,3 +96,21 @@ def test_shared_parts_are_copied():
     own = {part.data_ptr() for part in kept.to_parts()[0]}
     assert not own & {part.data_ptr() for part in parts_of(kept, is_shared=True)}
     assert own == {part.data_ptr() for part in parts_of(kept, is_shared=False)}
+
+
+def test_masks_of_gradients_have_the_shapes_expected_and_come_back():
+    layer = BitLinear(40, 24, recipe=recipe("quartet"))
+    x = torch.randn(2, 7, 40, generator=torch.Generator().manual_seed(0))
+    context = layer.context(layer.begin_use(), compute_dtype=x.dtype, needs_grad=True)
+    kept = forward_products(context, x, layer.weight, None, keeps_input=True, keeps_weight=True)
+    shapes = {"input": (x.shape, layer.weight.shape), "weight": (layer.weight.shape, x.shape)}
+    for name, (own, other) in shapes.items():
+        expected = template(layer.recipe, name, layer.sizes, own, x.dtype, other)
+        operand = getattr(kept, name)
+        parts = parts_of(operand, is_shared=False)
+        assert [(p.shape, p.dtype) for p in parts] == [(p.shape, p.dtype) for p in expected.empty_parts(x)]
+        again, rest = expected.filled([*parts, torch.zeros(3)])
+        assert len(rest) == 1
+        assert torch.equal(again.gradient_mask, operand.gradient_mask)
+        assert torch.equal(again.tensor.operand(torch.float32), operand.tensor.operand(torch.float32))
+        assert torch.equal(again.packed().gradient_mask, operand.gradient_mask)

@@ -423,6 +423,28 @@ def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
     return found
 
 
+def unpaired(study: StudySettings, cells: Sequence[Cell], groups: Sequence[Group]) -> list[str]:
+    """What is finished without a pair: a sentence for each size, length and text that is in no group."""
+    finished, has_pairs = finished_cells(cells), {(group.size, group.steps, group.text) for group in groups}
+    if not finished:
+        return [f"No cell is finished: {len(cells)} are left."]
+    places: dict[tuple[str, int, str], dict[str, list[int]]] = {}
+    for each in finished:
+        cell = each.cell
+        seeds = places.setdefault((cell.size.name, cell.steps, cell.text), {})
+        seeds.setdefault(cell.label, []).append(cell.seed)
+    found = []
+    for place, seeds in places.items():
+        if place in has_pairs:
+            continue
+        done = "; ".join(f"{label}: {', '.join(map(str, sorted(of)))}" for label, of in seeds.items())
+        found.append(
+            f"No gaps for {Group(study, *place, {}).title}: no run has a seed in common with "
+            f"{study.baseline}, or with what it repeats. Finished seeds: {done}."
+        )
+    return found
+
+
 def _check_equal_tokens(cells: Sequence[Finished]) -> None:
     counts = {each.result.tokens: each.cell.name for each in cells if not each.is_diverged}
     if len(counts) > 1:

@@ -63,6 +63,7 @@ def page(title: str, groups: Sequence[Group], trends: Sequence[SizeTrends], data
     """
     heading = f"Gaps to {groups[0].study.baseline}: {title}" if groups else f"{title}: no pair is finished"
     body = "".join(map(_section, groups)) + "".join(map(_trends, trends))
+    body += "".join(f"<p>{escape(each)}</p>" for each in data.get("unpaired", ()))
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(heading)}</title>'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>\n'

@@ -18,7 +18,7 @@ from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.sweep.study.cells import TEXTS, Cell, check_folder
 from megalowbit.pretrain.sweep.study.kept_results import FORMAT, to_kept
-from megalowbit.pretrain.sweep.study.report.analysis import Group, finished_cells, groups_of
+from megalowbit.pretrain.sweep.study.report.analysis import Group, finished_cells, groups_of, unpaired
 from megalowbit.pretrain.sweep.study.report.page import page
 from megalowbit.pretrain.sweep.study.report.power_law import LEAST_SIZES
 from megalowbit.pretrain.sweep.study.report.sizes import count_parameters, trends_of
@@ -53,8 +53,10 @@ def write_report(
     sizes = {group.size for group in groups if study.size(group.size).stress_of is None}
     is_wide = len(sizes) >= LEAST_SIZES
     trends = trends_of(groups, count_parameters(cells)) if is_wide else []
-    text = "\n\n".join(part for part in (markdown(groups), trends_markdown(trends)) if part)
+    missing = unpaired(study, cells, groups)
+    text = "\n\n".join(part for part in (markdown(groups), trends_markdown(trends), *missing) if part)
     data = {**to_json(study, description, cells, groups, out), "sizes": [each.to_dict() for each in trends]}
+    data["unpaired"] = missing
     with atomic_file(out / STUDY_JSON) as file:
         file.write(to_text(data))
     for name, content in (("study.md", text + "\n"), ("study.html", page(out.name, groups, trends, data))):

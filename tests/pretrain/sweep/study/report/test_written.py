@@ -33,6 +33,28 @@ def test_cells_of_another_study_or_with_other_settings_are_not_reported(study, t
         assert (out / "study.json").read_text() == "of this study"
 
 
+def test_a_report_without_pairs_says_what_is_finished(study, tmp_path, capsys):
+    out = tmp_path / "out"
+    cells = {(cell.label, cell.seed): cell for cell in cells_of(read_study(study), out, PROGRAM)}
+    (text,) = read_study(study).texts
+    done = call_main(TOOL, study, "--out", out, "--report", capsys=capsys)
+    assert "No cell is finished: 4 are left." in done.stdout
+    folder = next(iter(cells.values())).text_folder
+    facts = write_text(text, folder, heldout_bytes=3000)
+    for finished, has_pair in ((("nvfp4", 2), False), (("bf16", 1), False), (("bf16", 2), True)):
+        cell = cells[finished]
+        settings = cell.settings(facts)
+        cell.write("cell.json", settings)
+        cell.write("result.json", {**RESULT, "settings": settings, "losses": [1.0] * 8})
+        done = call_main(TOOL, study, "--out", out, "--report", capsys=capsys)
+        assert done.returncode == 0, done.stderr
+        assert ("No gaps for tiny, 8 steps, text parts" in done.stdout) != has_pair
+        assert ("no run has a seed in common with bf16" in (out / "study.html").read_text()) != has_pair
+        assert bool(json.loads((out / "study.json").read_text())["unpaired"]) != has_pair
+        if finished == ("bf16", 1):
+            assert "Finished seeds: bf16: 1; nvfp4: 2." in (out / "study.md").read_text()
+
+
 def test_results_of_other_cells_and_incomplete_ones_are_not_reported(study, tmp_path, capsys):
     out = tmp_path / "out"
     one, two, *_ = cells_of(read_study(study), out, PROGRAM)
