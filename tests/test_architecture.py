@@ -44,6 +44,7 @@ ALLOWED = {
     "supervision": {"distributed"},
     "config": {"optim", "layers", "supervision"},
     "cluster": {"distributed"},
+    "report": {"telemetry"},
     "engine": {"distributed", "layers", "families", "optim", "checkpoints", "hf", "supervision", "config"},
     "pretrain": {
         "distributed",
@@ -58,8 +59,9 @@ ALLOWED = {
         "supervision",
         "config",
         "engine",
+        "report",
     },
-    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain"},
+    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain", "report"},
 }
 MAX_ENTRIES = 14  # of a folder; the rooms themselves are the plan
 MAX_LINES = 500

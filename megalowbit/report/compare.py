@@ -147,10 +147,9 @@ def why_not_comparable(run: RunRecords, reference: RunRecords) -> str | None:
     if differing:
         return f"they differ in {' and '.join(differing)}, so their losses are of other predictions"
     tokens = [each.tokens_per_step for each in (run, reference)]
-    if None not in tokens and abs(tokens[0] - tokens[1]) > 1e-6 * tokens[1]:  # type: ignore[operator]
-        return (
-            f"a step has {tokens[0]:,.0f} and {tokens[1]:,.0f} tokens, so equal steps have not seen equally much text"
-        )
+    own, peer = tokens
+    if own is not None and peer is not None and abs(own - peer) > 1e-6 * peer:
+        return f"a step has {own:,.0f} and {peer:,.0f} tokens, so equal steps have not seen equally much text"
     return None
 
 
@@ -159,8 +158,8 @@ def cautions(run: RunRecords, reference: RunRecords) -> list[str]:
     found = []
     if is_other_order(run, reference):
         found.append(
-            "The two runs read the text in another order, so the gap has the noise of different batches. With equal "
-            "seeds it would be smaller."
+            "The two runs read the text in another order, so the gap has the noise of different batches. "
+            "With equal seeds it would be smaller."
         )
     last = [each.metrics.last_step for each in (run, reference)]
     if last[0] != last[1]:

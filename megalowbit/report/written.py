@@ -37,8 +37,8 @@ def write_report(folders: Sequence[Path], out: Path | None = None, *, spectra: s
         the page.
 
     Raises:
-        UserError: a folder is not that of a run with recorded steps, there are too many, or the page cannot be
-            written.
+        UserError: a folder is not that of a run with recorded steps, there are too many, or the page cannot
+            be written.
     """
     if len(folders) > MOST_RUNS:
         raise UserError(f"{len(folders)} runs are too many for one page: name at most {MOST_RUNS}")
@@ -83,9 +83,9 @@ def page(runs: Sequence[RunRecords], *, spectra: str = "") -> str:
 def _origin(drawing: Drawing) -> str:
     """How the page was made, and what its curves leave out."""
     lines = [
-        f"Curves with more than {2 * drawing.bins:,} steps are drawn through the lowest and the highest value of each of "
-        f"{drawing.bins:,} bins of equal width; means are over all steps. Values under the pointer are read from the "
-        "picture, so they are exact to about a thousandth of the range.",
-        f"Written by megalowbit report on {time.strftime('%Y-%m-%d at %H:%M %Z')}, from the files of the run folders only.",
+        f"Curves with more than {2 * drawing.bins:,} steps are drawn through the lowest and the highest "
+        f"value of each of {drawing.bins:,} bins of equal width; means are over all steps. Values under the "
+        "pointer are read from the picture, so they are exact to about a thousandth of the range.",
+        f"Written by megalowbit report on {time.strftime('%Y-%m-%d at %H:%M %Z')}.",
     ]
     return f"<footer>{paragraphs(lines, 'note')}</footer>"

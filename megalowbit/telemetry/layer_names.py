@@ -18,8 +18,7 @@ def short_names(layers: Sequence[str]) -> dict[str, str]:
 
 def _printable(name: str) -> str:
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode("ascii")
-        for each in name
+        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in name
     )
 
 

@@ -18,9 +18,9 @@ DRIVER = shutil.which("chromedriver")
 MISSING = "chromium and chromedriver are not installed: apt-get install chromium chromium-driver"
 NEEDS_BROWSER = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING)
 FLAGS = [
-    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
+    "--disable-sync", "--disable-extensions", "--host-resolver-rules=MAP * ~NOTFOUND",
 ]  # fmt: skip
 SECONDS = 60
 
@@ -35,7 +35,11 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}]
         self.cdp("Emulation.setEmulatedMedia", features=scheme)
         self.cdp(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         self._post("url", url=Path(path).resolve().as_uri())
 
@@ -49,7 +53,9 @@ class Browser:
 
     def picture(self, path, *, is_whole=True):
         """Write a PNG of the page, or of what fits on the screen."""
-        made = self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=is_whole, **self._clip(is_whole))
+        made = self.cdp(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=is_whole, **self._clip(is_whole)
+        )
         Path(path).write_bytes(base64.b64decode(made["data"]))
 
     def move_to(self, x, y):
@@ -79,12 +85,21 @@ def post(address, content, method="POST"):
 def open_browser():
     """A browser with a profile of its own; both are gone afterwards."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        env = {**os.environ, "HOME": home, "NO_PROXY": "localhost,127.0.0.1", "no_proxy": "localhost,127.0.0.1"}
+        env = {
+            **os.environ,
+            "HOME": home,
+            "NO_PROXY": "localhost,127.0.0.1",
+            "no_proxy": "localhost,127.0.0.1",
+        }
         command = [DRIVER, "--port=0"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as driver:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        ) as driver:
             try:
                 lines = iter(driver.stdout.readline, "")
-                port = next(found[1] for line in lines if (found := re.search(r"successfully on port (\d+)", line)))
+                port = next(
+                    found[1] for line in lines if (found := re.search(r"successfully on port (\d+)", line))
+                )
                 address = f"http://127.0.0.1:{port}"
                 chrome = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={home}/profile"]}
                 wanted = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}

@@ -3,9 +3,9 @@
     megalowbit report runs/gpt2_tiny_fp4
     megalowbit report runs/bf16 runs/nvfp4 runs/nvfp4-seed-2 --out compared.html
 
-The page is one HTML file that needs no network: losses, gaps to the first run with their noise, loss scale and
-skipped steps, speed, memory, saturation and SNR by layer, precisions, what differs, environment, configuration.
-A run may still be training. docs/report.md explains the page.
+The page is one HTML file that needs no network: losses, gaps to the first run with their noise, loss scale
+and skipped steps, speed, memory, saturation and SNR by layer, precisions, what differs, environment,
+configuration. A run may still be training. docs/report.md explains the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def build_parser() -> argparse.ArgumentParser:
         "runs", nargs="+", type=Path, metavar="RUN", help="a run folder; the first one is the reference"
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page (default: report.html in the folder of the only run)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="the page (default: report.html in the folder of the only run)",
     )
     return parser
 

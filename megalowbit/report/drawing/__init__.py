@@ -1,1 +1,1 @@
-"""What pages are drawn with: axes, charts, heat maps, tables, a style for light and dark, desktop and phone."""
+"""What pages are drawn with: axes, charts, heat maps, tables, one style for light, dark, desktop, phone."""

@@ -12,7 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 TICKS = 5
 STEPS = (1, 2, 5, 10)
 MARGIN = 0.05  # of the range, left free below and above the values
-WIDE = 30.0  # largest value over median from which an axis is logarithmic: less would hide all but the largest
+WIDE = (
+    30.0  # largest value over median from which an axis is logarithmic: less would hide all but the largest
+)
 
 
 @dataclass(frozen=True)

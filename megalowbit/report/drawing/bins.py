@@ -42,6 +42,18 @@ def thinned(x: Numbers, y: Numbers, bins: int = BINS) -> tuple[Numbers, Numbers]
     return x[kept], y[kept]
 
 
+def bin_means(x: Numbers, y: Numbers, bins: int = BINS) -> tuple[Numbers, Numbers]:
+    """The mean of each bin, at its first x: for shares, whose sum stays 1.
+
+    `y` is (…, points), averaged along its last axis.
+    """
+    if len(x) <= bins:
+        return x, y
+    starts = _starts(x, bins)
+    sizes = np.diff(np.append(starts, len(x)))
+    return x[starts], np.add.reduceat(y, starts, axis=-1) / sizes
+
+
 def places(x: Numbers, bins: int = BINS) -> Numbers:
     """The first x of each bin that has one: where to draw marks of events."""
     return x if len(x) <= bins else x[_starts(x, bins)]

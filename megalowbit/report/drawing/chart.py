@@ -118,7 +118,9 @@ class Chart:
         if x is None:
             ends = [values for part in self.parts for values in _ends(part.x)]
             x = Axis(min(ends, default=0.0), max(ends, default=1.0))
-        y = self.y or axis_of(np.concatenate([_heights(part) for part in with_height] or [np.zeros(0)]), base=self.base)
+        y = self.y or axis_of(
+            np.concatenate([_heights(part) for part in with_height] or [np.zeros(0)]), base=self.base
+        )
         return x, y
 
     def html(self) -> str:
@@ -167,7 +169,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def _legend(parts: Sequence[Line | Band | Marks | Dots]) -> str:
-    entries = {}
+    entries: dict[str, str] = {}
     for part in parts:
         if isinstance(part, Dots) or not part.label:
             continue

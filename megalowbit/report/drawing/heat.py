@@ -28,7 +28,7 @@ ANCHORS = (
 LEVELS = 255  # colours; index 255 is a cell without a value
 EMPTY = 255
 ROW_PIXELS = 13
-LEAST_PIXELS, MOST_PIXELS = 70, 620  # height of a map
+LEAST_PIXELS, MOST_PIXELS = 70, 440  # height of a map
 LABEL_PIXELS = 11
 
 
@@ -73,7 +73,7 @@ class Heat:
         x_texts = "".join(
             f'<i class="x" style="left:{100 * (value - self.start) / ((last - self.start) or 1):.2f}%">'
             f"{escape(number_text(value))}</i>"
-            for value in ticks(self.start, last, 4)
+            for value in ticks(self.start, last)
         )
         data = {
             "low": repr(self.low),
@@ -89,7 +89,7 @@ class Heat:
         return (
             f'<figure class="chart heat"><figcaption>{escape(self.title)}</figcaption>'
             f'<div class="plot map" style="height:{height}px" {attributes}>'
-            f'<img alt="{escape(self.title)}: {len(self.rows)} layers by {len(self.columns)} columns of steps" '
+            f'<img alt="{escape(self.title)}: {len(self.rows)} layers, {len(self.columns)} columns of steps" '
             f'src="data:image/png;base64,{base64.b64encode(_png(wide, palette)).decode()}">'
             f'{labels}{x_texts}<i class="name">step</i></div></figure>'
         )
@@ -100,7 +100,7 @@ def colour_bar(low: str, high: str) -> str:
     stops = ",".join(f"rgb({r},{g},{b})" for r, g, b in ANCHORS)
     return (
         f'<p class="bar"><span>{escape(low)}</span><b style="background:linear-gradient(90deg,{stops})"></b>'
-        f'<span>{escape(high)}</span><span class="soft">blank: nothing was counted</span></p>'
+        f'<span>{escape(high)}</span><span class="soft">hatched: nothing was counted</span></p>'
     )
 
 
@@ -118,7 +118,7 @@ def value_range(cells: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
     if not numbers.size:
         return 0.0, 1.0
     low, high = float(numbers.min()), float(numbers.max())
-    return (low, high) if high > low else (low, low + (abs(low) or 1.0))
+    return low, high
 
 
 def _indices(cells: NDArray[np.float64], low: float, high: float, categories: int) -> NDArray[np.uint8]:

@@ -122,7 +122,9 @@ def read_metrics(path: Path) -> Metrics:
     reader, damaged, is_torn = _Reader(), [], False
     try:
         if not path.is_file():
-            raise UserError(f"{path} does not exist: name a run that has recorded a step, or wait for its first")
+            raise UserError(
+                f"{path} does not exist: name a run that has recorded a step, or wait for its first"
+            )
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
@@ -157,7 +159,9 @@ def _metrics(reader: _Reader, notes: list[str]) -> Metrics:
     steps = np.array(reader.steps, dtype=np.float64)
     unique = np.unique(steps)
     if len(unique) < len(steps):
-        notes.append(f"{counted(len(steps) - len(unique), 'step')} occurred twice; the last line of each counts.")
+        notes.append(
+            f"{counted(len(steps) - len(unique), 'step')} occurred twice; the last line of each counts."
+        )
     first, last = int(unique[0]), int(unique[-1])
     missing = last - first + 1 - len(unique)
     if missing or first > 1:
@@ -166,7 +170,9 @@ def _metrics(reader: _Reader, notes: list[str]) -> Metrics:
         steps=unique,
         columns={name: _column(*pair) for name, pair in reader.values.items() if name != "step"},
         texts=dict(reader.texts),
-        nonfinite={name: np.unique(np.array(found, dtype=np.float64)) for name, found in reader.nonfinite.items()},
+        nonfinite={
+            name: np.unique(np.array(found, dtype=np.float64)) for name, found in reader.nonfinite.items()
+        },
         notes=tuple(notes),
     )
 

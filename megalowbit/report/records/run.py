@@ -108,7 +108,9 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
 
 def _read(folder: Path, label: str) -> RunRecords:
     if not folder.is_dir():
-        raise UserError(f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: name a run folder")
+        raise UserError(
+            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: name a run folder"
+        )
     config = folder / CONFIG
     if not config.is_file():
         raise UserError(f"{folder} is not a run folder (no {CONFIG}): name the folder of a run")

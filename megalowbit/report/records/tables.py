@@ -29,6 +29,7 @@ COUNTS = ("elements", "saturated", "underflow", "nonfinite", "squared_error", "s
 ROLES = ("input", "weight", "grad_output")
 Cells = NDArray[np.float64]
 
+
 @dataclass(frozen=True)
 class Sampled:
     """Lines of some steps of a file.
@@ -47,6 +48,7 @@ class Sampled:
     num_damaged: int
     misses: int
 
+
 @dataclass(frozen=True)
 class Grids:
     """Rates by layer and step.
@@ -64,6 +66,7 @@ class Grids:
     cells: Mapping[str, Mapping[str, Cells]]
     nonfinite: Mapping[tuple[str, str], int]
     note: str
+
 
 @dataclass(frozen=True)
 class Checks:
@@ -86,6 +89,7 @@ class Checks:
     measured: Mapping[str, Cells]
     misses: int
     note: str
+
 
 def read_sampled(path: Path, columns: int = COLUMNS) -> Sampled | None:
     """Lines of at most about `columns` steps, evenly spaced, the first and the last included.
@@ -117,6 +121,7 @@ def read_sampled(path: Path, columns: int = COLUMNS) -> Sampled | None:
         raise file_system_error(message, error) from error
     return Sampled(picked, rows, len(steps), damaged, misses)
 
+
 def _places(path: Path) -> tuple[dict[int, list[tuple[int, int]]], int, int]:
     """For each step, where its lines begin and end, in bytes; damaged lines; lines with a miss."""
     places: dict[int, list[tuple[int, int]]] = {}
@@ -140,10 +145,12 @@ def _places(path: Path) -> tuple[dict[int, list[tuple[int, int]]], int, int]:
             offset = end
     return places, damaged, misses
 
+
 def _lines_at(file: Any, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
     for start, end in spans:
         file.seek(start)
         yield from file.read(end - start).splitlines()
+
 
 def _parsed(lines: Iterator[bytes], step: int) -> tuple[list[dict[str, Any]], int]:
     found, damaged = [], 0
@@ -158,6 +165,7 @@ def _parsed(lines: Iterator[bytes], step: int) -> tuple[list[dict[str, Any]], in
         else:
             damaged += 1
     return found, damaged
+
 
 def read_grids(run: Path) -> Grids | None:
     """Saturation, underflow and SNR by layer, role and step; None if the run has no such file.
@@ -193,6 +201,7 @@ def read_grids(run: Path) -> Grids | None:
         note += f" {sampled.num_damaged:,} damaged lines of {LAYERS} are left out."
     return Grids(layers, sampled.steps, cells, nonfinite, note) if layers else None
 
+
 def read_checks(run: Path) -> Checks | None:
     """Precisions and measured SNRs by layer, product and step; None if the run has no such file.
 
@@ -203,7 +212,11 @@ def read_checks(run: Path) -> Checks | None:
     if sampled is None:
         return None
     keyed = [
-        {(row["layer"], str(row.get("product"))): row for row in rows if isinstance(row.get("precision"), str)}
+        {
+            (row["layer"], str(row.get("product"))): row
+            for row in rows
+            if isinstance(row.get("precision"), str)
+        }
         for rows in sampled.rows
     ]
     layers = list(dict.fromkeys(layer for each in keyed for layer, _ in each))
@@ -224,8 +237,10 @@ def read_checks(run: Path) -> Checks | None:
         note = f"The maps show {len(sampled.steps)} of {sampled.num_steps:,} precision checks. {note}"
     return Checks(layers, sampled.steps, candidates, precision, measured, sampled.misses, note)
 
+
 def _counts(row: Mapping[str, Any]) -> NDArray[np.float64]:
     return np.array([_finite(row.get(name)) for name in COUNTS])
+
 
 def _finite(value: object) -> float:
     """A number; NaN for anything else."""
@@ -236,17 +251,22 @@ def _finite(value: object) -> float:
     except OverflowError:
         return math.nan
 
+
 def _saturation(counts: NDArray[np.float64]) -> float:
     return 100 * _ratio(counts[1], counts[0])
 
+
 def _underflow(counts: NDArray[np.float64]) -> float:
     return 100 * _ratio(counts[2], counts[0])
+
 
 def _snr(counts: NDArray[np.float64]) -> float:
     error, norm = counts[4], counts[5]
     return 10 * math.log10(norm / error) if error > 0 and norm > 0 else math.nan
 
+
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else math.nan
+
 
 Measure = Callable[[NDArray[np.float64]], float]

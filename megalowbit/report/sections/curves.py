@@ -1,7 +1,7 @@
 """Charts of the figures of a step, one line for each run, over steps or tokens.
 
-A figure that scatters from step to step is drawn twice: pale through the lowest and highest value of each bin,
-so that no spike is lost, and bold as the mean of the last steps.
+A figure that scatters from step to step is drawn twice: pale through the lowest and highest value of each
+bin, so that no spike is lost, and bold as the mean of the last steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from megalowbit.report.records.metrics import Column
 from megalowbit.report.records.run import RunRecords
 
 Numbers = NDArray[np.float64]
-WINDOWS = 50  # a mean is over this part of the steps of the longest run
+WINDOWS = 100  # a mean is over this part of the steps of the longest run
+LEAST_WINDOW = 4
 MOST_POINTS = 9000  # of all runs in a picture; more runs get fewer bins
 
 
@@ -67,7 +68,7 @@ class Drawing:
     @cached_property
     def window(self) -> int:
         """Steps of a running mean."""
-        return max(1, max(run.metrics.last_step for run in self.runs) // WINDOWS)
+        return max(LEAST_WINDOW, max(run.metrics.last_step for run in self.runs) // WINDOWS)
 
     def name(self, run: RunRecords, what: str) -> str:
         """What a line is called: the run, if there are several."""
@@ -82,9 +83,14 @@ class Drawing:
                 continue
             x, y = self.x(run, known.steps), factor * known.values
             label = self.name(run, what)
-            is_smoothed = self.window > 1 and len(y) > 2 * self.window
+            is_smoothed = len(y) > 2 * self.window
             found.append(
-                Line("" if is_smoothed else label, *extremes(x, y, self.bins), style, "faint" if is_smoothed else "line")
+                Line(
+                    "" if is_smoothed else label,
+                    *extremes(x, y, self.bins),
+                    style,
+                    "faint" if is_smoothed else "line",
+                )
             )
             if is_smoothed:
                 found.append(Line(label, *thinned(x, running_mean(y, self.window), self.bins), style))
@@ -127,7 +133,15 @@ class Drawing:
         if not any(isinstance(part, (Line, Band, Dots)) and np.size(part.x) for part in parts):
             return ""
         return Chart(
-            title=title, parts=parts, unit=unit, x=self.axis, y=y, x_name=self.x_name, base=base, note=note, is_wide=is_wide
+            title=title,
+            parts=parts,
+            unit=unit,
+            x=self.axis,
+            y=y,
+            x_name=self.x_name,
+            base=base,
+            note=note,
+            is_wide=is_wide,
         ).html()
 
 

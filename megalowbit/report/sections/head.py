@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 import numpy as np
@@ -23,7 +24,9 @@ def head(drawing: Drawing) -> str:
     if len(runs) == 1:
         run = runs[0]
         tiles = "".join(
-            f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>" for name, value in key_figures(run) if value
+            f"<div><span>{escape(name)}</span><b>{escape(value)}</b></div>"
+            for name, value in key_figures(run)
+            if value
         )
         title, below = run.label, f'<div class="tiles">{tiles}</div>'
         about = f"{run.recipe}, {run.setting(f'{BLOCK}.precision', '?')} · {run.state}"
@@ -31,15 +34,20 @@ def head(drawing: Drawing) -> str:
         title = f"{runs[0].label} and {counted(len(runs) - 1, 'other run')}"
         about = f"Compared with the first run, {runs[0].label}."
         below = _comparison(runs)
-    return f"<h1>{escape(title)}</h1><p class=\"soft\">{escape(about)}</p>{below}{_warnings(runs)}"
+    return f'<h1>{escape(title)}</h1><p class="soft">{escape(about)}</p>{below}{_warnings(runs)}'
 
 
-def _comparison(runs: list[RunRecords] | tuple[RunRecords, ...]) -> str:
+def _comparison(runs: Sequence[RunRecords]) -> str:
     figures = [dict(key_figures(run)) for run in runs]
     names = [name for name in figures[0] if any(each.get(name) for each in figures)]
     names += [name for each in figures for name in each if each[name] and name not in names]
-    rows = [[run.label, run.recipe, *(each.get(name) or "–" for name in dict.fromkeys(names))] for run, each in zip(runs, figures, strict=True)]
-    keys = legend([(f"line {style_class(number)}", f"{run.label}: {run.state}") for number, run in enumerate(runs)])
+    rows = [
+        [run.label, run.recipe, *(each.get(name) or "–" for name in dict.fromkeys(names))]
+        for run, each in zip(runs, figures, strict=True)
+    ]
+    keys = legend(
+        [(f"line {style_class(number)}", f"{run.label}: {run.state}") for number, run in enumerate(runs)]
+    )
     return keys + table(["run", "recipe", *dict.fromkeys(names)], rows)
 
 
@@ -57,7 +65,7 @@ def key_figures(run: RunRecords) -> list[tuple[str, str]]:
         ("time in steps", "" if seconds is None else duration_text(seconds)),
         ("tokens/s, median", _amount(_median(run, "tokens_per_second"))),
         ("MFU, median", _percent(_median(run, "mfu"))),
-        ("saturated, output gradients", _percent(metrics.column(SATURATION_RATE).last)),
+        ("saturated gradients", _percent(metrics.column(SATURATION_RATE).last)),
     ]
 
 
@@ -99,9 +107,11 @@ def _percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.3g} %"
 
 
-def _warnings(runs: list[RunRecords] | tuple[RunRecords, ...]) -> str:
+def _warnings(runs: Sequence[RunRecords]) -> str:
     lines = [f"{run.label}: {line}" if len(runs) > 1 else line for run in runs for line in warnings(run)]
-    return f'<ul class="warnings">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>' if lines else ""
+    return (
+        f'<ul class="warnings">{"".join(f"<li>{escape(line)}</li>" for line in lines)}</ul>' if lines else ""
+    )
 
 
 def warnings(run: RunRecords) -> list[str]:
@@ -110,18 +120,24 @@ def warnings(run: RunRecords) -> list[str]:
     found = list(metrics.notes)
     strange = metrics.nonfinite.get("loss")
     if strange is not None:
-        found.append(f"The loss was not finite in {counted(len(strange), 'step')}, first in step {int(strange[0]):,}.")
+        found.append(
+            f"The loss was not finite in {counted(len(strange), 'step')}, first in step {int(strange[0]):,}."
+        )
     skipped = metrics.skipped
     if len(skipped):
         share = 100 * len(skipped) / len(metrics.steps)
         found.append(
-            f"{counted(len(skipped), 'step')} ({share:.2g} %) skipped because gradients overflowed, the last one step "
-            f"{int(skipped[-1]):,}."
+            f"Skipped because gradients overflowed: {counted(len(skipped), 'step')} ({share:.2g} %), "
+            f"the last one step {int(skipped[-1]):,}."
         )
     rollbacks = metrics.column("rollbacks").last
     if rollbacks:
-        found.append(f"The run was rolled back {counted(int(rollbacks), 'time')}; steps that were repeated are gone.")
+        found.append(
+            f"The run was rolled back {counted(int(rollbacks), 'time')}; the steps before are not recorded."
+        )
     if run.grids is not None and run.grids.nonfinite:
         (layer, role), count = max(run.grids.nonfinite.items(), key=lambda each: each[1])
-        found.append(f"Operands had elements that were inf or NaN, most of them {role} of {layer} ({count:,}).")
+        found.append(
+            f"Operands had elements that were inf or NaN, most of them {role} of {layer} ({count:,})."
+        )
     return found

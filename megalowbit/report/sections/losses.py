@@ -13,7 +13,7 @@ from megalowbit.report.compare import (
     noise_floor,
     why_not_comparable,
 )
-from megalowbit.report.drawing.chart import NUM_COLOURS, Band, Dots, Line
+from megalowbit.report.drawing.chart import NUM_COLOURS, Band, Dots, Line, Marks
 from megalowbit.report.drawing.document import paragraphs, table
 from megalowbit.report.records.run import BLOCK, RunRecords
 from megalowbit.report.sections.curves import Drawing, grid
@@ -23,23 +23,23 @@ SOURCE = "loss/"
 
 def losses(drawing: Drawing) -> str:
     """Training and validation loss."""
-    parts = list(drawing.smooth("loss", "training, mean"))
+    parts: list[Line | Marks | Dots] = list(drawing.smooth("loss", "training, mean"))
     for style, run in enumerate(drawing.runs):
         strange = run.metrics.nonfinite.get("loss", np.zeros(0))
         if len(strange):
             label = f"{drawing.name(run, 'loss')} not finite ({len(strange):,} steps)"
-            parts.append(drawing.marks(run, strange, label, style))  # type: ignore[arg-type]
+            parts.append(drawing.marks(run, strange, label, style))
     is_one = len(drawing.runs) == 1
     if is_one:
         parts += _validation(drawing, "validation/loss", "validation", 1)
-    window = f" Bold: mean of the last {drawing.window:,} steps." if drawing.window > 1 else ""
-    note = f"Pale: lowest and highest step of each of {drawing.bins:,} bins, so that no spike is lost.{window}"
+    window = f" Bold: mean of the last {drawing.window:,} steps."
+    note = (
+        f"Pale: lowest and highest step of each of {drawing.bins:,} bins, so that no spike is lost.{window}"
+    )
     longest = max(run.metrics.last_step for run in drawing.runs)
     note = note if longest > 2 * drawing.bins else f"Pale: every step.{window}"
     charts = [drawing.chart("Training loss", parts, "nats", base=None, note=note, is_wide=True)]
-    if not is_one:
-        charts.append(_validation_chart(drawing))
-    elif drawing.runs[0].metrics.column("validation/bf16_loss"):
+    if not is_one or drawing.runs[0].metrics.column("validation/bf16_loss"):
         charts.append(_validation_chart(drawing))
     charts.append(_sources(drawing))
     return grid(charts)
@@ -61,12 +61,19 @@ def _validation_chart(drawing: Drawing) -> str:
         own, plain = (run.metrics.column(f"validation/{name}").finite() for name in ("loss", "bf16_loss"))
         if len(own.steps):
             x = drawing.x(run, own.steps)
-            parts += [Line("as the run rounds" if is_one else run.label, x, own.values, style), Dots(x, own.values, style=style)]
+            parts += [
+                Line("as the run rounds" if is_one else run.label, x, own.values, style),
+                Dots(x, own.values, style=style),
+            ]
         if len(plain.steps):
             label = "nothing quantised" if is_one else f"{run.label}, nothing quantised"
             other = 1 if is_one else style + NUM_COLOURS
             parts.append(Line(label, drawing.x(run, plain.steps), plain.values, other))
-    texts = {str(run.setting(f"{BLOCK}.data.validation")) for run in drawing.runs if run.metrics.column("validation/loss")}
+    texts = {
+        str(run.setting(f"{BLOCK}.data.validation"))
+        for run in drawing.runs
+        if run.metrics.column("validation/loss")
+    }
     note = "The runs validate on different texts: their losses cannot be compared." if len(texts) > 1 else ""
     return drawing.chart("Validation loss", parts, "nats", note=note)
 
@@ -101,7 +108,9 @@ def gaps(drawing: Drawing) -> str:
             found[run.label] = gap
             lines += [f"{run.label}: {each}" for each in cautions(run, reference)]
             if gap.num_left_out:
-                lines.append(f"{run.label}: {gap.num_left_out:,} steps are left out, because a loss is not finite.")
+                lines.append(
+                    f"{run.label}: {gap.num_left_out:,} steps are left out, because a loss is not finite."
+                )
     if not found:
         return paragraphs(lines)
     repeats = [run.label for run in others if run.label in found and is_repeat(run, reference)]
@@ -121,7 +130,10 @@ def _gap_chart(drawing: Drawing, found: dict[str, Gap], floor: float | None) -> 
             continue
         x = drawing.x(run, gap.steps)
         low, high = gap.means - ERRORS * gap.errors, gap.means + ERRORS * gap.errors
-        parts += [Band("", x, low, high, style), Line(f"{run.label} − {drawing.runs[0].label}", x, gap.means, style)]
+        parts += [
+            Band("", x, low, high, style),
+            Line(f"{run.label} − {drawing.runs[0].label}", x, gap.means, style),
+        ]
     return drawing.chart(
         "Gap of the training loss", parts, f"nats, to {drawing.runs[0].label}; above 0: worse", is_wide=True
     )
@@ -163,22 +175,22 @@ def _meaning(reference: RunRecords, found: dict[str, Gap]) -> str:
     blocks = sorted({gap.block for gap in found.values()})
     correlations = ", ".join(f"{gap.correlation:.2f}" for gap in found.values())
     return (
-        f"A point is the mean over {' or '.join(f'{each:,}' for each in blocks)} steps of the loss minus that of "
-        f"{reference.label} at the same step. The coloured band is ± 2 standard errors of this mean: the standard "
-        "deviation of the differences of single steps in the block ÷ √steps, × √((1 + ρ) / (1 − ρ)) for the "
-        f"correlation ρ of neighbouring differences ({correlations}). It is the noise of single batches. It does not "
-        "contain what another seed would change."
+        f"A point is the mean over {' or '.join(f'{each:,}' for each in blocks)} steps of the loss minus "
+        f"that of {reference.label} at the same step. The coloured band is ± 2 standard errors of this mean: "
+        "the standard deviation of the differences of single steps in the block ÷ √steps, × "
+        f"√((1 + ρ) / (1 − ρ)) for the correlation ρ of neighbouring differences ({correlations}). It is the "
+        "noise of single batches. It does not contain what another seed would change."
     )
 
 
 def _floor_text(repeats: list[str], floor: float | None) -> str:
     if floor is None:
         return (
-            "How far another seed would move the gap is not known here: train the reference again with another "
-            "megalowbit.run.seed and name that run as well, or use megalowbit study."
+            "How far another seed would move the gap is not known here: train the reference again with "
+            "another megalowbit.run.seed and name that run as well, or use megalowbit study."
         )
     return (
-        f"Noise floor: {floor:.4f} nats, the grey band. It is the root mean square of the gaps, in the last half of the "
-        f"blocks, of runs that differ from the reference in their seeds only: {', '.join(repeats)}."
+        f"Noise floor: {floor:.4f} nats, the grey band. It is the root mean square of the gaps, in the last "
+        "half of the blocks, of runs that differ from the reference in their seeds only: "
+        f"{', '.join(repeats)}."
     )
-

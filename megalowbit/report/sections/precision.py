@@ -7,8 +7,10 @@ from html import escape
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megalowbit.report.drawing.axis import Axis
+from megalowbit.report.drawing.bins import bin_means
 from megalowbit.report.drawing.chart import Band, Chart
 from megalowbit.report.drawing.document import paragraphs, table
 from megalowbit.report.drawing.heat import Heat, colour_bar, value_range
@@ -19,6 +21,8 @@ from megalowbit.telemetry.layer_names import short_names
 
 SHARE = "speculation/share_"
 SUM = "8bit_or_less"  # the sum of others
+HIGH = ("bf16", "fp16", "fp32")  # drawn in grey
+GREY = (138, 143, 152)
 # Okabe and Ito's colours, as the lines of the light page have them
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (184, 96, 154), (181, 122, 0), (58, 148, 201))
 
@@ -26,7 +30,14 @@ COLOURS = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (184, 96, 154), (181, 122
 def precisions(drawing: Drawing) -> str:
     """Formats of each run, and for runs with speculation the precisions over time."""
     drawn = table(
-        ["run", "recipe", "formats: input, weight, output gradient", "layers in low bits", "weights in them", "late switch"],
+        [
+            "run",
+            "recipe",
+            "formats: input, weight, output gradient",
+            "layers in low bits",
+            "weights in them",
+            "late switch",
+        ],
         [_formats(run) for run in drawing.runs],
     )
     drawn += grid([_shares(drawing, run) for run in drawing.runs])
@@ -39,20 +50,22 @@ def precisions(drawing: Drawing) -> str:
 
 def _formats(run: RunRecords) -> list[str]:
     attempt: Mapping[str, Any] = run.attempts[-1] if run.attempts else {}
-    formats, layers = attempt.get("formats"), attempt.get("low_bit_layers")
-    weights, all_weights = attempt.get("low_bit_weights"), attempt.get("parameters")
-    texts = ", ".join(str(each) for each in formats.values()) if isinstance(formats, Mapping) else "–"
-    converted = "–"
-    if _is_count(layers):
-        converted = f"{layers:,} of {layers + (attempt.get('kept_layers') or 0):,}"
+    formats = attempt.get("formats")
+    names = ("low_bit_layers", "kept_layers", "low_bit_weights", "parameters")
+    layers, kept, weights, parameters = (_count(attempt.get(name)) for name in names)
+    texts = ", ".join(str(each) for each in formats.values()) if isinstance(formats, Mapping) else ""
+    converted = share = "–"
+    if layers is not None and kept is not None:
+        converted = f"{layers:,} of {layers + kept:,}"
     elif run.grids is not None:
         converted = f"{len(run.grids.layers):,}"
-    share = f"{100 * weights / all_weights:.1f} % of all" if _is_count(weights) and _is_count(all_weights) and all_weights else "–"
-    return [run.label, run.recipe, texts, converted, share, _switch(run)]
+    if weights is not None and parameters:
+        share = f"{100 * weights / parameters:.1f} % of all"
+    return [run.label, run.recipe, texts or "–", converted, share, _switch(run)]
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and value >= 0
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _switch(run: RunRecords) -> str:
@@ -66,45 +79,64 @@ def _switch(run: RunRecords) -> str:
 
 def _shares(drawing: Drawing, run: RunRecords) -> str:
     """Areas of the shares over time, the lowest precision at the bottom."""
-    names = [name for name in run.metrics.columns if name.startswith(SHARE) and not name.endswith(SUM)]
+    names = candidates(run)
     if not names:
         return ""
-    columns = [run.metrics.column(name) for name in names]
+    columns = [run.metrics.column(f"{SHARE}{name}") for name in names]
     steps = columns[0].steps
     values = np.stack([100 * np.nan_to_num(np.interp(steps, each.steps, each.values)) for each in columns])
+    x, values = bin_means(drawing.x(run, steps), values, drawing.bins)
     tops = np.cumsum(values, axis=0)
-    x = drawing.x(run, steps)
-    # a choice holds until the next check
-    edges = np.repeat(x, 2)[1:]
+    edges = np.repeat(np.append(x, drawing.x(run, run.metrics.steps[-1:])), 2)[
+        1:-1
+    ]  # held until the next check
     parts = [
-        Band(name.removeprefix(SHARE), edges, np.repeat(low, 2)[:-1], np.repeat(high, 2)[:-1], number, "area")
-        for number, (name, low, high) in enumerate(zip(names, [np.zeros(len(steps)), *tops], tops, strict=False))
+        Band(name, edges, np.repeat(low, 2), np.repeat(high, 2), None if name in HIGH else number, "area")
+        for number, (name, low, high) in enumerate(zip(names, [np.zeros(len(x)), *tops], tops, strict=False))
     ]
     title = "Precision shares" + (f", {run.label}" if len(drawing.runs) > 1 else "")
     return Chart(
-        title=title, parts=parts, unit="% of the products", x=drawing.axis, y=Axis(0.0, 100.0), x_name=drawing.x_name
+        title=title,
+        parts=parts,
+        unit="% of the products",
+        x=drawing.axis,
+        y=Axis(0.0, 100.0),
+        x_name=drawing.x_name,
     ).html()
+
+
+def candidates(run: RunRecords) -> list[str]:
+    """The precisions whose shares the run has recorded, in the order of its configuration."""
+    found = [name.removeprefix(SHARE) for name in run.metrics.columns if name.startswith(SHARE)]
+    return [name for name in found if name != SUM]
 
 
 def _maps(run: RunRecords, checks: Checks) -> str:
     names = short_names(checks.layers)
     rows = [names[layer] for layer in checks.layers]
-    colours = [COLOURS[number % len(COLOURS)] for number in range(len(checks.candidates))]
-    high = max(1, len(checks.candidates) - 1)
+    order = list(dict.fromkeys([*candidates(run), *checks.candidates]))
+    place = np.array([order.index(name) for name in checks.candidates], dtype=float)
+    colours = [GREY if name in HIGH else COLOURS[number % len(COLOURS)] for number, name in enumerate(order)]
+    high = max(1, len(order) - 1)
     common: dict[str, Any] = {"rows": rows, "columns": checks.columns}
     chosen = "".join(
         Heat(
-            title=product, cells=cells, low=0, high=high, unit=",".join(checks.candidates), colours=colours, **common
+            title=product,
+            cells=_renumbered(cells, place),
+            low=0,
+            high=high,
+            unit=",".join(order),
+            colours=colours,
+            **common,
         ).html()
         for product, cells in checks.precision.items()
     )
     keys = "".join(
-        f'<span><svg class="key" viewBox="0 0 28 8"><path style="stroke:rgb{colour};stroke-width:8" d="M0 4H28"/></svg>'
-        f"{escape(name)}</span>"
-        for name, colour in zip(checks.candidates, colours, strict=True)
+        f'<span><b class="key block" style="--c:rgb{colour}"></b>{escape(name)}</span>'
+        for name, colour in zip(order, colours, strict=True)
     )
     drawn = (
-        '<h3>Precision of each product by layer and step <span class="soft">as it ran at the check</span></h3>'
+        '<h3>Precision of each product by layer <span class="soft">as it ran at the check</span></h3>'
         f'<p class="legend">{keys}</p><div class="trio">{chosen}</div>'
     )
     measured = {product: cells for product, cells in checks.measured.items() if np.isfinite(cells).any()}
@@ -119,3 +151,8 @@ def _maps(run: RunRecords, checks: Checks) -> str:
             f'{colour_bar(f"{low_db:.3g} dB", f"{high_db:.3g} dB")}<div class="trio">{maps}</div>'
         )
     return drawn + paragraphs([checks.note], "note")
+
+
+def _renumbered(cells: NDArray[np.float64], place: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Numbers of candidates as numbers in another order."""
+    return np.where(np.isnan(cells), np.nan, place[np.nan_to_num(cells).astype(int)])

@@ -41,7 +41,9 @@ MEASURES = (
         100.0,
         "elements beyond the largest number of their format",
     ),
-    Measure("underflow", "underflow_rate", "Underflow", "%", 100.0, "elements that were not zero and became zero"),
+    Measure(
+        "underflow", "underflow_rate", "Underflow", "%", 100.0, "elements that were not zero and became zero"
+    ),
     Measure("snr", "snr_db", "Signal-to-noise ratio", "dB", 1.0, "10·log₁₀(Σx² ÷ Σerror²); low is noisy"),
 )
 

@@ -21,7 +21,7 @@ ENVIRONMENT = {
     "processes": "processes",
     "layout": "layout",
     "megalowbit": "megalowbit",
-    "commit": "commit",
+    "code": "digest of the code",
     "python": "Python",
     "torch": "torch",
     "deepspeed": "deepspeed",
@@ -61,7 +61,9 @@ def environment(drawing: Drawing) -> str:
         drawn += _words(["environment of the last attempt", ""], rows) if rows else ""
         drawn += _attempts(run)
         if not run.attempts:
-            drawn += paragraphs(["The run was trained by a version that did not record its environment."], "note")
+            drawn += paragraphs(
+                ["The run was trained by a version that did not record its environment."], "note"
+            )
     return drawn
 
 
@@ -71,7 +73,9 @@ def origins(run: RunRecords, runs: Sequence[RunRecords]) -> list[str]:
     start = run.setting(f"{BLOCK}.model.checkpoint")
     if isinstance(start, str):
         near = [other.label for other in runs if other is not run and is_within(Path(start), other.folder)]
-        found.append(f"It starts from the weights in {start}" + (f", which are those of {near[0]}." if near else "."))
+        found.append(
+            f"It starts from the weights in {start}" + (f", which are those of {near[0]}." if near else ".")
+        )
     for other in runs:
         own = other.setting(f"{BLOCK}.model.checkpoint")
         if other is not run and isinstance(own, str) and is_within(Path(own), run.folder):
@@ -92,7 +96,9 @@ def _attempts(run: RunRecords) -> str:
     for attempt in run.attempts:
         after = attempt.get("after_step")
         begun = "from the start" if not after else f"after step {after:,}" if type(after) is int else "?"
-        rows.append([begun, *(value_text(attempt.get(key, "–")) for key in ("started", "host", "device", "layout"))])
+        rows.append(
+            [begun, *(value_text(attempt.get(key, "–")) for key in ("started", "host", "device", "layout"))]
+        )
     return "<h3>Attempts</h3>" + table(["trained", "started", "host", "device", "layout"], rows)
 
 

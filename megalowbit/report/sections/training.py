@@ -8,13 +8,20 @@ from megalowbit.report.drawing.chart import NUM_COLOURS
 from megalowbit.report.drawing.document import folded, table
 from megalowbit.report.sections.curves import Drawing, grid, is_constant
 
-GIB = "GiB"
 # columns with charts elsewhere on the page, and running totals that say nothing as a curve
 SHOWN = (
-    "loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "tokens", "tokens_per_second", "mfu", "mfu_palm",
-    "tflops_per_device", "device_memory_gib", "host_memory_gib", "skipped/rank", "precision_switched",
+    "loss", "lr", "grad_norm", "loss_scale", "skipped_steps", "tokens", "tokens_per_second",
+    "mfu", "mfu_palm", "tflops_per_device", "device_memory_gib", "host_memory_gib",
+    "skipped/rank", "precision_switched",
 )  # fmt: skip
-SHOWN_GROUPS = ("loss/", "validation/", "gradient_overflow/", "quantization/", "speculation/", "milliseconds/")
+SHOWN_GROUPS = (
+    "loss/",
+    "validation/",
+    "gradient_overflow/",
+    "quantization/",
+    "speculation/",
+    "milliseconds/",
+)
 MOST_TENSORS = 8
 
 
@@ -22,7 +29,12 @@ def optimizer(drawing: Drawing) -> str:
     """Learning rate, gradient norm, loss scale with skipped steps."""
     scales = [run.metrics.column("loss_scale") for run in drawing.runs]
     skips = [
-        drawing.marks(run, run.metrics.skipped, f"{drawing.name(run, '')} skipped steps ({len(run.metrics.skipped):,})".strip(), mark)
+        drawing.marks(
+            run,
+            run.metrics.skipped,
+            f"{drawing.name(run, '')} skipped steps ({len(run.metrics.skipped):,})".strip(),
+            mark,
+        )
         for style, run in enumerate(drawing.runs)
         if len(run.metrics.skipped)
         for mark in [1 if len(drawing.runs) == 1 else style]
@@ -31,8 +43,12 @@ def optimizer(drawing: Drawing) -> str:
     return grid(
         [
             drawing.chart("Learning rate", drawing.plain("lr", "learning rate")),
-            drawing.chart("Gradient norm", drawing.smooth("grad_norm", "before clipping"), "before clipping", base=None),
-            drawing.chart("Loss scale", [*drawing.plain("loss_scale", "loss scale"), *skips], base=2) if has_scale else "",
+            drawing.chart(
+                "Gradient norm", drawing.smooth("grad_norm", "before clipping"), "before clipping", base=None
+            ),
+            drawing.chart("Loss scale", [*drawing.plain("loss_scale", "loss scale"), *skips], base=2)
+            if has_scale
+            else "",
         ]
     ) + _overflowed(drawing)
 
@@ -46,7 +62,13 @@ def _overflowed(drawing: Drawing) -> str:
             rows.append([tensor, *([run.label] if len(drawing.runs) > 1 else []), f"{count:,}"])
         if len(counts) > MOST_TENSORS:
             rest = sum(counts.values()) - sum(count for _, count in counts.most_common(MOST_TENSORS))
-            rows.append([f"{len(counts) - MOST_TENSORS} others", *([run.label] if len(drawing.runs) > 1 else []), f"{rest:,}"])
+            rows.append(
+                [
+                    f"{len(counts) - MOST_TENSORS} others",
+                    *([run.label] if len(drawing.runs) > 1 else []),
+                    f"{rest:,}",
+                ]
+            )
     if not rows:
         return ""
     head = ["first gradient that overflowed", *(["run"] if len(drawing.runs) > 1 else []), "skipped steps"]
@@ -59,18 +81,22 @@ def machine(drawing: Drawing) -> str:
     if has_mfu:
         utilisation = drawing.chart("MFU", drawing.smooth("mfu", "MFU", 100.0), "% of the peak of one device")
     else:
-        note = "There is no MFU, because the peak of the device is not known: megalowbit.telemetry.peak_tflops sets it."
+        note = (
+            "No MFU, because the peak of the device is not known: megalowbit.telemetry.peak_tflops sets it."
+        )
         parts = drawing.smooth("tflops_per_device", "TFLOP/s")
         utilisation = drawing.chart("Model TFLOP/s", parts, "of one device", note=note)
-    memory = drawing.plain("device_memory_gib", "GPU, peak") + drawing.plain("host_memory_gib", "host", dash=NUM_COLOURS)
-    if len(drawing.runs) == 1:
-        memory = drawing.plain("device_memory_gib", "GPU, peak") + drawing.plain("host_memory_gib", "host", dash=1)
-    note = "" if len(drawing.runs) == 1 else "Full lines: GPU, peak. Dashed: host."
+    device = drawing.plain("device_memory_gib", "GPU, peak so far")
+    other = 1 if len(drawing.runs) == 1 else NUM_COLOURS  # another colour, or the run's with dashes
+    memory = device + drawing.plain("host_memory_gib", "host, resident", dash=other if device else 0)
+    note = "Full lines: GPU, peak so far. Dashed: host." if device and len(drawing.runs) > 1 else ""
     return grid(
         [
             drawing.chart("Tokens per second", drawing.smooth("tokens_per_second", "tokens/s"), "all ranks"),
             utilisation,
-            drawing.chart("Memory of the main process", memory, GIB, note=note),
+            drawing.chart(
+                "Memory of the main process", memory, "GiB" if device else "GiB of the host", note=note
+            ),
             _phases(drawing),
         ]
     )
@@ -83,7 +109,9 @@ def _phases(drawing: Drawing) -> str:
         for number, name in enumerate(names):
             phase = name.removeprefix("milliseconds/")
             label = phase if len(drawing.runs) == 1 else f"{run.label}, {phase}"
-            parts += drawing.line(run, run.metrics.column(name), label, number if len(drawing.runs) == 1 else style)
+            parts += drawing.line(
+                run, run.metrics.column(name), label, number if len(drawing.runs) == 1 else style
+            )
     return drawing.chart("Phases of the optimizer step", parts, "ms")
 
 

@@ -52,6 +52,9 @@ def test_a_run_has_its_configured_components_in_registry_order(build_job, overri
     assert found == [kind for kind in COMPONENTS if kind in found]
 
 
+MACHINE = ("tflops_per_device", "host_memory_gib")
+
+
 def test_component_columns_are_in_the_order_in_which_components_act(build_job):
     for overrides, more in (((SWITCH, *SPECULATION), "speculation"), ((SWITCH, SPLIT), "weights_split")):
         job = build_job(*overrides)
@@ -59,9 +62,9 @@ def test_component_columns_are_in_the_order_in_which_components_act(build_job):
         columns = list(train_step(job).facts)
         assert columns[0] == "loss"
         names = dict.fromkeys(name.partition("/")[0] for name in columns[columns.index("tokens") + 1 :])
-        order = ["precision_switched", "speculation", "rollbacks", "weights_split", "tflops_per_device"]
+        order = ["precision_switched", "speculation", "rollbacks", "weights_split", *MACHINE]
         assert list(names) == [
-            name for name in order if name in {"precision_switched", "rollbacks", "tflops_per_device", more}
+            name for name in order if name in {"precision_switched", "rollbacks", *MACHINE, more}
         ]
 
 
