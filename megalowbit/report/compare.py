@@ -100,7 +100,7 @@ def gap_between(run: RunRecords, reference: RunRecords) -> Gap | None:
         return None
     differences = pair[0] - pair[1]
     block = max(LEAST_STEPS, math.ceil(count / BLOCKS))
-    starts = np.arange(0, count - LEAST_STEPS + 1, block)  # a short rest joins the last block
+    starts = np.arange(0, max(1, count - block // 2), block)  # a short rest joins the last block
     sizes = np.diff(np.append(starts, count))
     means = np.add.reduceat(differences, starts) / sizes
     rest = differences - np.repeat(means, sizes)
@@ -164,20 +164,21 @@ def cautions(run: RunRecords, reference: RunRecords) -> list[str]:
     last = [each.metrics.last_step for each in (run, reference)]
     if last[0] != last[1]:
         found.append(f"The runs have {last[0]:,} and {last[1]:,} steps; the gap ends at step {min(last):,}.")
-    totals = [_schedule(each) for each in (run, reference)]
-    if totals[0] != totals[1]:
+    if not _has_equal_rates(run, reference):
         found.append("Their learning rates differ at equal steps, which is a part of the gap.")
     return found
 
 
-def _schedule(run: RunRecords) -> tuple[Any, ...]:
-    """What decides the learning rate at a step."""
-    return tuple(run.setting(key) for key in (f"{BLOCK}.lr_schedule", "scheduler", "optimizer.params.lr"))
+def _has_equal_rates(run: RunRecords, reference: RunRecords) -> bool:
+    """Whether the learning rates of equal steps are equal."""
+    own, peer = (each.metrics.column("lr").finite() for each in (run, reference))
+    _, at, other = np.intersect1d(own.steps, peer.steps, assume_unique=True, return_indices=True)
+    return bool(np.allclose(own.values[at], peer.values[other], rtol=1e-6, atol=0.0))
 
 
 def is_other_order(run: RunRecords, reference: RunRecords) -> bool:
     """Whether the batches of equal steps differ although the text is the same."""
-    keys = (*SEEDS, f"{BLOCK}.data.validation")
+    keys = (*SEEDS, f"{BLOCK}.data.validation.share")
     return any(run.setting(key) != reference.setting(key) for key in keys)
 
 

@@ -23,6 +23,7 @@ SIZE = 1000  # units of the area, in both directions
 NUM_COLOURS = 6  # classes c0 … c5 of the style; more lines get dashes as well
 NUM_DASHES = 3
 CAP = 3.0  # half of the width of an interval's ends, in units
+WIDE_CHART = '<figure class="chart wide'
 NUM_STYLES = NUM_COLOURS * NUM_DASHES
 
 
@@ -136,21 +137,30 @@ class Chart:
             for value, text in y.ticks()
         )
         x_ticks = x.ticks() if self.x_ticks is None else self.x_ticks
-        x_texts = "".join(
-            f'<i class="x" style="left:{100 * float(x.place(value)):.2f}%">{escape(text)}</i>'
-            for value, text in x_ticks
-        )
+        x_texts = below_axis([(float(x.place(value)), text) for value, text in x_ticks])
         unit = f' <span class="soft">{escape(self.unit)}</span>' if self.unit else ""
         data = {"x": _range(x), "y": _range(y), "name": self.x_name, **self.extra}
         attributes = " ".join(f'data-{name}="{escape(value)}"' for name, value in data.items())
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        kind = " wide" if self.is_wide else ""
+        if sum(isinstance(part, Line) and part.kind == "faint" for part in self.parts) > 1:
+            kind += " many"
         return (
-            f'<figure class="chart{" wide" if self.is_wide else ""}"><figcaption>{escape(self.title)}{unit}'
+            f'<figure class="chart{kind}"><figcaption>{escape(self.title)}{unit}'
             f'</figcaption><div class="plot" {attributes}><svg viewBox="0 0 {SIZE} {SIZE}" '
             f'preserveAspectRatio="none" role="img" aria-label="{escape(self.title)}">{grid}{drawn}</svg>'
             f'{y_texts}{x_texts}<i class="name">{escape(self.x_name)}</i></div>'
             f"{_legend(self.parts)}{note}</figure>"
         )
+
+
+def below_axis(ticks: Sequence[tuple[float, str]]) -> str:
+    """Texts below a horizontal axis at shares of its width; a phone leaves out every second one."""
+    return "".join(
+        f'<i class="x{" between" if (len(ticks) - number) % 2 == 0 else ""}" style="left:{100 * place:.2f}%">'
+        f"{escape(text)}</i>"
+        for number, (place, text) in enumerate(ticks)
+    )
 
 
 def style_class(style: int | None) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalowbit.report.drawing.axis import number_text, ticks
+from megalowbit.report.drawing.chart import below_axis
 
 # from dark to bright, with even steps of lightness; blue to yellow, which colour-blind readers can tell apart
 ANCHORS = (
@@ -27,6 +28,7 @@ ANCHORS = (
 )  # fmt: skip
 LEVELS = 255  # colours; index 255 is a cell without a value
 EMPTY = 255
+SAME = 1e-6  # relative difference of values that have one colour
 ROW_PIXELS = 13
 LEAST_PIXELS, MOST_PIXELS = 70, 440  # height of a map
 LABEL_PIXELS = 11
@@ -70,10 +72,9 @@ class Heat:
             if row % stride == 0
         )
         last = self.columns[-1]
-        x_texts = "".join(
-            f'<i class="x" style="left:{100 * (value - self.start) / ((last - self.start) or 1):.2f}%">'
-            f"{escape(number_text(value))}</i>"
-            for value in ticks(self.start, last)
+        width = (last - self.start) or 1
+        x_texts = below_axis(
+            [((value - self.start) / width, number_text(value)) for value in ticks(self.start, last)]
         )
         data = {
             "low": repr(self.low),
@@ -118,7 +119,7 @@ def value_range(cells: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
     if not numbers.size:
         return 0.0, 1.0
     low, high = float(numbers.min()), float(numbers.max())
-    return low, high
+    return (low, high) if high - low > SAME * max(abs(low), abs(high)) else (low, low)
 
 
 def _indices(cells: NDArray[np.float64], low: float, high: float, categories: int) -> NDArray[np.uint8]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megalowbit.report.drawing.axis import Axis
 from megalowbit.report.drawing.bins import BINS, extremes, places, running_mean, thinned
-from megalowbit.report.drawing.chart import Band, Chart, Dots, Line, Marks
+from megalowbit.report.drawing.chart import WIDE_CHART, Band, Chart, Dots, Line, Marks
 from megalowbit.report.records.metrics import Column
 from megalowbit.report.records.run import RunRecords
 
@@ -146,9 +146,11 @@ class Drawing:
 
 
 def grid(charts: Sequence[str]) -> str:
-    """Charts side by side where there is room."""
-    shown = "".join(charts)
-    return f'<div class="grid">{shown}</div>' if shown else ""
+    """Charts side by side where there is room; empty ones are left out."""
+    shown = [chart for chart in charts if chart]
+    narrow = sum(not chart.startswith(WIDE_CHART) for chart in shown)
+    kind = {1: " one", 2: " two", 4: " two"}.get(narrow, "")
+    return f'<div class="grid{kind}">{"".join(shown)}</div>' if shown else ""
 
 
 def is_constant(column: Column) -> bool:

@@ -17,6 +17,7 @@ from megalowbit.report.drawing.chart import NUM_COLOURS, Band, Dots, Line, Marks
 from megalowbit.report.drawing.document import paragraphs, table
 from megalowbit.report.records.run import BLOCK, RunRecords
 from megalowbit.report.sections.curves import Drawing, grid
+from megalowbit.values import counted
 
 SOURCE = "loss/"
 
@@ -27,7 +28,7 @@ def losses(drawing: Drawing) -> str:
     for style, run in enumerate(drawing.runs):
         strange = run.metrics.nonfinite.get("loss", np.zeros(0))
         if len(strange):
-            label = f"{drawing.name(run, 'loss')} not finite ({len(strange):,} steps)"
+            label = f"{drawing.name(run, 'loss')} not finite ({counted(len(strange), 'step')})"
             parts.append(drawing.marks(run, strange, label, style))
     is_one = len(drawing.runs) == 1
     if is_one:
@@ -108,9 +109,8 @@ def gaps(drawing: Drawing) -> str:
             found[run.label] = gap
             lines += [f"{run.label}: {each}" for each in cautions(run, reference)]
             if gap.num_left_out:
-                lines.append(
-                    f"{run.label}: {gap.num_left_out:,} steps are left out, because a loss is not finite."
-                )
+                left_out = counted(gap.num_left_out, "common step")
+                lines.append(f"{run.label}: left out, because a loss is not finite: {left_out}.")
     if not found:
         return paragraphs(lines)
     repeats = [run.label for run in others if run.label in found and is_repeat(run, reference)]

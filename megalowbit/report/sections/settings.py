@@ -50,20 +50,23 @@ def differences(drawing: Drawing) -> str:
 
 def environment(drawing: Drawing) -> str:
     """Where and how each run was trained, its attempts, and the runs that it continues."""
-    drawn = ""
-    several = len(drawing.runs) > 1
-    for run in drawing.runs:
-        heading = f"<h3>{escape(run.label)}</h3>" if several else ""
-        lines = [f"Folder: {run.folder}", *origins(run, drawing.runs)]
-        facts = _environment(run)
-        rows = [[name, facts[key]] for key, name in ENVIRONMENT.items() if facts.get(key)]
-        drawn += heading + paragraphs(lines)
-        drawn += _words(["environment of the last attempt", ""], rows) if rows else ""
-        drawn += _attempts(run)
-        if not run.attempts:
-            drawn += paragraphs(
-                ["The run was trained by a version that did not record its environment."], "note"
-            )
+    runs = drawing.runs
+    facts = [{"folder": str(run.folder), **_environment(run)} for run in runs]
+    names = {"folder": "folder", **ENVIRONMENT}
+    rows = [
+        [name, *(each.get(key, "–") for each in facts)]
+        for key, name in names.items()
+        if any(key in each for each in facts)
+    ]
+    drawn = _words(["", *(run.label if len(runs) > 1 else "last attempt" for run in runs)], rows)
+    unknown = [run.label for run in runs if not run.attempts]
+    if unknown:
+        which = "" if len(runs) == 1 else f" of {', '.join(unknown)}"
+        drawn += paragraphs([f"The environment{which} is not known: that version did not record it."], "note")
+    for run in runs:
+        lines = origins(run, runs)
+        drawn += paragraphs([f"{run.label}: {line}" if len(runs) > 1 else line for line in lines])
+        drawn += _attempts(run, has_name=len(runs) > 1)
     return drawn
 
 
@@ -88,7 +91,7 @@ def is_within(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder)
 
 
-def _attempts(run: RunRecords) -> str:
+def _attempts(run: RunRecords, *, has_name: bool) -> str:
     """A row for each start, if there was more than one."""
     if len(run.attempts) < 2:
         return ""
@@ -99,7 +102,8 @@ def _attempts(run: RunRecords) -> str:
         rows.append(
             [begun, *(value_text(attempt.get(key, "–")) for key in ("started", "host", "device", "layout"))]
         )
-    return "<h3>Attempts</h3>" + table(["trained", "started", "host", "device", "layout"], rows)
+    name = escape(f"Attempts of {run.label}") if has_name else "Attempts"
+    return f"<h3>{name}</h3>" + table(["trained", "started", "host", "device", "layout"], rows)
 
 
 def _environment(run: RunRecords) -> dict[str, str]:
