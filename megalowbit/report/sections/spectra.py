@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megalowbit.report.drawing.axis import Axis
-from megalowbit.report.drawing.chart import Chart, Line
+from megalowbit.report.drawing.chart import NUM_COLOURS, Chart, Line
 from megalowbit.report.drawing.document import folded, paragraphs, table
 from megalowbit.report.sections.curves import grid
 from megalowbit.telemetry.layer_names import short_names
@@ -70,7 +70,8 @@ def _chart(name: str, spectrum: Spectrum) -> str:
     for style, (label, values) in enumerate(curves.items()):
         numbers = np.asarray(values, dtype=float)
         picked = np.unique(np.round(np.geomspace(1, len(numbers), POINTS)).astype(int)) - 1
-        lines.append(Line(label, picked + 1, numbers[picked], style))
+        dash = NUM_COLOURS if label == "rounded" else 0  # it hides the weight where both are equal
+        lines.append(Line(label, picked + 1, numbers[picked], style + dash))
     largest = len(np.asarray(spectrum.plain))
     heights = np.concatenate([np.asarray(line.y) for line in lines])
     heights = heights[heights > 0]
