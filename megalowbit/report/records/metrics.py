@@ -122,9 +122,8 @@ def read_metrics(path: Path) -> Metrics:
     reader, damaged, is_torn = _Reader(), [], False
     try:
         if not path.is_file():
-            raise UserError(
-                f"{path} does not exist: name a run that has recorded a step, or wait for its first"
-            )
+            what = "is no regular file" if path.exists() else "does not exist"
+            raise UserError(f"{path} {what}: name a run that has recorded a step, or wait for its first")
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):
