@@ -70,6 +70,7 @@ FRAGMENT = 60  # a shorter file with a single importer belongs into that importe
 ONE_FILE_EACH = {  # registries, whose entries may be as short as they are
     "megalowbit.families.registry",
     "megalowbit.optim.loss_scale.registry",
+    "megalowbit.pretrain.components.registry",
 }
 DRAWERS = {"utils", "common", "helpers", "util", "misc"}
 # What only this file may do; it holds collectives against NCCL's rules. Others may ask torch about groups.

@@ -34,16 +34,17 @@ return [...document.querySelectorAll("body *")].filter((each) => {
 }).map((each) => each.outerHTML.slice(0, 80));
 """
 OVERLAPS = """
-const texts = [...document.querySelectorAll(".plot i.x, .plot i.y")].filter((each) => each.offsetParent);
 const found = [];
 for (const plot of document.querySelectorAll(".plot")) {
   for (const kind of ["x", "y"]) {
-    const boxes = [...plot.querySelectorAll(`i.${kind}`)].filter((each) => getComputedStyle(each).display !== "none")
+    const boxes = [...plot.querySelectorAll(`i.${kind}`)]
+      .filter((each) => getComputedStyle(each).display !== "none")
       .map((each) => each.getBoundingClientRect()).filter((each) => each.width);
     boxes.sort((a, b) => (kind === "x" ? a.left - b.left : a.top - b.top));
     boxes.slice(1).forEach((box, number) => {
       const before = boxes[number];
-      if (kind === "x" ? before.right > box.left : before.bottom > box.top + 2) found.push(plot.outerHTML.slice(0, 120));
+      const isOver = kind === "x" ? before.right > box.left : before.bottom > box.top + 2;
+      if (isOver) found.push(plot.outerHTML.slice(0, 120));
     });
   }
 }

@@ -91,7 +91,10 @@ def test_too_few_common_steps_have_no_gap(tmp_path):
         ({"megalowbit.data.corpus": "other"}, "they differ in text"),
         ({"megalowbit.data.tokenizer": "bpe"}, "they differ in tokenizer"),
         ({"megalowbit.data.sequence_length": 64}, "they differ in sequence length"),
-        ({"megalowbit.data.sources": {"a": {}}, "megalowbit.data.corpus": None}, "they differ in text and blend"),
+        (
+            {"megalowbit.data.sources": {"a": {}}, "megalowbit.data.corpus": None},
+            "they differ in text and blend",
+        ),
         ({"megalowbit.recipe": "bf16"}, None),
         ({"megalowbit.run.seed": 7}, None),
     ],
@@ -122,7 +125,11 @@ def test_a_repeat_differs_in_seeds_only_and_gives_the_noise_floor(tmp_path):
     seeds = {"megalowbit.run.seed": 2, "megalowbit.data.seed": 2, "megalowbit.run.name": "again"}
     batches = 3 + noise(0)
     reference, repeat, other, same = runs_with(
-        tmp_path, (batches, {}), (batches + 0.02, seeds), (batches, {**seeds, "megalowbit.recipe": "bf16"}), (batches, {})
+        tmp_path,
+        (batches, {}),
+        (batches + 0.02, seeds),
+        (batches, {**seeds, "megalowbit.recipe": "bf16"}),
+        (batches, {}),
     )
     assert is_repeat(repeat, reference)
     assert not is_repeat(other, reference)

@@ -81,8 +81,9 @@ def test_a_page_of_one_run_has_every_section_and_stands_alone(full_run):
     text = " ".join(page.texts)
     for title in (
         "Training loss", "Validation loss", "Loss by source", "Learning rate", "Gradient norm", "Loss scale",
-        "Where gradients overflowed", "Tokens per second", "MFU", "Memory of the main process", "Precision shares",
-        "Saturation (overflow of the format)", "Underflow by layer and step", "Signal-to-noise ratio", "Attempts",
+        "Where gradients overflowed", "Tokens per second", "MFU", "Memory of the main process",
+        "Precision shares", "Saturation (overflow of the format)", "Underflow by layer and step",
+        "Signal-to-noise ratio", "Attempts",
         "Environment", "oscillation/ratio", "Configuration of full",
     ):  # fmt: skip
         assert title in text, title
@@ -135,7 +136,8 @@ def test_other_numbers_of_tokens_a_step_are_drawn_over_tokens_without_a_gap(tmp_
 def test_nothing_that_a_run_contains_becomes_markup(tmp_path):
     def evil(step, record):
         return record | {
-            f"loss/{EVIL}": 1.0, f"speculation/share_{EVIL}": 1.0, f"{EVIL}": 1.0, f"milliseconds/{EVIL}": 1.0,
+            f"loss/{EVIL}": 1.0, f"speculation/share_{EVIL}": 1.0, f"{EVIL}": 1.0,
+            f"milliseconds/{EVIL}": 1.0,
             "skipped_steps": step, "skipped/tensor": EVIL,
         }  # fmt: skip
 
@@ -160,7 +162,13 @@ def test_records_of_odd_shapes_make_a_page(tmp_path):
     def odd(step, record):
         if step % 7 == 0:
             return None  # no line
-        return {"step": step, "loss": None if step < 30 else 1e300, "lr": 0, "grad_norm": None, "tokens": None}
+        return {
+            "step": step,
+            "loss": None if step < 30 else 1e300,
+            "lr": 0,
+            "grad_norm": None,
+            "tokens": None,
+        }
 
     run = write_run(tmp_path / "odd", 40, rows=odd, is_done=False)
     one = write_run(tmp_path / "one", 1)
@@ -221,7 +229,9 @@ def test_a_folder_that_cannot_be_written_to_needs_another_file(full_run, tmp_pat
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(written, "atomic_file", refuse)
-    with pytest.raises(UserError, match=r"report.html cannot be written \(Permission denied\): .* with --out"):
+    with pytest.raises(
+        UserError, match=r"report.html cannot be written \(Permission denied\): .* with --out"
+    ):
         write_report([full_run])
 
 

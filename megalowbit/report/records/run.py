@@ -56,8 +56,7 @@ class RunRecords:
     @property
     def steps(self) -> int | None:
         """The number of steps that the run is configured for."""
-        steps = self.setting(f"{BLOCK}.run.steps")
-        return steps if type(steps) is int else None
+        return _steps(self.config)
 
     @property
     def recipe(self) -> str:
@@ -121,16 +120,26 @@ def _read(folder: Path, label: str) -> RunRecords:
     with suppress(UserError):  # none yet, or not one that a run has written
         summary = read_json_object(folder / SUMMARY)
     metrics = read_metrics(folder / METRICS)
+    if summary.get("steps") != metrics.last_step:  # that of an earlier end
+        summary = {}
+    # a run writes this page between its summary and DONE
+    is_at_end = bool(summary) and _steps(content) == metrics.last_step
     return RunRecords(
         folder=folder,
         label=label,
         config=content,
-        summary=summary if summary.get("steps") == metrics.last_step else {},
+        summary=summary,
         attempts=read_attempts(folder),
         metrics=metrics,
-        is_done=(folder / DONE).is_file(),
+        is_done=(folder / DONE).is_file() or is_at_end,
         age=max(0.0, time.time() - (folder / METRICS).stat().st_mtime),
     )
+
+
+def _steps(config: Mapping[str, Any]) -> int | None:
+    run = config[BLOCK].get("run")
+    steps = run.get("steps") if isinstance(run, Mapping) else None
+    return steps if type(steps) is int else None
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

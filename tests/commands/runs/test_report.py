@@ -1,9 +1,6 @@
 """`megalowbit report`: where the page is, refusals in one line, spectra."""
 
-
 import pytest
-
-
 from made_runs import write_run
 
 from megalowbit.commands.runs.report import main

@@ -8,7 +8,6 @@ from torch import nn
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.weight_spectra import rounded_weight, weight_spectra
 from megalowbit.quantize.names import quantizer
-from megalowbit.report.sections.spectra import effective_rank, spectra
 
 
 def model(recipe, *, bias=True):
@@ -41,17 +40,3 @@ def test_the_rounded_weight_is_the_one_that_the_forward_multiplies_with(recipe):
     with torch.no_grad():
         expected = layer.eval()(input)
     assert input @ rounded_weight(layer).T == pytest.approx(expected, rel=1e-5, abs=1e-5)
-
-
-def test_the_effective_rank_of_equal_values_is_their_number():
-    assert effective_rank(np.ones(7)) == pytest.approx(7)
-    assert effective_rank(np.array([5.0, 0.0])) == pytest.approx(1)
-    assert effective_rank(np.zeros(3)) == 0
-
-
-def test_the_section_has_a_row_and_a_chart_for_each_layer():
-    html = spectra(weight_spectra(model("nvfp4")))
-    assert html.count("<figure") == 2
-    assert html.count("<tr") == 3
-    assert "48 × 32" in html
-    assert "rounds no weights" in spectra([])

@@ -11,6 +11,7 @@ SWITCH = "megalowbit.late_switch.at=4"
 SPECULATION = ("megalowbit.recipe=speculative-int8", "megalowbit.speculation={}")
 PROFILE = "megalowbit.profile={}"
 SWITCHED = ["OverflowCounts", "LateSwitch"]
+MEASURED = ["Throughput", "Memory"]
 RECORDED = ["LossGuard", "StaticInputRecord"]
 SPLIT = 'megalowbit.recipe={"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 3}}'
 
@@ -33,17 +34,17 @@ def test_keys_and_files_of_components_are_their_own():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), ["OverflowCounts", *RECORDED, "Throughput"]),
-        ((PROFILE,), ["OverflowCounts", "Profiler", *RECORDED, "Throughput"]),
+        ((), ["OverflowCounts", *RECORDED, *MEASURED]),
+        ((PROFILE,), ["OverflowCounts", "Profiler", *RECORDED, *MEASURED]),
         (
             (SWITCH, *SPECULATION),
-            [*SWITCHED, "Speculation", *RECORDED, "Throughput"],
+            [*SWITCHED, "Speculation", *RECORDED, *MEASURED],
         ),
         (
             (SWITCH, SPLIT),
-            [*SWITCHED, *RECORDED, "ParameterSplitting", "Throughput"],
+            [*SWITCHED, *RECORDED, "ParameterSplitting", *MEASURED],
         ),
-        (("megalowbit.recipe=bf16",), ["LossGuard", "Throughput"]),
+        (("megalowbit.recipe=bf16",), ["LossGuard", *MEASURED]),
     ],
 )
 def test_a_run_has_its_configured_components_in_registry_order(build_job, overrides, expected):
