@@ -1,8 +1,7 @@
 """Writes the report of one or several runs: a page of one file that needs no network.
 
-Pictures are SVG and PNG inside the page, drawn here (`drawing/`) rather than by plotly.js: its smallest
-bundle is 1 MB of script and the whole one 4.6 MB, before the first point, and a page without its script would
-be empty. A report of 100,000 steps has about 0.5 MB.
+Pictures are SVG and PNG inside the page, see `drawing/` and docs/decisions/0025. A report of 100,000 steps
+has about 0.5 MB.
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ def warnings(run: RunRecords) -> list[str]:
     rollbacks = metrics.column("rollbacks").last
     if rollbacks:
         found.append(
-            f"The run was rolled back {counted(int(rollbacks), 'time')}; repeated steps show their last attempt."
+            f"The run was rolled back {counted(int(rollbacks), 'time')}; repeated steps show their last "
+            "attempt."
         )
     if run.grids is not None and run.grids.nonfinite:
         (layer, role), count = max(run.grids.nonfinite.items(), key=lambda each: each[1])
