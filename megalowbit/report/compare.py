@@ -132,9 +132,12 @@ def _correlation(rest: Numbers) -> float:
 
 
 def noise_floor(gaps: Sequence[Gap]) -> float | None:
-    """Root mean square of the gaps of repeats over the last half of their blocks; None without repeats."""
-    halves = [gap.means[len(gap.means) // 2 :] for gap in gaps]
-    return float(np.sqrt(np.mean(np.concatenate(halves) ** 2))) if halves else None
+    """Root mean square of what repeats differ by over the last half of their blocks; None without repeats.
+
+    The mean over half of a run has little noise of batches, also if those of the repeat are others.
+    """
+    halves = [float(gap.means[len(gap.means) // 2 :].mean()) for gap in gaps]
+    return math.sqrt(sum(each**2 for each in halves) / len(halves)) if halves else None
 
 
 def why_not_comparable(run: RunRecords, reference: RunRecords) -> str | None:

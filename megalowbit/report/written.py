@@ -47,6 +47,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None, *, spectra: s
     if path.is_dir():
         raise UserError(f"{path} is a folder: name a file, such as {path / REPORT}")
     text = page(read_runs(folders), spectra=spectra)
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # JSON may have halves of characters
     try:
         with atomic_file(path) as file:
             file.write(text)

@@ -1,5 +1,7 @@
 """Gaps: means and standard errors against their definition, what is comparable, and which settings differ."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from made_runs import write_run
@@ -134,7 +136,11 @@ def test_a_repeat_differs_in_seeds_only_and_gives_the_noise_floor(tmp_path):
     assert is_repeat(repeat, reference)
     assert not is_repeat(other, reference)
     assert not is_repeat(same, reference)  # the same seed shows nothing about another
-    assert noise_floor([gap_between(repeat, reference)]) == pytest.approx(0.02)
+    gap = gap_between(repeat, reference)
+    assert noise_floor([gap]) == pytest.approx(0.02)
+    assert noise_floor([gap, replace(gap, means=0.1 * np.ones(2))]) == pytest.approx(np.sqrt(0.0052))
+    cancelling = replace(gap, means=np.array([9.0, 9.0, 0.3, -0.3]))  # noise of single blocks
+    assert noise_floor([cancelling]) == pytest.approx(0)
     assert noise_floor([]) is None
 
 

@@ -103,7 +103,7 @@ def test_a_page_of_several_runs_has_gaps_noise_and_differences(full_run, tmp_pat
     page = page_of(full_run, repeat, short, other, out=tmp_path / "compared.html")
     text = " ".join(page.texts)
     assert "Noise floor: " in text
-    assert "their seeds only: repeat." in text
+    assert "in their seeds only (repeat)." in text
     assert "other and full have no gap: they differ in text" in text
     assert "short: The runs have 60 and 200 steps; the gap ends at step 60." in text
     assert "not finished: step 60 of 60" in text

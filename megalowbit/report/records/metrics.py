@@ -21,6 +21,7 @@ from megalowbit.errors import UserError, file_system_error
 from megalowbit.values import counted
 
 METRICS = "metrics.jsonl"
+LARGEST, SMALLEST = 1e60, 1e-60  # of figures
 MOST_STEP = 2**53  # larger numbers are no steps of a run, and not exact as floats
 Numbers = NDArray[np.float64]
 
@@ -80,7 +81,7 @@ class Metrics:
     @property
     def skipped(self) -> Numbers:
         """The steps that were skipped."""
-        total = self.column("skipped_steps")
+        total = self.column("skipped_steps").finite()
         return total.steps[np.flatnonzero(np.diff(total.values, prepend=0.0) > 0)]
 
 
@@ -107,7 +108,7 @@ class _Reader:
             elif value is None or isinstance(value, (int, float)):
                 steps, values = self.values[name]
                 steps.append(step)
-                number = _number(value)
+                number = as_number(value)
                 values.append(number)
                 if value is not None and not math.isfinite(number):
                     self.nonfinite[name].append(step)
@@ -198,10 +199,16 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if type(step) is int and 0 <= step < MOST_STEP else None
 
 
-def _number(value: float | None) -> float:
-    if value is None:
-        return math.nan
-    try:
+def as_number(value: object) -> float:
+    """A number of a record; NaN for anything else.
+
+    No figure of a run is near the ends of float64. Larger ones are infinite and smaller ones 0, so that their
+    squares and ratios can be computed.
+    """
+    if isinstance(value, bool):
         return float(value)
-    except OverflowError:  # an integer of hundreds of digits
-        return math.inf
+    if not isinstance(value, (int, float)) or value != value:
+        return math.nan
+    if abs(value) > LARGEST:  # compared as an integer of hundreds of digits, if it is one
+        return math.inf if value > 0 else -math.inf
+    return float(value) if abs(value) >= SMALLEST else 0.0

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalowbit.errors import file_system_error
+from megalowbit.report.records.metrics import as_number
 
 LAYERS, CHECKS = "overflow_layers.jsonl", "speculation.jsonl"
 COLUMNS = 240  # steps of a grid
@@ -243,13 +244,9 @@ def _counts(row: Mapping[str, Any]) -> NDArray[np.float64]:
 
 
 def _finite(value: object) -> float:
-    """A number; NaN for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
+    """A finite number; NaN for anything else."""
+    number = as_number(value)
+    return number if math.isfinite(number) else math.nan
 
 
 def _saturation(counts: NDArray[np.float64]) -> float:

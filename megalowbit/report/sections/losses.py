@@ -190,7 +190,7 @@ def _floor_text(repeats: list[str], floor: float | None) -> str:
             "another megalowbit.run.seed and name that run as well, or use megalowbit study."
         )
     return (
-        f"Noise floor: {floor:.4f} nats, the grey band. It is the root mean square of the gaps, in the last "
-        "half of the blocks, of runs that differ from the reference in their seeds only: "
-        f"{', '.join(repeats)}."
+        f"Noise floor: {floor:.4f} nats, the grey band: the mean gap over the last half of the steps of runs "
+        f"that differ from the reference in their seeds only ({', '.join(repeats)}). Of several, it is the "
+        "root mean square; one is a single draw."
     )

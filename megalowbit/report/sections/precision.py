@@ -82,9 +82,9 @@ def _shares(drawing: Drawing, run: RunRecords) -> str:
     names = candidates(run)
     if not names:
         return ""
-    columns = [run.metrics.column(f"{SHARE}{name}") for name in names]
-    steps = columns[0].steps
-    values = np.stack([100 * np.nan_to_num(np.interp(steps, each.steps, each.values)) for each in columns])
+    columns = [run.metrics.column(f"{SHARE}{name}").finite() for name in names]
+    steps = np.unique(np.concatenate([each.steps for each in columns]))
+    values = np.stack([100 * np.interp(steps, each.steps, each.values) for each in columns])
     x, values = bin_means(drawing.x(run, steps), values, drawing.bins)
     tops = np.cumsum(values, axis=0)
     edges = np.repeat(np.append(x, drawing.x(run, run.metrics.steps[-1:])), 2)[
@@ -107,7 +107,8 @@ def _shares(drawing: Drawing, run: RunRecords) -> str:
 
 def candidates(run: RunRecords) -> list[str]:
     """The precisions whose shares the run has recorded, in the order of its configuration."""
-    found = [name.removeprefix(SHARE) for name in run.metrics.columns if name.startswith(SHARE)]
+    columns = run.metrics.columns.items()
+    found = [name.removeprefix(SHARE) for name, column in columns if name.startswith(SHARE) and column]
     return [name for name in found if name != SUM]
 
 

@@ -88,7 +88,10 @@ def origins(run: RunRecords, runs: Sequence[RunRecords]) -> list[str]:
 
 def is_within(path: Path, folder: Path) -> bool:
     """Whether a path is a folder or something in it."""
-    return path.resolve().is_relative_to(folder)
+    try:
+        return path.resolve().is_relative_to(folder)
+    except (OSError, ValueError):  # not a name that a file can have
+        return False
 
 
 def _attempts(run: RunRecords, *, has_name: bool) -> str:
