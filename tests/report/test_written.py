@@ -164,7 +164,7 @@ def test_records_of_odd_shapes_make_a_page(tmp_path):
             return None  # no line
         return {
             "step": step,
-            "loss": None if step < 30 else 1e300,
+            "loss": None if step < 30 else 1e30,
             "lr": 0,
             "grad_norm": None,
             "tokens": None,
