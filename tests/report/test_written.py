@@ -82,7 +82,7 @@ def test_a_page_of_one_run_has_every_section_and_stands_alone(full_run):
     for title in (
         "Training loss", "Validation loss", "Loss by source", "Learning rate", "Gradient norm", "Loss scale",
         "Where gradients overflowed", "Tokens per second", "MFU", "Memory of the main process",
-        "Precision shares", "Saturation (overflow of the format)", "Underflow by layer and step",
+        "Precision shares", "the overflow of a format", "Underflow by layer and step",
         "Signal-to-noise ratio", "Attempts",
         "Environment", "oscillation/ratio", "Configuration of full",
     ):  # fmt: skip

@@ -29,6 +29,7 @@ class Measure(NamedTuple):
     title: str
     unit: str
     factor: float
+    short: str
     meaning: str
 
 
@@ -36,15 +37,30 @@ MEASURES = (
     Measure(
         "saturation",
         "saturation_rate",
-        "Saturation (overflow of the format)",
+        "Saturation",
         "%",
         100.0,
-        "elements beyond the largest number of their format",
+        "% beyond the format",
+        "the overflow of a format: elements beyond its largest number, which they become",
     ),
     Measure(
-        "underflow", "underflow_rate", "Underflow", "%", 100.0, "elements that were not zero and became zero"
+        "underflow",
+        "underflow_rate",
+        "Underflow",
+        "%",
+        100.0,
+        "% that became zero",
+        "elements that were not zero and became zero",
     ),
-    Measure("snr", "snr_db", "Signal-to-noise ratio", "dB", 1.0, "10·log₁₀(Σx² ÷ Σerror²); low is noisy"),
+    Measure(
+        "snr",
+        "snr_db",
+        "Signal-to-noise ratio",
+        "dB",
+        1.0,
+        "dB, low is noisy",
+        "10·log₁₀(Σx² ÷ Σerror²); low is noisy",
+    ),
 )
 
 
@@ -60,7 +76,7 @@ def rates(drawing: Drawing) -> str:
                 label = ROLE_NAMES[role] if is_one else f"{run.label}, {ROLE_NAMES[role]}"
                 kind = number if is_one else style % NUM_COLOURS + NUM_COLOURS * number
                 parts += drawing.line(run, column, label, kind, measure.factor)
-        charts.append(drawing.chart(measure.title, parts, f"{measure.unit}, {measure.meaning}"))
+        charts.append(drawing.chart(measure.title, parts, measure.short))
     drawn = grid(charts)
     return drawn and drawn + paragraphs(["Counted in step 1 and every telemetry.count_every steps."], "note")
 
