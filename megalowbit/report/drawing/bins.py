@@ -72,7 +72,7 @@ def running_mean(y: Numbers, window: int) -> Numbers:
 def _starts(x: Numbers, bins: int) -> NDArray[np.intp]:
     """Index of the first point of each bin that has points."""
     width = (x[-1] - x[0]) or 1.0
-    number = np.minimum(((x - x[0]) * (bins / width)).astype(np.intp), bins - 1)
+    number = np.minimum(((x - x[0]) * bins / width).astype(np.intp), bins - 1)
     return np.flatnonzero(np.diff(number, prepend=-1))
 
 
