@@ -1,7 +1,9 @@
-"""Run folders that were not trained: records with known numbers, of any length."""
+"""Run folders that were not trained: records with known numbers, of any length; pictures read back."""
 
 import json
 import math
+import struct
+import zlib
 
 import numpy as np
 
@@ -115,3 +117,18 @@ def write_checks(folder, *, steps, every=10, layers=4, candidates=("int8", "bf16
                         "next_precision": name,
                     }  # fmt: skip
                     file.write(json.dumps(row) + "\n")
+
+
+def decoded(png):
+    """Indices of a PNG with a palette, as the specification defines the file."""
+    at, chunks = 8, {}
+    while at < len(png):
+        (size,) = struct.unpack(">I", png[at : at + 4])
+        name, data = png[at + 4 : at + 8], png[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", png[at + 8 + size : at + 12 + size])[0] == zlib.crc32(name + data)
+        chunks[name] = data
+        at += 12 + size
+    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
+    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, width + 1)
+    assert (rows[:, 0] == 0).all()
+    return rows[:, 1:], chunks

@@ -3,27 +3,11 @@
 import base64
 import json
 import re
-import struct
-import zlib
 
 import numpy as np
+from made_runs import decoded
 
 from megalowbit.report.drawing.heat import EMPTY, Heat, palette_colours, value_range
-
-
-def decoded(png):
-    """Indices of a PNG with a palette, as the specification defines the file."""
-    at, chunks = 8, {}
-    while at < len(png):
-        (size,) = struct.unpack(">I", png[at : at + 4])
-        name, data = png[at + 4 : at + 8], png[at + 8 : at + 8 + size]
-        assert struct.unpack(">I", png[at + 8 + size : at + 12 + size])[0] == zlib.crc32(name + data)
-        chunks[name] = data
-        at += 12 + size
-    width, height = struct.unpack(">II", chunks[b"IHDR"][:8])
-    rows = np.frombuffer(zlib.decompress(chunks[b"IDAT"]), np.uint8).reshape(height, width + 1)
-    assert (rows[:, 0] == 0).all()
-    return rows[:, 1:], chunks
 
 
 def test_a_heat_map_has_the_values_in_its_pixels():

@@ -1,8 +1,9 @@
 """Precisions: formats of a recipe, shares over time, maps of choices."""
 
+import base64
 import re
 
-from made_runs import write_checks, write_run
+from made_runs import decoded, write_checks, write_run
 
 from megalowbit.report.records.attempts import add_attempt
 from megalowbit.report.records.run import read_runs
@@ -66,3 +67,7 @@ def test_maps_have_the_candidates_in_the_order_and_colours_of_the_shares(tmp_pat
     assert html.count('data-palette="[[0,114,178],[138,143,152]]"') == 3
     assert html.count('data-unit="dB"') == 3
     assert "0 verified products in all checks were below their threshold." in html
+    (data, *_) = re.findall(r"data:image/png;base64,([^\"]*)", html)
+    indices, _ = decoded(base64.b64decode(data))
+    # even layers ran at the first candidate of the checks, bf16, which is number 1 of the shares
+    assert indices[:, 0].tolist() == [1, 0]
