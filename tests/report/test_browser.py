@@ -141,6 +141,22 @@ def test_the_pointer_shows_values_of_every_run_and_the_same_step_in_other_charts
     assert browser.run("return document.querySelectorAll('.tip, .cursor').length") == 0
 
 
+def test_a_value_of_another_step_is_shown_with_its_step(browser, pages):
+    browser.open_page(pages["one"])
+    across, down = centre_of(browser, ".plot[data-x]")
+    width = browser.run("return document.querySelector('.plot[data-x]').getBoundingClientRect().width")
+    rows = []
+    for step in (1500, 1600):
+        browser.move_to(across + width * (step - 1250) / 2500, down)
+        rows.append(browser.run("return document.querySelector('.tip').innerText").splitlines())
+    (step, training, validation), (_, _, later) = rows
+    assert 1490 <= int(step.removeprefix("step ").replace(",", "")) <= 1510
+    assert training.startswith("training, mean 2.")
+    assert validation.startswith("validation 2.")
+    assert " at " not in validation
+    assert later == f"{validation} at 1,500"
+
+
 def test_the_pointer_shows_the_value_of_a_cell_of_a_map(browser, pages):
     browser.open_page(pages["one"])
     maps = browser.run("return [...document.querySelectorAll('.map')].map((each) => each.dataset.unit)")

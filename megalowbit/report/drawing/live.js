@@ -63,12 +63,16 @@
       const found = [...lines].map(([name, line]) => [name, line, nearest(line.points, 1000 * share)]);
       const first = found.reduce((a, b) => (Math.abs(b[2].x - 1000 * share) < Math.abs(a[2].x - 1000 * share) ? b : a))[2];
       show(plot, event.clientX - box.left, event.clientY - box.top, (tip) => {
-        const value = at(x, first.x / 1000);
-        add(tip, "b", "", `${plot.dataset.name} ${x.isLog || x.high - x.low < 20 ? text(value) : Math.round(value).toLocaleString("en")}`);
+        const place = (point) => {
+          const value = at(x, point.x / 1000);
+          return x.isLog || x.high - x.low < 20 ? text(value) : Math.round(value).toLocaleString("en");
+        };
+        add(tip, "b", "", `${plot.dataset.name} ${place(first)}`);
         found.forEach(([name, line, point]) => {
           const row = add(tip, "div", line.kind.replace(/line|faint/, ""));
           add(row, "em");
-          row.append(`${name} ${text(at(y, 1 - point.y / 1000))}`);
+          const isElsewhere = Math.abs(point.x - first.x) > 8; // a validation, between whose points it is not known
+          row.append(`${name} ${text(at(y, 1 - point.y / 1000))}${isElsewhere ? ` at ${place(point)}` : ""}`);
         });
       });
       charts.filter((each) => each.dataset.x === plot.dataset.x).forEach((each) => {
