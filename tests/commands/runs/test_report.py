@@ -1,9 +1,13 @@
 """`megalowbit report`: where the page is, refusals in one line, spectra."""
 
+import re
+import shlex
+
 import pytest
 from made_runs import write_run
 
-from megalowbit.commands.runs.report import main
+from launchers import ROOT
+from megalowbit.commands.runs.report import build_parser, main
 
 
 def test_the_page_of_a_run_is_in_its_folder_and_its_path_is_printed(tmp_path, capsys):
@@ -37,3 +41,13 @@ def test_mistakes_are_one_line(tmp_path, capsys, arguments, message):
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert message in error
+
+
+def test_documented_commands_have_known_options():
+    page = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^megalowbit report (.*)$", page, re.MULTILINE)
+    assert len(commands) == 3
+    for each in commands:
+        assert build_parser().parse_args(shlex.split(each)).runs
+    flags = [flag for action in build_parser()._actions for flag in action.option_strings]
+    assert all(f"`{flag}" in page for flag in flags if flag not in ("-h", "--help"))
