@@ -57,6 +57,8 @@ setup(
         "megalowbit": [
             "py.typed",
             "layers/recipe.json",
+            "report/drawing/live.js",
+            "report/drawing/style.css",
             "quantize/cpu/*.c",
             "quantize/cpu/*.h",
             "optim/kernels/*.c",

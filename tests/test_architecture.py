@@ -44,6 +44,7 @@ ALLOWED = {
     "supervision": {"distributed"},
     "config": {"optim", "layers", "supervision"},
     "cluster": {"distributed"},
+    "report": {"telemetry"},
     "engine": {"distributed", "layers", "families", "optim", "checkpoints", "hf", "supervision", "config"},
     "pretrain": {
         "distributed",
@@ -58,8 +59,9 @@ ALLOWED = {
         "supervision",
         "config",
         "engine",
+        "report",
     },
-    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain"},
+    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain", "report"},
 }
 MAX_ENTRIES = 14  # of a folder; the rooms themselves are the plan
 MAX_LINES = 500
@@ -68,6 +70,7 @@ FRAGMENT = 60  # a shorter file with a single importer belongs into that importe
 ONE_FILE_EACH = {  # registries, whose entries may be as short as they are
     "megalowbit.families.registry",
     "megalowbit.optim.loss_scale.registry",
+    "megalowbit.pretrain.components.registry",
 }
 DRAWERS = {"utils", "common", "helpers", "util", "misc"}
 # What only this file may do; it holds collectives against NCCL's rules. Others may ask torch about groups.

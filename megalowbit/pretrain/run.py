@@ -39,6 +39,7 @@ from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.loop import Ending, train
 from megalowbit.pretrain.records.lines import products_line, startup_lines
+from megalowbit.pretrain.records.page import note_attempt, write_page
 from megalowbit.pretrain.records.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings, check_is_configuration
 from megalowbit.pretrain.run_folder.folder import RunFolder, claim
@@ -105,11 +106,16 @@ def pretrain(
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to continue")
         else:
             recorder = Recorder(job, console, is_main=identity.is_main, is_resume=is_resume)
+            if identity.is_main:
+                note_attempt(job, identity)
             if _train(job, recorder, watchdog, has_launcher_ended) is Ending.STOPPED:
                 return
             _print_products(job, console)
         watchdog.mark("the export", is_save=True)
         export(job, console)
+        watchdog.mark("the report", is_save=True)
+        if identity.is_main:
+            console.print(write_page(job))
         watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
 

@@ -20,7 +20,12 @@ def facts(build_job, *overrides, steps=2):
     """Facts of some steps, without times, and the model."""
     job = build_job(*overrides)
     taken = [train_step(job).facts for _ in range(steps)]
-    timed = ("second", "tflops", "mfu")  # parts of the names of columns that depend on the clock
+    timed = (
+        "second",
+        "tflops",
+        "mfu",
+        "memory_gib",
+    )  # parts of the names of columns that depend on the clock
     numbers = [{key: each[key] for key in each if not any(part in key for part in timed)} for each in taken]
     return numbers, job.engine.module
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.pretrain.components.loss_guard import LossGuard
+from megalowbit.pretrain.components.memory import Memory
 from megalowbit.pretrain.components.oscillation_reset import OscillationReset
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
@@ -31,4 +32,5 @@ COMPONENTS: tuple[type[Component], ...] = (
     ParameterSplitting,
     SourceLosses,
     Throughput,
+    Memory,
 )

@@ -93,8 +93,7 @@ def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, chan
 
 def job_lines(job: Job, identity: ProcessIdentity, data: str) -> list[str]:
     """Lines that describe model, recipe, data and components."""
-    count = sum(map(full_numel, job.engine.module.parameters()))
-    count = getattr(job.engine.module, "num_parameters_of_all_stages", count)
+    count = num_parameters(job)
     report = job.report
     return [
         f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
@@ -107,6 +106,12 @@ def job_lines(job: Job, identity: ProcessIdentity, data: str) -> list[str]:
         f"process{'es' if identity.world_size > 1 else ''}" + layout_text(job),
         *filter(None, (component.startup_line() for component in job.components)),
     ]
+
+
+def num_parameters(job: Job) -> int:
+    """Parameters of the full model, of all pipeline stages and tensor-parallel ranks."""
+    count = sum(map(full_numel, job.engine.module.parameters()))
+    return int(getattr(job.engine.module, "num_parameters_of_all_stages", count))
 
 
 def skip_line(step: int, report: StepReport, loss_scale: float, *, verb: str = "skipped") -> str | None:

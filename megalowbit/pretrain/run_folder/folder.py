@@ -33,7 +33,7 @@ RECORDS = (METRICS, *(name for component in COMPONENTS for name in component.rec
 # `--restart` moves a run to before-restart-<n>; the name ends in .moving until everything has been moved.
 ASIDE_PREFIX, MOVING_SUFFIX = "before-restart", ".moving"
 # These are written as drafts, which a kill can leave behind. Drafts of other files are not ours to remove.
-DRAFT_NAMES = ("hf", CONFIG, "saved.json", "summary.json", "DONE", "*.jsonl")
+DRAFT_NAMES = ("hf", CONFIG, "saved.json", "summary.json", "DONE", "report.html", "*.jsonl")
 
 
 def run_folder_of(path: Path) -> Path | None:

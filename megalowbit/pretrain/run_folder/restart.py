@@ -30,6 +30,8 @@ RUN_FILES = (
     "DONE",
     *RECORDS,
     *(f"{name}.[0-9]*" for name in RECORDS),
+    "attempts.jsonl",
+    "report.html",
     "stack-rank*.txt",
     "tokenizer",
     "tensorboard",

@@ -10,10 +10,8 @@ file (`pretrain.components.speculation`) and pictures (`picture.py`).
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -28,6 +26,7 @@ from megalowbit.speculation.counters import FEW_BITS, share_of_few_bits
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.report import GemmRow
 from megalowbit.speculation.settings import SpeculationSettings
+from megalowbit.telemetry.layer_names import short_names
 
 FILE = "speculation.jsonl"
 NEAR_DB = 1.0  # error of a prediction that counts as accurate
@@ -144,33 +143,6 @@ class History:
     def changes(self, gemm: Gemm) -> int:
         """How often the product changed its precision."""
         return len(self.spans[gemm]) - 1
-
-
-def short_names(layers: Sequence[str]) -> dict[str, str]:
-    """Short, unique display names of the layers.
-
-    The name from the block number on (`transformer.h.3.attn.c_attn` → `3.attn.c_attn`). If those are not
-    unique, the names without their common prefix. Characters that cannot be printed are escaped.
-    """
-    return {layer: _printable(name) for layer, name in _shortened(layers).items()}
-
-
-def _printable(name: str) -> str:
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in name
-    )
-
-
-def _shortened(layers: Sequence[str]) -> dict[str, str]:
-    found = {layer: re.sub(r"^[^0-9]*\.(?=[0-9]+\.)", "", layer) for layer in layers}
-    if len(set(found.values())) == len(found):
-        return found
-    parts = [layer.split(".") for layer in layers]
-    common = itertools.takewhile(
-        lambda column: len(set(column)) == 1, zip(*(p[:-1] for p in parts), strict=False)
-    )
-    start = len(list(common))
-    return {layer: ".".join(names[start:]) for layer, names in zip(layers, parts, strict=True)}
 
 
 def table(history: History) -> str:

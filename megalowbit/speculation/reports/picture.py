@@ -23,8 +23,8 @@ from megalowbit.speculation.reports.history import (
     Gemm,
     History,
     Verified,
-    short_names,
 )
+from megalowbit.telemetry.layer_names import short_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,6 +11,7 @@ SWITCH = "megalowbit.late_switch.at=4"
 SPECULATION = ("megalowbit.recipe=speculative-int8", "megalowbit.speculation={}")
 PROFILE = "megalowbit.profile={}"
 SWITCHED = ["OverflowCounts", "LateSwitch"]
+MEASURED = ["Throughput", "Memory"]
 RECORDED = ["LossGuard", "StaticInputRecord"]
 SPLIT = 'megalowbit.recipe={"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 3}}'
 
@@ -33,23 +34,26 @@ def test_keys_and_files_of_components_are_their_own():
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ((), ["OverflowCounts", *RECORDED, "Throughput"]),
-        ((PROFILE,), ["OverflowCounts", "Profiler", *RECORDED, "Throughput"]),
+        ((), ["OverflowCounts", *RECORDED, *MEASURED]),
+        ((PROFILE,), ["OverflowCounts", "Profiler", *RECORDED, *MEASURED]),
         (
             (SWITCH, *SPECULATION),
-            [*SWITCHED, "Speculation", *RECORDED, "Throughput"],
+            [*SWITCHED, "Speculation", *RECORDED, *MEASURED],
         ),
         (
             (SWITCH, SPLIT),
-            [*SWITCHED, *RECORDED, "ParameterSplitting", "Throughput"],
+            [*SWITCHED, *RECORDED, "ParameterSplitting", *MEASURED],
         ),
-        (("megalowbit.recipe=bf16",), ["LossGuard", "Throughput"]),
+        (("megalowbit.recipe=bf16",), ["LossGuard", *MEASURED]),
     ],
 )
 def test_a_run_has_its_configured_components_in_registry_order(build_job, overrides, expected):
     found = [type(each) for each in build_job(*overrides).components]
     assert [kind.__name__ for kind in found] == expected
     assert found == [kind for kind in COMPONENTS if kind in found]
+
+
+MACHINE = ("tflops_per_device", "host_memory_gib")
 
 
 def test_component_columns_are_in_the_order_in_which_components_act(build_job):
@@ -59,9 +63,9 @@ def test_component_columns_are_in_the_order_in_which_components_act(build_job):
         columns = list(train_step(job).facts)
         assert columns[0] == "loss"
         names = dict.fromkeys(name.partition("/")[0] for name in columns[columns.index("tokens") + 1 :])
-        order = ["precision_switched", "speculation", "rollbacks", "weights_split", "tflops_per_device"]
+        order = ["precision_switched", "speculation", "rollbacks", "weights_split", *MACHINE]
         assert list(names) == [
-            name for name in order if name in {"precision_switched", "rollbacks", "tflops_per_device", more}
+            name for name in order if name in {"precision_switched", "rollbacks", *MACHINE, more}
         ]
 
 

@@ -93,7 +93,7 @@ def test_a_report_of_three_sizes_has_the_law_and_with_two_none(three_sizes, tmp_
     for text in (page, done.stdout):
         assert "Gap over sizes, 8 steps, text parts" in text
         assert "falls with size" in text
-    assert "million parameters</text>" in page
+    assert "million parameters</i>" in page
     for path in out.glob("cells/large,*"):
         path.rename(tmp_path / path.name)
     (out / "study.json").unlink()

@@ -1,0 +1,82 @@
+"""What a run writes for its report: a line about each attempt, and at the end the page itself.
+
+Both are for readers only. A run never fails because of them, but a warning says what is missing and why.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import platform
+import shlex
+import sys
+import time
+from typing import Any
+
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.engine.run_checks.ranks_agree import PACKAGE, code_digest
+from megalowbit.pretrain.components.throughput import name_of
+from megalowbit.pretrain.job import Job
+from megalowbit.pretrain.records.lines import num_parameters
+from megalowbit.report.records.attempts import add_attempt
+from megalowbit.report.written import REPORT, write_report
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("megalowbit", "torch", "deepspeed", "transformers", "triton")
+
+
+def note_attempt(job: Job, identity: ProcessIdentity) -> None:
+    """Add a line to `attempts.jsonl`; call it on the main process, before the first step."""
+    try:
+        add_attempt(job.folder.path, attempt_facts(job, identity))
+    except Exception as error:  # anything at all: a line for readers is not worth a run
+        logger.warning("attempts.jsonl lacks this attempt: %s", error)
+
+
+def attempt_facts(job: Job, identity: ProcessIdentity) -> dict[str, Any]:
+    """Where and with what this attempt trains, and how much of the model is in low bits."""
+    recipe, report = job.recipe, job.report
+    stage = job.engine.zero_optimization_stage()
+    formats = {
+        "input": recipe.q_forward_input,
+        "weight": recipe.q_forward_weight,
+        "output gradient": recipe.q_backward_outputgrad,
+    }
+    return {
+        "after_step": job.step,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "host": platform.node(),
+        "device": name_of(job.engine.device),
+        "processes": identity.world_size,
+        "layout": f"{job.engine.process_grid}" + (f", ZeRO {stage}" if stage else ""),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in LIBRARIES},
+        "code": code_digest(PACKAGE),
+        "command": shlex.join(sys.argv),
+        "parameters": num_parameters(job),
+        "low_bit_layers": len(report.swapped),
+        "low_bit_weights": sum(each.in_features * each.out_features for each in report.swapped),
+        "kept_layers": len(report.kept),
+        "formats": formats if report.swapped else {},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def write_page(job: Job) -> str:
+    """Write `report.html` into the run folder; call it on the main process.
+
+    Returns:
+        A line for the console: where the page is, or why there is none.
+    """
+    try:
+        return f"report: {write_report([job.folder.path])}"
+    except Exception as error:  # anything at all: a page is not worth a run
+        logger.warning("no %s: %s", REPORT, error)
+        return f"no {REPORT} was written: the warning above says why; try megalowbit report {job.folder.path}"

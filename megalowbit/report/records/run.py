@@ -1,0 +1,159 @@
+"""A run folder, read for a report. Nothing in it is changed, and the run may still write to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megalowbit.errors import UserError
+from megalowbit.json_text import read_json_object
+from megalowbit.report.records.attempts import read_attempts
+from megalowbit.report.records.metrics import METRICS, Metrics, read_metrics
+from megalowbit.report.records.tables import Checks, Grids, read_checks, read_grids
+
+CONFIG, SUMMARY, DONE = "config.json", "summary.json", "DONE"
+BLOCK = "megalowbit"
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """The files of a run.
+
+    Attributes:
+        folder: the run folder.
+        label: its name on the page, different from those of the other runs.
+        config: the resolved configuration.
+        summary: what the run wrote at its end; empty while it trains, or if it was stopped.
+        attempts: the starts of its processes.
+        metrics: the records of its steps.
+        is_done: whether it has finished.
+        age: seconds since its last record.
+    """
+
+    folder: Path
+    label: str
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    attempts: Sequence[Mapping[str, Any]]
+    metrics: Metrics
+    is_done: bool
+    age: float
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A value of the configuration by its dotted key; `default` where there is none."""
+        value: Any = self.config
+        for name in key.split("."):
+            if not isinstance(value, Mapping) or name not in value:
+                return default
+            value = value[name]
+        return value
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps that the run is configured for."""
+        return _steps(self.config)
+
+    @property
+    def recipe(self) -> str:
+        """The name of its recipe; of one with changed fields, that of its base and an ellipsis."""
+        recipe = self.setting(f"{BLOCK}.recipe")
+        if isinstance(recipe, Mapping):
+            return f"{recipe.get('base', 'recipe')} …"
+        return str(recipe) if recipe else "?"
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens of an optimizer step, over all ranks, of the last recorded step."""
+        tokens = self.metrics.column("tokens").finite()
+        return float(tokens.values[-1] / tokens.steps[-1]) if len(tokens.steps) and tokens.steps[-1] else None
+
+    @property
+    def state(self) -> str:
+        """`finished`, or how far it is and when it last recorded something."""
+        last = self.metrics.last_step
+        if self.is_done:
+            return f"finished after {last:,} steps"
+        of = f" of {self.steps:,}" if self.steps else ""
+        return f"not finished: step {last:,}{of}, last record {duration_text(self.age)} before this page"
+
+    @cached_property
+    def grids(self) -> Grids | None:
+        """Saturation, underflow and SNR by layer."""
+        return read_grids(self.folder)
+
+    @cached_property
+    def checks(self) -> Checks | None:
+        """The precision checks."""
+        return read_checks(self.folder)
+
+
+def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
+    """Read the run folders, which must differ.
+
+    Raises:
+        UserError: one is no run folder, has no recorded step, is damaged, or is named twice.
+    """
+    resolved = [folder.resolve() for folder in folders]
+    for number, folder in enumerate(resolved):
+        if folder in resolved[:number]:
+            raise UserError(f"{folders[number]} is named twice: name each run once")
+    return [_read(folder, label) for folder, label in zip(folders, labels(resolved), strict=True)]
+
+
+def _read(folder: Path, label: str) -> RunRecords:
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} {'is not a folder' if folder.exists() else 'does not exist'}: name a run folder"
+        )
+    config = folder / CONFIG
+    if not config.is_file():
+        raise UserError(f"{folder} is not a run folder (no {CONFIG}): name the folder of a run")
+    content = read_json_object(config)
+    if not isinstance(content.get(BLOCK), Mapping):
+        raise UserError(f"{config} has no {BLOCK} block, so {folder} is not a run folder: name that of a run")
+    summary: Mapping[str, Any] = {}
+    with suppress(UserError):  # none yet, or not one that a run has written
+        summary = read_json_object(folder / SUMMARY)
+    metrics = read_metrics(folder / METRICS)
+    if summary.get("steps") != metrics.last_step:  # that of an earlier end
+        summary = {}
+    # a run writes this page between its summary and DONE
+    is_at_end = bool(summary) and _steps(content) == metrics.last_step
+    return RunRecords(
+        folder=folder,
+        label=label,
+        config=content,
+        summary=summary,
+        attempts=read_attempts(folder),
+        metrics=metrics,
+        is_done=(folder / DONE).is_file() or is_at_end,
+        age=max(0.0, time.time() - (folder / METRICS).stat().st_mtime),
+    )
+
+
+def _steps(config: Mapping[str, Any]) -> int | None:
+    run = config[BLOCK].get("run")
+    steps = run.get("steps") if isinstance(run, Mapping) else None
+    return steps if type(steps) is int else None
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """The last parts of the paths: as few of them as tell the folders apart."""
+    for parts in range(1, max((len(each.parts) for each in folders), default=1) + 1):
+        found = ["/".join(each.parts[-parts:]) for each in folders]
+        if len(set(found)) == len(found):
+            return found
+    return [str(each) for each in folders]
+
+
+def duration_text(seconds: float) -> str:
+    """`12 s`, `5 min`, `3.2 h` or `2.1 days`."""
+    for size, unit in ((86400, "days"), (3600, "h")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

@@ -1,0 +1,1 @@
+"""The sections of the report of a run, from its head to its settings."""
