@@ -4,49 +4,22 @@ checkout: the command, shipped configurations, job templates."""
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
 
 import pytest
+from distribution import built, checked, copied
 from environments import environment_with
 
 import megalowbit as package
 from launchers import ROOT, free_port
 
-FOLDERS = ("megalowbit", "configs", "launch", "tools")
-FILES = (
-    "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt",
-)  # fmt: skip
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]
 
 pytestmark = pytest.mark.slow
-
-
-def checked(command, **more):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **more)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-def copied(source):
-    """The files of a distribution, copied to the folder `source`."""
-    for name in FOLDERS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "shipped"))
-    for name in FILES:
-        shutil.copy2(ROOT / name, source / name)
-    return source
-
-
-def built(source, target, **more):
-    """Build both archives from `source`; returns the paths of the wheel and of the source distribution."""
-    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"} | more.pop("env", {})
-    checked([sys.executable, source / "tools" / "build_backend.py", target], env=env, **more)
-    [wheel], [sdist] = target.glob("*.whl"), target.glob("*.tar.gz")
-    return wheel, sdist
 
 
 def digests(paths):
@@ -55,7 +28,7 @@ def digests(paths):
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory):
-    """Wheel and source distribution, built from a copy, because setuptools leaves files in the folder."""
+    """Wheel and source distribution."""
     folder = tmp_path_factory.mktemp("archives")
     return built(copied(folder / "source"), folder)
 
@@ -132,10 +105,11 @@ def test_a_bare_environment_gets_the_command_and_everything_that_it_requires(whe
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     version = checked([made / "bin" / "megalowbit", "--version"], env=env, cwd=tmp_path).stdout
     assert version == f"megalowbit {package.__version__}\n"
-    where = checked([made / "bin" / "python", "-c", "import megalowbit; print(megalowbit.__file__)"], env=env)
+    code = "import megalowbit; print(megalowbit.__file__)"
+    where = checked([made / "bin" / "python", "-c", code], env=env, cwd=tmp_path)
     assert where.stdout.startswith(str(made))
     checks = [sys.executable, "-m", "pip", "--python", made / "bin" / "python", "check"]
-    done = subprocess.run(list(map(str, checks)), env=env, capture_output=True, text=True)
+    done = subprocess.run(list(map(str, checks)), env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout
     assert [line for line in done.stdout.splitlines() if line.startswith("megalowbit ")] == []
 
