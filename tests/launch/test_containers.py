@@ -175,9 +175,7 @@ class Image:
         )  # fmt: skip
 
     def versions(self):
-        return {
-            path.name.split("-")[0]: path.name.split("-")[1] for path in self.packages.glob("*.dist-info")
-        }
+        return dict(path.stem.split("-") for path in self.packages.glob("*.dist-info"))
 
 
 def fill_index(index, wheel):
