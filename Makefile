@@ -18,7 +18,7 @@ FREE_PORT = $$($(BIN)/python -c 'import socket; s = socket.socket(); s.bind(("",
 COUNT    = import torch; print("deepspeed" if torch.accelerator.device_count() else "DS_ACCELERATOR=cpu deepspeed --num_accelerators 2")
 LAUNCHER = $(if $(GPUS),deepspeed --num_accelerators $(GPUS),$$($(BIN)/python -c '$(COUNT)'))
 
-.PHONY: pretrain test test-all test-gpu lint types docs install clean
+.PHONY: pretrain test test-all test-gpu lint types docs dist install clean
 
 install: $(VENV)/installed
 
@@ -72,5 +72,10 @@ types: install
 docs: install
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c docs/site -d build/doctrees . build/docs
 
+# Wheel and source distribution, the same bytes wherever they are built; container images take the wheel.
+dist: install
+	rm -rf dist
+	$(BIN)/python tools/build_backend.py dist
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -1,5 +1,6 @@
 """Package metadata and dependencies; constraints.txt has the exact versions of pinned ones."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,13 @@ SHIPPED = (
     "launch/slurm/*.sh",
     "tools/study.py",
 )
+
+
+def version() -> str:
+    """`megalowbit.__version__`, read without importing the package."""
+    text = (HERE / "megalowbit" / "__init__.py").read_text(encoding="utf-8")
+    [found] = re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    return found
 
 
 def shipped_files() -> list[Path]:
@@ -45,7 +53,7 @@ class BuildWithShippedFiles(build_py):
 
 setup(
     name="megalowbit",
-    version="0.1.0",
+    version=version(),
     description="Pretrain language models in FP4 with DeepSpeed",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

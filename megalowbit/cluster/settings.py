@@ -9,6 +9,7 @@ covered: whether the cluster has that partition or that much memory; `sbatch` ch
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +36,7 @@ LAUNCHERS_WAIT = 30  # seconds from SIGTERM until torchrun and the DeepSpeed lau
 MOST_NODES = 100_000
 WIDEST_RANGE = 1000  # node counts in a range; the configuration is checked for each of them
 LONGEST_TIME = 366 * 24 * 3600  # seconds
+IMAGE_SCRIPT = "/opt/megalowbit/pretrain.py"  # launch/pretrain.py in the images of launch/containers/
 MAX_TIME_CHARACTERS = 40  # Python cannot convert numbers of thousands of digits
 # set for the ranks by the job script and the launchers, or by the shell itself: a value in `environment`
 # would be overwritten
@@ -209,6 +211,34 @@ class ClusterSettings(SettingsModel):
         fewest, _, most = self.nodes.partition("-")
         return range(int(fewest), int(most or fewest) + 1)
 
+    def in_image(self, image: str, folders: Sequence[Path]) -> ClusterSettings:
+        """These settings, with the ranks in an image of `launch/containers/` and its megalowbit.
+
+        `kind`, `mounts` and `options` of a container that the settings have are kept. By default, apptainer
+        runs files `.sif`, and pyxis all others.
+
+        Args:
+            image: a file, or an address that the kind understands.
+            folders: what the ranks read and write, mounted under the paths that they have here.
+
+        Raises:
+            UserError: the image or a folder cannot be named in a job script.
+        """
+        given = {} if self.container is None else self.container.model_dump()
+        mounts = list(given.get("mounts", ()))
+        for folder in sorted(set(folders)):
+            if ":" in str(folder):
+                raise UserError(f"{shown(str(folder))} cannot be mounted, because of its colon: rename it")
+            if not any(_mounts_in_place(mount, folder) for mount in mounts):
+                mounts.append(f"{folder}:{folder}")
+        kind = given.get("kind", "apptainer" if image.endswith(".sif") else "pyxis")
+        container = {**given, "kind": kind, "image": image, "mounts": mounts}
+        changes = {"container": container, "script": self.script or IMAGE_SCRIPT}
+        try:
+            return ClusterSettings.model_validate({**self.model_dump(), **changes})
+        except ValidationError as error:
+            raise invalid_settings(error, "", ClusterSettings) from None
+
     @field_validator("*", mode="before")
     @classmethod
     def _nothing_is_true_or_false(cls, value: Any) -> Any:
@@ -311,6 +341,12 @@ def seconds_of(time: str) -> int | None:
     part = {name: int(text or 0) for name, text in match.groupdict().items()}
     hours = 24 * part["d"] + part["dh"] + part["h"]
     return 3600 * hours + 60 * (part["dm"] + part["m"]) + part["ds"] + part["s"]
+
+
+def _mounts_in_place(mount: str, folder: Path) -> bool:
+    """Whether a mount has a folder under the same path as outside, and not only for reading."""
+    outside, *inside = mount.split(":")
+    return inside in ([], [outside], [outside, "rw"]) and folder.is_relative_to(outside)
 
 
 def load_cluster(path: Path | None, overrides: list[str]) -> ClusterSettings:

@@ -180,6 +180,8 @@ def initialize(
             config={**QUIET, **parts.deepspeed, **start.deepspeed_keys},
         )
     start.finish(engine)
+    if parts is not config:
+        _warn_of_first_rate(wrapped)
     if engine.device.type == "cpu":
         use_cpu_gemm(agree(cpu_gemm))
     _attach(engine, parts.settings, start.regularizer, grid)
@@ -321,3 +323,12 @@ def _warn_of_schedules(parts: DeepSpeedConfigParts, recipe: Recipe | None) -> No
             logger.warning("megalowbit.%s is applied by launch/pretrain.py only: %s", key, remedy)
     if recipe is not None and recipe.parameter_split is not None:
         logger.warning("recipe.parameter_split: call mlb.split_weights(engine) before the steps that are due")
+
+
+def _warn_of_first_rate(optimizer: Any) -> None:
+    """Warn, on one rank, if the scheduler begins with a step that changes nothing."""
+    if process_group.rank() == 0 and not any(group["lr"] for group in optimizer.param_groups):
+        logger.warning(
+            "the learning rate of the first step is 0, as in warm-ups of DeepSpeed and Transformers: with "
+            "megalowbit.lr_schedule, the first step trains already (docs/schedules.md)"
+        )

@@ -37,6 +37,7 @@ from megalowbit.errors import (
     shown,
 )
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import (
     STOP_SIGNALS,
@@ -381,9 +382,10 @@ def _describe_or_prepare(
     if not identity.is_main:
         return
     if options.dry_run:
-        from megalowbit.pretrain.estimate.dry_run import describe
+        with collector_paused():
+            from megalowbit.pretrain.estimate.dry_run import describe
 
-        print(describe(config))
+            print(describe(config))
         return
     from megalowbit.data.cache.build_lines import reported_builds
     from megalowbit.data.loader import count_samples

@@ -18,7 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._C import _functorch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.formats.block_format import MXFP4, BlockFormat
@@ -32,6 +32,8 @@ from megalowbit.quantize.encoding import (
     Encoding,
     Fp8Operand,
     check_parts,
+    new_encoded,
+    no_counts,
 )
 from megalowbit.quantize.triton import launch_fp4 as launch_triton
 from megalowbit.quantize.triton import launch_fp8
@@ -75,7 +77,21 @@ def encode(request: EncodeRequest) -> Encoded:
         if can_encode(kernels, request):
             return kernels.encode(request)
         _say_uncovered(x.device, "quantising", format, x.dtype)
-    return reference.encode(request)
+    return _without_values(request) if _has_no_values(x) else reference.encode(request)
+
+
+def _without_values(request: EncodeRequest) -> Encoded:
+    """Tensors of the result's shapes and dtypes, which `reference` would make in some hundred operations."""
+    counts, error = no_counts(request.x.device) if request.with_counts else (None, None)
+    return new_encoded(request)._replace(counts=counts, error=error)
+
+
+def _has_no_values(x: Tensor) -> bool:
+    """Whether x is a fake tensor that nobody traces, as in estimates of memory: only shapes count then."""
+    if type(x) is not FakeTensor or torch._C._is_tracing() or _functorch.peek_interpreter_stack() is not None:
+        return False
+    modes = _dispatch_modes()  # a tracer has one; without a mode, new tensors would be real ones
+    return bool(modes) and all(type(mode) is FakeTensorMode for mode in modes)
 
 
 def _with_exponents(request: EncodeRequest) -> Encoded:

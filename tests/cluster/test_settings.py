@@ -1,5 +1,6 @@
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -161,3 +162,41 @@ def test_signals_within_the_time_limit_and_hash_signs_inside_words_are_accepted(
     overrides = [*CPU, "time=5", "signal_seconds=299", 'setup=["module load a#b", "[[ -d x ]] && cd x"]']
     assert isinstance(load_cluster(None, overrides), ClusterSettings)
     assert load_cluster(None, [*CPU, "time=0"]).time == "0"  # no limit
+
+
+HERE = [Path("/home/me"), Path("/data/runs/a"), Path("/home/me/runs/b")]
+
+
+def test_an_image_brings_its_program_and_mounts_what_is_not_mounted():
+    settings = load_cluster(None, CPU).in_image("m.sif", HERE)
+    assert settings.script == "/opt/megalowbit/pretrain.py"
+    assert settings.container.kind == "apptainer"
+    assert settings.container.mounts == ("/data/runs/a:/data/runs/a", "/home/me:/home/me")
+    assert load_cluster(None, CPU).in_image("me/image:1", HERE).container.kind == "pyxis"
+
+
+@pytest.mark.parametrize(
+    ("mount", "is_enough"),
+    [("/data", True), ("/data:/data", True), ("/data:/data:ro", False), ("/data:/d", False)],
+)
+def test_a_mount_for_reading_or_under_another_path_does_not_serve_a_run(mount, is_enough):
+    container = json.dumps({"kind": "pyxis", "image": "old", "mounts": [mount], "options": ["--x"]})
+    settings = load_cluster(None, [*CPU, f"container={container}", "script=/s/pretrain.py"])
+    found = settings.in_image("m.sif", [Path("/data/runs/a")])
+    assert found.script == "/s/pretrain.py"
+    assert (found.container.kind, found.container.image, found.container.options) == (
+        "pyxis",
+        "m.sif",
+        ("--x",),
+    )
+    assert found.container.mounts == ((mount,) if is_enough else (mount, "/data/runs/a:/data/runs/a"))
+
+
+def test_folders_and_images_that_a_job_script_cannot_name_are_refused():
+    settings = load_cluster(None, CPU)
+    with pytest.raises(UserError, match="'/a:b' cannot be mounted, because of its colon: rename it"):
+        settings.in_image("m.sif", [Path("/a:b")])
+    with pytest.raises(UserError, match="must be absolute and without comma"):
+        settings.in_image("m.sif", [Path("/a,b")])
+    with pytest.raises(UserError, match=r"container\.image = .* write a word on one line"):
+        settings.in_image("", HERE)

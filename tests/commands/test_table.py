@@ -54,6 +54,16 @@ def test_help_has_examples_that_parse_and_imports_nothing_heavy(name, tmp_path):
             COMMANDS[name].load().build_parser().parse_args(words[2:])
 
 
+def test_listing_recipes_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom megalowbit.commands.table import main\n"
+        f"main(['recipes'])\nprint('heavy:', *({HEAVY} & set(sys.modules)))\n"
+    )
+    done = command(code=code)
+    assert done.stdout.startswith("nvfp4 "), done.stderr
+    assert done.stdout.endswith("\nheavy:\n")
+
+
 def test_the_list_has_every_command_and_its_own_examples_parse():
     done = command("--help")
     assert done.returncode == 0

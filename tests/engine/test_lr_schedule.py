@@ -1,5 +1,7 @@
 """`"lr_schedule"` in an engine: ZeRO stages, skipped steps, resume, and settings that it excludes."""
 
+import logging
+
 import pytest
 import torch
 from small_engines import ADAMW, config, make_engine, model, step
@@ -32,6 +34,21 @@ def test_each_step_uses_the_learning_rate_of_the_schedule(stage):
         seen.append(rates(engine))
         step(engine, number)
     assert seen == [[0.1 * factor] * len(seen[0]) for factor in FACTORS]
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_first_step_without_a_rate_is_warned_about(caplog, is_ours):
+    warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4}}
+    settings = config()
+    if is_ours:
+        settings["megalowbit"]["lr_schedule"] = WSD
+    else:
+        settings["scheduler"] = warmup
+    with caplog.at_level(logging.WARNING, logger="megalowbit.engine.initialize"):
+        engine, *_ = initialize(model=model(), config=settings)
+    assert (rates(engine)[0] == 0) is not is_ours
+    said = [each for each in caplog.messages if each.startswith("the learning rate of the first step is 0")]
+    assert len(said) == (0 if is_ours else 1)
 
 
 @STAGES

@@ -61,6 +61,9 @@ class Job:
             "python_folder": self.bin,
         }
         settings = load_cluster(None, ["gpus_per_node=0", "tasks_per_node=2", "cpus_per_task=3", *overrides])
+        if image := more.pop("image", None):
+            settings = settings.in_image(image, [place])
+            request |= {"script": settings.script, "python_folder": None}
         templates = {path.name: path.read_text() for path in TEMPLATES.glob("*") if path.is_file()}
         script = render(settings, JobRequest(**(request | more)), templates)
         self.script = script.replace("#!/bin/bash\n", "#!/bin/bash\nexport SCRIPT=$$\n", 1)

@@ -107,6 +107,26 @@ def test_no_value_is_evaluated_by_the_shell(tmp_path, launcher, kind):
     assert not Path("pwned").exists()
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("image", ["/images/m.sif", "/images/m.sqsh"])
+def test_ranks_run_in_an_image_with_the_program_of_the_image(tmp_path, launcher, image):
+    """The stand-in of apptainer executes the command that follows the image, as apptainer would inside it."""
+    job = Job(tmp_path, f"launcher={launcher}", image=image)
+    code, output = job.start(DONE)
+    assert code == 0, output
+    assert "the run is finished" in output
+    words = job.words("command")
+    assert words[0] == {"srun": "python"}.get(launcher, launcher)
+    assert "/opt/megalowbit/pretrain.py" in words
+    if image.endswith(".sif"):
+        mount = f"--bind={tmp_path}:{tmp_path}"
+        assert job.words("apptainer")[:5] == ["exec", mount, f"--pwd={tmp_path}", image, "bash"]
+    else:
+        mount = f"--container-mounts={tmp_path}:{tmp_path}"
+        assert {f"--container-image={image}", mount} <= {*job.words("srun")}
+        assert not (job.log / "apptainer").exists()
+
+
 def test_a_task_of_an_array_has_its_own_folder_and_overrides(tmp_path):
     job = Job(tmp_path, sweep=[["a=1"], ["a=2", f"b={HOSTILE}"]], overrides=["c=3"])
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -15,6 +15,7 @@ from megalowbit.formats.element import INT8, TERNARY
 from megalowbit.quantize import backends, reference
 from megalowbit.quantize.cpu import fp32_scales as kernels_cpu_8bit
 from megalowbit.quantize.encoding import DecodeRequest, EncodeRequest, Encoding
+from megalowbit.quantize.names import quantizer, quantizer_names
 from megalowbit.quantize.philox import RandomKey
 
 ENCODINGS = [
@@ -115,6 +116,40 @@ def test_fake_tensors_go_through_plain_torch():
         x = torch.randn(5, 40)
         assert backends.backend_of(x) == "torch"
         assert backends.encode(EncodeRequest(x, Encoding(format=NVFP4))).codes.shape == (5, 24)
+
+
+@pytest.mark.parametrize("name", quantizer_names())
+def test_fake_tensors_get_results_of_the_same_sizes(name, monkeypatch):
+    """Estimates of memory count storages, so these must be as large as those of the operations."""
+
+    def sizes():
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            made = quantizer(name).quantize(
+                torch.randn(5, 43, dtype=torch.bfloat16), with_counts=True, operand_dtype=torch.bfloat16
+            )
+        tensors = [*made.to_parts()[0], made.counts, made.error, getattr(made, "ready_operand", None)]
+        return [
+            None if each is None else (each.shape, each.dtype, each.stride(), each.untyped_storage().nbytes())
+            for each in tensors
+        ]
+
+    quick = sizes()
+    monkeypatch.setattr(backends, "_has_no_values", lambda x: False)
+    assert quick == sizes()
+
+
+def test_traced_fake_tensors_keep_their_operations():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        traced = make_fx(lambda x: backends.encode(EncodeRequest(x, Encoding(format=NVFP4))).codes)(
+            torch.randn(5, 40)
+        )
+    assert len(traced.graph.nodes) > 20
+
+
+def test_fake_tensors_outside_their_mode_make_no_real_ones():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(5, 40)
+    assert type(backends.encode(EncodeRequest(x, Encoding(format=NVFP4))).codes) is FakeTensor
 
 
 def test_the_choice_is_logged_once(caplog):

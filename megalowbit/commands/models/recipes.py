@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sys
+from importlib.resources import files
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, unknown_name
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
@@ -41,15 +42,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def described() -> list[str]:
-    """A line for each named recipe: its name and what it is."""
-    from megalowbit.layers.recipe import named_recipes
+    """A line for each named recipe: its name and what it is.
+
+    Reads the file of the recipes, because torch, which the recipes themselves need, takes seconds to import.
+    """
     from megalowbit.layers.settings import DEFAULT_RECIPE
 
-    named = named_recipes()
+    entries = json.loads((files("megalowbit.layers") / "recipe.json").read_text(encoding="utf-8"))
+    named = {entry["name"]: entry["about"] for entry in entries}
     width = max(map(len, named))
     lines = []
-    for name, each in named.items():
-        about = LINK.sub(r"\1", each.about).replace("`", "")
+    for name, text in named.items():
+        about = LINK.sub(r"\1", text).replace("`", "")
         default = " (the default of a run)" if name == DEFAULT_RECIPE else ""
         lines.append(f"{name:<{width}}  {about}{default}")
     return lines

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
 from megalowbit.pretrain.command_line import prepare_environment
+from megalowbit.pretrain.estimate.collector import collector_paused
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.estimate.starting_config import Machine
@@ -46,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
-        _init(options)
+        with collector_paused():
+            _init(options)
     except UserError as error:
         print(f"error: {printed(error)}", file=sys.stderr)
         return EXIT_USER_ERROR

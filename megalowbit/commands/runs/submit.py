@@ -2,6 +2,7 @@
 
     megalowbit submit --cluster configs/clusters/two_nodes.json --ds-config configs/gpt2_124m_fp4.json
     megalowbit submit --cluster C.json --ds-config X.json --run-dir runs/lr --array sweep.txt
+    megalowbit submit --cluster C.json --ds-config X.json --container /images/megalowbit.sif
 
 The job script is written to DIR/slurm/pretrain.sbatch, next to its logs, and passed to sbatch. In a sweep
 file each line is KEY=VALUE …, as for --set, and defines one run; the runs are in DIR/1, DIR/2 and so on.
@@ -67,6 +68,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--array-limit", type=int, metavar="N", help="with --array: run N of them at the same time"
     )
+    parser.add_argument(
+        "--container",
+        metavar="IMAGE",
+        help="run in this image, made with launch/containers/: a file .sif with apptainer, others with "
+        "pyxis; this folder, the run's and the configuration's are mounted",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the script and exit")
     return parser
 
@@ -77,6 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
         options = build_parser().parse_args(arguments)
         options.ds_config = find_config(options.ds_config)
         settings = load_cluster(options.cluster, options.slurm)
+        if options.container is not None:
+            settings = settings.in_image(options.container, folders_of(options))
         request = build_request(options, settings)
         check_runs(settings, request)
         script = render(settings, request, read_templates(settings))
@@ -98,10 +107,9 @@ def build_request(options: argparse.Namespace, settings: ClusterSettings) -> Job
     """The run or sweep that the arguments describe, with absolute paths."""
     if options.array_limit is not None and (options.array is None or options.array_limit < 1):
         raise UserError(f"--array-limit {options.array_limit} needs --array and a value of at least 1")
-    folder = options.run_dir or Path("runs") / options.ds_config.stem
     return JobRequest(
         ds_config=_absolute(options.ds_config),
-        folder=_absolute(folder),
+        folder=run_folder(options),
         script=Path(settings.script) if settings.script else pretrain_script(),
         working_folder=working_folder(),
         # torchrun and deepspeed are installed next to this Python, unless the run uses a container image
@@ -110,6 +118,16 @@ def build_request(options: argparse.Namespace, settings: ClusterSettings) -> Job
         sweep=None if options.array is None else read_sweep(options.array),
         sweep_limit=options.array_limit,
     )
+
+
+def run_folder(options: argparse.Namespace) -> Path:
+    """The absolute path of the run's folder, or the sweep's."""
+    return _absolute(options.run_dir or Path("runs") / options.ds_config.stem)
+
+
+def folders_of(options: argparse.Namespace) -> list[Path]:
+    """The folders that the ranks of a run need from outside of a container, beside those of its data."""
+    return [working_folder(), run_folder(options), _absolute(options.ds_config).parent]
 
 
 def _absolute(path: Path) -> Path:

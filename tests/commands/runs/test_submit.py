@@ -47,12 +47,32 @@ def test_dry_run_shows_a_script_and_writes_nothing(files, capsys, tmp_path, laun
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("command", documented("python launch/slurm", "README.md", "docs/clusters.md"))
+DOORS = ("python launch/slurm", "megalowbit submit")
+
+
+@pytest.mark.parametrize("command", documented(DOORS, "README.md", "docs/clusters.md"))
 def test_documented_commands_make_scripts(capsys, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "lr.txt").write_text("optimizer.params.lr=1e-3\n")
     assert submit.main([*shlex.split(command)[2:], "--dry-run"]) == 0, capsys.readouterr().err
+
+
+def test_an_image_is_started_with_its_program_and_the_folders_of_the_run(
+    files, capsys, tmp_path, monkeypatch
+):
+    place = tmp_path / "working"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    assert submit.main([*files, "--container", "/images/m.sif", "--dry-run"]) == 0
+    script = capsys.readouterr().out
+    assert f"apptainer exec --bind={tmp_path}:{tmp_path} --pwd={place} /images/m.sif" in script.replace(
+        ")\n    step+=(", " "
+    )
+    assert "python /opt/megalowbit/pretrain.py" in script
+    assert "export PATH=" not in script
+    assert submit.main([*files, "--container", "a\nb", "--dry-run"]) == 2
+    assert "container.image = 'a\\nb' is not valid" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", documented(("torchrun", "deepspeed"), "docs/clusters.md"))
