@@ -14,6 +14,7 @@ from megalowbit.pretrain.components.oscillation_reset import OscillationReset
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
 from megalowbit.pretrain.components.profiler import Profiler
+from megalowbit.pretrain.components.rank_comparison import RankComparison
 from megalowbit.pretrain.components.source_losses import SourceLosses
 from megalowbit.pretrain.components.speculation import Speculation
 from megalowbit.pretrain.components.static_inputs import StaticInputRecord
@@ -30,5 +31,6 @@ COMPONENTS: tuple[type[Component], ...] = (
     *ALWAYS_ON,
     ParameterSplitting,
     SourceLosses,
+    RankComparison,
     Throughput,
 )
