@@ -59,7 +59,18 @@ ALLOWED = {
         "config",
         "engine",
     },
-    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain"},
+    "findings": {"config", "pretrain"},
+    "commands": {
+        "distributed",
+        "layers",
+        "hf",
+        "data",
+        "cluster",
+        "config",
+        "engine",
+        "pretrain",
+        "findings",
+    },
 }
 MAX_ENTRIES = 14  # of a folder; the rooms themselves are the plan
 MAX_LINES = 500
