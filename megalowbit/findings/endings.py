@@ -26,7 +26,7 @@ MEMORY = re.compile(
     r"out of memory|OutOfMemory|can't allocate memory|cannot allocate memory|MemoryError|not enough memory",
     re.IGNORECASE,
 )
-RANKS = r"(?P<ranks>ranks? [\d, …-]+)(?: \((?:\d+ in all\))?[^)]*\))?"
+RANKS = r"(?P<ranks>ranks? \d[\d, …-]*(?: ?\([^)]*\))*)"
 # in this order; each with the finding's name and its title, into which the match's groups are put
 LINES: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (re.compile(rf"{RANKS} do(?:es)? not answer"), base.LOST_RANK, "{ranks} no longer answered"),

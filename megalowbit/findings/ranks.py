@@ -174,8 +174,11 @@ def _apart_from(run: RunFiles, gap: Array) -> tuple[int, int, int, float] | None
         if found is None:
             return None
         rank, first, length = found
-        if np.nanmedian(gap[first : first + length]) > APART * np.nanmedian(gap[: max(first, 4)]):
-            return rank, first, length, float(np.nanmedian(gap[: max(first, 4)]))
+        before, inside = float(np.nanmedian(gap[: max(first, 4)])), gap[first : first + length]
+        if np.nanmedian(inside) > APART * before:
+            # chance may have named the same rank just before
+            skipped = int(np.argmax(inside > (before + np.nanmedian(inside)) / 2))
+            return rank, first + skipped, length - skipped, before
     return None
 
 
