@@ -113,7 +113,7 @@ def _first_beyond(rate: Array, least: float) -> tuple[int, int] | None:
     """The first table and row whose rate rose beyond its own past and beyond the rise of the other rows."""
     for table in range(1, len(rate)):
         past, now = rate[:table], rate[table]
-        rise = now - np.nanmax(past, axis=0)  # above anything that this row has shown
+        rise = now - np.where(np.isfinite(past), past, -np.inf).max(axis=0)  # above anything it has shown
         known = rise[np.isfinite(rise)]
         if len(known) < 3:
             continue

@@ -2,9 +2,10 @@
 
 The loss of a step is computed with weights that the step before has changed. If that step was like all
 others (same learning rate, usual gradient norm), the weights cannot have changed much, and a jump comes from
-the batch, or from hardware. A rise over several steps comes from the updates. The learning rate is named only
-if it can be: the loss rose while the rate was in the upper half of its course, no other cause was found
-before, and an update of Adam, about the learning rate in each element, is large against the weights.
+the batch, or from hardware. A rise over several steps comes from the updates. An update of Adam changes each
+weight by about the learning rate. The rate is therefore named where it is as large as the weights were at the
+start (`LARGE_UPDATE`), and otherwise, as likely, where loss and gradients rose together in the upper half of
+its course and no other cause was found before.
 
 All comparisons are of the logarithm of the loss, with running medians and robust deviations. Not covered:
 runs of fewer than `LEAST_STEPS` steps, and a loss that is too high from the first step to the last.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
@@ -26,6 +28,7 @@ WINDOW_SHARE, SHORTEST, LONGEST = 0.05, 5, 100  # of the running median, in step
 DEVIATIONS = 6.0
 LEAST_RISE = 0.08  # of log loss: 8 %
 LEAST_NOISE = 0.005  # of log loss
+ABSENT = 10  # steps without a sample, after which a source begins anew
 SUDDEN = 0.6  # share of a change that one step must have
 UPPER = 0.5  # of the highest learning rate
 LARGE_UPDATE = 0.5  # learning rate / deviation of the initial weights: two updates replace a weight
@@ -60,22 +63,24 @@ def findings(run: RunFiles, known: list[Finding]) -> list[Finding]:
     if len(rows) < LEAST_STEPS:
         return []
     values = np.log(np.maximum(metrics["loss"][rows], 1e-9))
-    found = []
-    for change in _first_changes(values, len(rows)):
-        change = change._replace(best=int(rows[change.best]), row=int(rows[change.row]))
-        found.append(_explained(run, change, known))
-    return found or _no_learning(run, values)
+    limit = max(DEVIATIONS * max(noise(values), LEAST_NOISE), LEAST_RISE)
+    source = _new_source(run, limit)
+    change = _first_change(values, limit)
+    if change is None:
+        return [source] if source is not None else _no_learning(run, values)
+    change = change._replace(best=int(rows[change.best]), row=int(rows[change.row]))
+    if source is not None and (source.step or 0) <= metrics.steps[change.row]:
+        return [source]
+    return [_explained(run, change, known), *([] if source is None else [source])]
 
 
-def _first_changes(values: Array, count: int) -> list[Change]:
+def _first_change(values: Array, limit: float) -> Change | None:
     """The first rise or sudden fall; one is enough, as what follows may be its consequence."""
-    window = int(np.clip(WINDOW_SHARE * count, SHORTEST, LONGEST))
-    spread = max(noise(values), LEAST_NOISE)
-    limit = max(DEVIATIONS * spread, LEAST_RISE)
+    window = int(np.clip(WINDOW_SHARE * len(values), SHORTEST, LONGEST))
     found = [
         each for each in (_rise(values, window, limit), _fall(values, window, limit)) if each is not None
     ]
-    return sorted(found, key=lambda change: change.row)[:1]
+    return min(found, key=lambda change: change.row, default=None)
 
 
 def _rise(values: Array, window: int, limit: float) -> Change | None:
@@ -109,10 +114,12 @@ def _explained(run: RunFiles, change: Change, known: list[Finding]) -> Finding:
     """The change, with its cause if that can be told."""
     metrics = run.metrics
     step = int(metrics.steps[change.row])
-    symptom = _symptom(run, change)
+    symptom, rate = _symptom(run, change), _rate(run, change)
+    if rate is not None and rate.is_shown:
+        return rate
     if any(each.role == "cause" and (each.step or 0) <= step and each.may_cause(symptom) for each in known):
         return symptom
-    return _source_at(run, change) or _rate(run, change) or _batch(run, change) or symptom
+    return rate or _batch(run, change) or symptom
 
 
 def _course(run: RunFiles, change: Change) -> list[Evidence]:
@@ -159,44 +166,57 @@ def _symptom(run: RunFiles, change: Change) -> Finding:
     )  # fmt: skip
 
 
-def _source_at(run: RunFiles, change: Change) -> Finding | None:
-    """The source of a blend whose samples the change came with."""
-    metrics, row = run.metrics, change.row
-    step = int(metrics.steps[row])
+def _new_source(run: RunFiles, limit: float) -> Finding | None:
+    """A source of a blend that began to give samples, with a loss unlike that of the others before."""
+    metrics = run.metrics
+    found = []
     for name in metrics.sources:
         losses = metrics[f"loss/{name}"]
-        before = np.isfinite(losses[max(0, row - 20) : row])
-        if not np.isfinite(losses[row]) or before.mean() > 0.5:
-            continue
-        others = [metrics[f"loss/{other}"] for other in metrics.sources if other != name]
-        usual = np.concatenate([each[max(0, row - 20) : row] for each in others])
-        usual = usual[np.isfinite(usual)]
-        if not len(usual):
-            continue
-        own, rest = float(losses[row]), float(np.median(usual))
-        if abs(np.log(max(own, 1e-9) / max(rest, 1e-9))) < change.limit:
-            continue
-        what = "cannot be predicted (noise, another encoding or language?)"
-        if own < rest:
-            what = "is far too easy (one text again and again, constant bytes?)"
-        return Finding(
-            name=base.DATA, step=step,
-            title=f"the data changed: source {name} {what}; the loss jumped when it began to give samples",
-            evidence=(
-                *_course(run, change),
-                Evidence(
-                    file=METRICS, step=step,
-                    text=f"loss/{name} {own:.4g}; the other sources had {rest:.4g} (median of 20 steps "
-                    f"before), and {name} had given samples in {before.sum()} of these steps",
-                ),
+        given = np.isfinite(losses)
+        for row in np.flatnonzero(given[ABSENT:] & ~_any_before(given, ABSENT)) + ABSENT:
+            own = float(np.nanmedian(losses[row : row + SHORTEST]))
+            others = [
+                metrics[f"loss/{other}"][row - ABSENT : row] for other in metrics.sources if other != name
+            ]
+            before = np.concatenate([each[np.isfinite(each)] for each in others])
+            if len(before) and abs(np.log(max(own, 1e-9) / max(float(np.median(before)), 1e-9))) > limit:
+                found.append((int(row), name, own, float(np.median(before))))
+    return _of_source(run, *min(found), limit) if found else None
+
+
+def _any_before(given: NDArray[np.bool_], rows: int) -> NDArray[np.bool_]:
+    """(n - rows,): whether any of the `rows` values before each is true, from the row `rows` on."""
+    total = np.concatenate([[0], np.cumsum(given)])
+    return (total[rows:-1] - total[: -rows - 1]) > 0
+
+
+def _of_source(run: RunFiles, row: int, name: str, own: float, rest: float, limit: float) -> Finding:
+    metrics = run.metrics
+    step = int(metrics.steps[row])
+    verb, maybe = "rose", "noise, another encoding or language, or harder on purpose"
+    if own < rest:
+        verb, maybe = "fell", "one text again and again, or easier on purpose"
+    return Finding(
+        name=base.DATA, step=step,
+        title=f"the data changed in step {step}: source {name} began to give samples, and the loss {verb} "
+        f"from {rest:.4g} to {own:.4g} ({maybe})",
+        evidence=(
+            Evidence(
+                file=METRICS, step=int(metrics.steps[row - 1]),
+                text=f"loss {metrics['loss'][row - 1]:.4g}, and no sample of {name} in {ABSENT} steps",
             ),
-            remedy=(
-                f"look at its text: megalowbit.data.sources.{name}",
-                f"leave it out: --set megalowbit.data.sources.{name}.weight=0, or 0 in "
-                f"megalowbit.data.phases; then continue from a checkpoint before step {step}",
+            Evidence(
+                file=METRICS, step=step,
+                text=f"loss/{name} {own:.4g} (median of {SHORTEST} steps); the other sources had {rest:.4g}; "
+                f"{limit:.1%} of difference would be usual",
             ),
-        )  # fmt: skip
-    return None
+        ),
+        remedy=(
+            f"look at its text: megalowbit.data.sources.{name}",
+            f"leave it out: --set megalowbit.data.sources.{name}.weight=0, or 0 in megalowbit.data.phases; "
+            f"then continue from a checkpoint before step {step}",
+        ),
+    )  # fmt: skip
 
 
 def _batch(run: RunFiles, change: Change) -> Finding | None:
@@ -246,11 +266,12 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
     peak, now = float(np.nanmax(rates)), float(np.nanmax(rates[change.best : change.row + 1]))
     spread, source = run.initial_deviation
     ratio = now / spread
-    if change.size < 0 or now < UPPER * peak:
+    if change.size < 0:
         return None
-    if ratio < LARGE_UPDATE and (change.is_sudden or not _norm_grew(run, change)):
+    if ratio < LARGE_UPDATE and (now < UPPER * peak or change.is_sudden or not _norm_grew(run, change)):
         return None
     step, best = int(metrics.steps[change.row]), int(metrics.steps[change.best])
+    since = int(metrics.steps[np.argmax(rates >= LARGE_UPDATE * spread)]) if ratio >= LARGE_UPDATE else best
     warmup = _warmup(rates)
     evidence = (
         *_course(run, change),
@@ -273,8 +294,9 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
             schedule = f"scheduler.params.warmup_num_steps={steps}"
         remedy.append(f"warm up: --set {schedule}")
     return Finding(
-        name=base.RATE, step=step, is_shown=ratio >= 1,
-        title=f"the learning rate is too high{no_warmup}: the loss rose from step {best} on, at lr {now:.3g}",
+        name=base.RATE, step=min(since, step), is_shown=ratio >= 1,
+        title=f"the learning rate is too high{no_warmup}: the loss rose from step {best} to {step}, at lr "
+        f"{now:.3g}",
         evidence=evidence, remedy=tuple(remedy),
     )  # fmt: skip
 
