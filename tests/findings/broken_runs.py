@@ -283,3 +283,31 @@ HEALTHY = {
     "late-switch": Case(expected="healthy", block={"late_switch": {"at": 0.5, "scope": "forward"}}),
     "blend": Case(expected="healthy", block=spoiled_phase("noise", 61, 62, steps=60)),
 }
+
+QWEN = {**LLAMA, "model_type": "qwen3", "head_dim": 16}
+HEALTHY_HELD_OUT = {
+    "three-blocks": Case(expected="healthy", model=THREE_BLOCKS, steps=70),
+    "qwen-fp16": Case(expected="healthy", model=QWEN, block=FP16, steps=50),
+    "llama-two-ranks": Case(expected="healthy", model=LLAMA, ranks=2, lr=5e-3),
+    "wsd": Case(
+        expected="healthy", warmup=None, steps=90,
+        block={"lr_schedule": {"type": "wsd", "warmup_steps": 8, "decay_steps": 30}},
+    ),
+    "int8": Case(expected="healthy", sets=("megalowbit.recipe=int8b",), steps=100),
+    "small-batch": Case(
+        expected="healthy", steps=150,
+        deepspeed={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1},
+    ),
+    "no-clipping": Case(expected="healthy", deepspeed={"gradient_clipping": 0.0}, lr=6e-3),
+    "two-epochs": Case(expected="healthy", steps=120, sets=("megalowbit.recipe=bf16",), lr=1e-3),
+}  # fmt: skip
+
+
+def named_right(case, found):
+    """Whether a diagnosis (`diagnose --json`) names the case's cause first, and its subject."""
+    first = found["first"]
+    if case.expected == "healthy":
+        return first is None and found["state"] == "healthy"
+    if first is None or first["name"] != case.expected:
+        return False
+    return case.subject in first["title"] + " ".join(each["text"] for each in first["evidence"])
