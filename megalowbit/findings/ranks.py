@@ -165,21 +165,20 @@ def _apart(run: RunFiles) -> list[Finding]:
 
 def _apart_from(run: RunFiles, gap: Array) -> tuple[int, int, int, float] | None:
     """Rank, first row and length of a series of large gaps, and the usual gap before it."""
-    for start in range(4, len(gap) - 4):
-        # the usual gap must be known before the series begins
-        usual = float(np.nanmedian(gap[:start]))
-        if gap[start] <= APART * usual:
-            continue
-        found = _series(run, "ranks/highest_loss_rank", is_beyond=np.nan_to_num(gap) > usual)
-        if found is None:
-            return None
-        rank, first, length = found
-        before, inside = float(np.nanmedian(gap[: max(first, 4)])), gap[first : first + length]
-        if np.nanmedian(inside) > APART * before:
-            # chance may have named the same rank just before
-            skipped = int(np.argmax(inside > (before + np.nanmedian(inside)) / 2))
-            return rank, first + skipped, length - skipped, before
-    return None
+    # the lower quartile of a run is healthy even if most of the run is not; of distances that are normal,
+    # the median is 2.1 times as high
+    usual = 2.1 * float(np.nanquantile(gap, 0.25))
+    found = _series(run, "ranks/highest_loss_rank", is_beyond=np.nan_to_num(gap) > usual)
+    if found is None:
+        return None
+    rank, first, length = found
+    before, inside = float(np.nanmedian(gap[: max(first, 4)])), gap[first : first + length]
+    middle = float(np.nanmedian(inside))
+    if middle <= APART * before:
+        return None
+    # chance may have named the same rank just before
+    skipped = int(np.argmax(inside > (before + middle) / 2))
+    return rank, first + skipped, length - skipped, before
 
 
 def _moved(run: RunFiles, first: int) -> Evidence | None:

@@ -23,7 +23,7 @@ from megalowbit.config.deepspeed_json import BLOCK
 from megalowbit.durable_files import damaged_in, steps_in
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.findings.robust import Array
-from megalowbit.json_text import read_json_object
+from megalowbit.json_text import read_json_object, read_text
 from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, BEGUN, ENDED, RANK_ATTEMPTS
 from megalowbit.pretrain.run_folder.folder import CONFIG, LOCK, METRICS, run_folder_of
 
@@ -39,6 +39,7 @@ COUNTS = (
     "elements", "saturated", "underflow", "nonfinite", "blocks", "saturated_scales", "zero_blocks",
     "quantizations", "nonfinite_quantizations", "squared_error", "squared_norm",
 )  # fmt: skip
+LARGEST_REFUSAL = 2**20  # bytes
 DEFAULT_INITIAL_DEVIATION = 0.02  # `initializer_range` of all families in transformers
 
 
@@ -121,7 +122,8 @@ class RunFiles:
         damaged_checkpoints: names of folders that were renamed because of damage.
         saved_steps: steps with a checkpoint.
         stacks: names of files with the stack of a rank that hung.
-        refusals: lines of user errors that a job script has kept, by file.
+        refusals: lines of user errors that a job script has kept since the last attempt began, by file.
+        rollbacks: reasons of rollbacks in summary.json; those lines of metrics.jsonl are gone.
         notes: what could not be read.
     """
 
@@ -136,6 +138,7 @@ class RunFiles:
     saved_steps: list[int]
     stacks: list[str]
     refusals: dict[str, str]
+    rollbacks: list[str]
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -201,28 +204,37 @@ def read_run(path: Path) -> RunFiles:
     folder = _folder_of(path)
     notes: list[str] = []
     metrics = _read_metrics(folder / METRICS, notes)
+    attempts = _read_attempts(folder, notes)
+    begun = [line["time"] for line in attempts if line["event"] == BEGUN]
     return RunFiles(
         folder=folder,
         config=_read_config(folder / CONFIG, notes),
         metrics=metrics,
         layers=_read_layers(folder / LAYERS, notes),
-        attempts=_read_attempts(folder, notes),
+        attempts=attempts,
         is_done=(folder / "DONE").exists(),
         is_running=_is_locked(folder / LOCK),
         damaged_checkpoints=damaged_in(folder / "checkpoints"),
         saved_steps=_saved_steps(folder / "checkpoints", notes),
         stacks=sorted(each.name for each in folder.glob("stack-rank*.txt")),
-        refusals=_read_refusals(folder / "slurm"),
+        refusals=_read_refusals(folder / "slurm", since=max(begun, default=0.0)),
+        rollbacks=_read_rollbacks(folder / "summary.json"),
         notes=notes,
     )
 
 
 def _folder_of(path: Path) -> Path:
-    if not path.exists():
-        raise UserError(f"{path} does not exist: name the folder of a run (--run-dir)")
     try:
+        if not path.exists():
+            raise UserError(f"{path} does not exist: name the folder of a run (--run-dir)")
         found = run_folder_of(path)
+    except OSError as error:
+        raise file_system_error(
+            f"{path} cannot be read ({error.strerror}): make it readable", error
+        ) from error
     except UserError:
+        if not path.exists():
+            raise
         found = path  # a damaged configuration is a part of the diagnosis
     if found is None and path.is_dir() and any((path / name).exists() for name in (METRICS, ATTEMPTS)):
         found = path
@@ -247,6 +259,8 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
 
 def _objects(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Number and content of each complete line; None: it is damaged. A missing file has no lines."""
+    if not path.is_file():  # opening a FIFO would wait for its writer
+        return
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
@@ -258,8 +272,6 @@ def _objects(path: Path, notes: list[str]) -> Iterator[tuple[int, dict[str, Any]
                 except (ValueError, RecursionError):
                     found = None
                 yield number, found if isinstance(found, dict) else None
-    except FileNotFoundError:
-        return
     except OSError as error:
         raise file_system_error(
             f"{path} cannot be read ({error.strerror}): make it readable", error
@@ -280,9 +292,10 @@ def _read_metrics(path: Path, notes: list[str]) -> Metrics:
             if name.startswith("loss/") and name not in values:
                 values[name] = [math.nan] * len(steps)
         steps.append(step)
-        infinite = row.get("nonfinite") or {}
+        infinite = row.get("nonfinite")
+        infinite = infinite if isinstance(infinite, dict) else {}
         for name, column in values.items():
-            column.append(_number(row.get(name), infinite.get(name) if infinite else None))
+            column.append(_number(row.get(name), infinite.get(name)))
         tensor = row.get("skipped/tensor")
         tensors.append(tensor if isinstance(tensor, str) else None)
     if num_damaged:
@@ -294,8 +307,11 @@ def _read_metrics(path: Path, notes: list[str]) -> Metrics:
 def _number(value: Any, text: Any) -> float:
     """A recorded number; `text` is what was written instead of one that is not finite."""
     if value is None:
-        return {"inf": math.inf, "-inf": -math.inf}.get(text, math.nan) if text else math.nan
-    return float(value) if isinstance(value, (int, float)) else math.nan
+        return math.inf if text == "inf" else -math.inf if text == "-inf" else math.nan
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
 
 
 def _read_layers(path: Path, notes: list[str]) -> LayerTables | None:
@@ -303,7 +319,7 @@ def _read_layers(path: Path, notes: list[str]) -> LayerTables | None:
     kept = _kept_tables(path)
     tables: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
     for _, row in _objects(path, notes):
-        if row is None or row.get("step") not in kept:
+        if row is None or type(row.get("step")) is not int or row["step"] not in kept:
             continue
         layer, role = row.get("layer"), row.get("role")
         if isinstance(layer, str) and isinstance(role, str):
@@ -344,9 +360,12 @@ def _read_attempts(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     lines = []
     for path in (folder / ATTEMPTS, *sorted(folder.glob(RANK_ATTEMPTS))):
         for _, line in _objects(path, notes):
-            if line is not None and line.get("event") in (BEGUN, ENDED):
-                lines.append({"file": path.name, **line})
-    return sorted(lines, key=lambda line: line["time"] if isinstance(line.get("time"), (int, float)) else 0.0)
+            if line is None or line.get("event") not in (BEGUN, ENDED):
+                continue
+            moment = line.get("time")
+            moment = moment if isinstance(moment, (int, float)) else 0.0
+            lines.append({**line, "file": path.name, "time": moment})
+    return sorted(lines, key=lambda line: line["time"])
 
 
 def _saved_steps(folder: Path, notes: list[str]) -> list[int]:
@@ -357,14 +376,25 @@ def _saved_steps(folder: Path, notes: list[str]) -> list[int]:
         return []
 
 
-def _read_refusals(folder: Path) -> dict[str, str]:
+def _read_refusals(folder: Path, *, since: float) -> dict[str, str]:
     found = {}
     for path in sorted(folder.glob("refusal-*")):
         try:
-            found[f"slurm/{path.name}"] = path.read_text(encoding="utf-8", errors="replace")[:4000].strip()
-        except OSError:
+            if path.is_file() and path.stat().st_mtime >= since:
+                found[f"slurm/{path.name}"] = read_text(path, largest=LARGEST_REFUSAL).strip()
+        except (OSError, UserError):  # removed meanwhile, or not a text: no line of a user error
             continue
     return {name: text for name, text in found.items() if text}
+
+
+def _read_rollbacks(path: Path) -> list[str]:
+    """The reasons in summary.json; a run that has not ended has none."""
+    try:
+        listed = read_json_object(path).get("rollbacks")
+    except UserError:
+        return []
+    reasons = listed if isinstance(listed, list) else []
+    return [str(each["reason"]) for each in reasons if isinstance(each, dict) and each.get("reason")]
 
 
 def _is_locked(lock: Path) -> bool:

@@ -11,9 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from megalowbit.findings import endings, gradients, layers, losses, ranks
 from megalowbit.findings.base import Finding
 from megalowbit.findings.run_files import RunFiles
+from megalowbit.values import counted
 
 HEALTHY, RUNNING, STOPPED, TROUBLED = "healthy", "running", "stopped", "troubled"
 
@@ -72,7 +75,7 @@ def _ordered(run: RunFiles, found: list[Finding]) -> Verdict:
         key=lambda finding: (math.inf if finding.step is None else finding.step, roles[finding.role]),
     )
     requests = [finding for finding in found if not finding.is_failure]
-    steps, notes = (run.last_step, run.planned_steps), tuple(run.notes)
+    steps, notes = (run.last_step, run.planned_steps), (*run.notes, *_rollbacks(run))
     if not failures:
         state = STOPPED if requests else RUNNING if run.is_running else HEALTHY
         return Verdict(state, requests[0] if requests else None, (), (), steps, notes)
@@ -87,3 +90,13 @@ def _ordered(run: RunFiles, found: list[Finding]) -> Verdict:
     consequences = tuple(finding for finding in rest if first.may_cause(finding))
     others = tuple(finding for finding in (*rest, *requests) if finding not in consequences)
     return Verdict(TROUBLED, first, consequences, others, steps, notes)
+
+
+def _rollbacks(run: RunFiles) -> list[str]:
+    """A note if the loss guard has removed the lines of bad steps."""
+    counts = run.metrics["rollbacks"]
+    count = max(len(run.rollbacks), int(np.nanmax(counts)) if np.isfinite(counts).any() else 0)
+    if not count:
+        return []
+    why = f": {'; '.join(run.rollbacks)}" if run.rollbacks else "; the log of the run has the reasons"
+    return [f"the loss guard has rolled back {counted(count, 'time')}, and those steps are in no record{why}"]

@@ -293,7 +293,7 @@ HEALTHY_HELD_OUT = {
         expected="healthy", warmup=None, steps=90,
         block={"lr_schedule": {"type": "wsd", "warmup_steps": 8, "decay_steps": 30}},
     ),
-    "int8": Case(expected="healthy", sets=("megalowbit.recipe=int8b",), steps=100),
+    "fp8": Case(expected="healthy", sets=("megalowbit.recipe=fp8",), steps=100),
     "small-batch": Case(
         expected="healthy", steps=150,
         deepspeed={"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1},

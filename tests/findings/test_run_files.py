@@ -3,6 +3,7 @@
 import fcntl
 import json
 import math
+import os
 import time
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from megalowbit.errors import UserError
 from megalowbit.findings.run_files import TABLES_KEPT, read_run
+from megalowbit.findings.verdict import diagnosis_of
 
 
 def test_columns_have_the_recorded_values_and_nan_is_nan(records, tmp_path):
@@ -98,13 +100,21 @@ def test_a_run_that_holds_its_lock_is_running(records, tmp_path):
     assert not read_run(run).is_running
 
 
-def test_a_hundred_thousand_steps_are_read_in_five_seconds(records, tmp_path):
+@pytest.mark.slow
+def test_a_hundred_thousand_steps_are_diagnosed_in_five_seconds(records, tmp_path):
     """Beside a busy machine's other work: the time is that of this process."""
     run = records.write(tmp_path / "run")
     row = {**records.rows[-1], **{f"quantization/{name}/snr_db": 17.123456789 for name in range(30)}}
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(1, 100_001):
-            file.write(json.dumps({**row, "step": step}) + "\n")
+            loss = 3 + 2 / step + 0.1 * math.sin(step * step)
+            of_ranks = dict.fromkeys(("slowest", "highest_loss_rank"), step * step % 7)
+            values = dict.fromkeys(
+                ("slowest_milliseconds", "other_milliseconds", "highest_loss", "other_loss")
+            )
+            values = {name: loss + 0.1 * (number + step % 3) for number, name in enumerate(values)}
+            ranks = {f"ranks/{name}": value for name, value in (of_ranks | values).items()}
+            file.write(json.dumps({**row, "step": step, "loss": loss, "loss/web": loss, **ranks}) + "\n")
     line = json.loads((run / "overflow_layers.jsonl").read_text().splitlines()[0])
     with (run / "overflow_layers.jsonl").open("w") as file:
         for step in range(100, 100_001, 100):
@@ -112,7 +122,57 @@ def test_a_hundred_thousand_steps_are_read_in_five_seconds(records, tmp_path):
                 file.write(json.dumps({**line, "step": step, "layer": f"h.{layer}"}) + "\n")
     started = time.process_time()
     found = read_run(run)
+    assert diagnosis_of(found).steps == (100_000, 60)
     assert time.process_time() - started < 5
     assert found.last_step == 100_000
     assert len(found.layers.steps) == TABLES_KEPT
     assert found.layers.steps[-1] == 100_000
+
+
+ODD_LINES = (
+    '{"step": [1], "layer": "a", "role": "weight"}',
+    '{"step": 1e400}',
+    '{"step": true}',
+    '{"event": "ended"}',
+    '{"event": "begun", "time": "noon", "host": null, "processes": "two", "job": 7}',
+    '{"step": 3, "nonfinite": 7}',
+    '{"step": 1, "loss": ' + "9" * 400 + ', "skipped_steps": "x", "skipped/tensor": 5}',
+    '"a string"',
+    '{"step": 2, "layer": 5, "role": null}',
+    '{"step": 9, "layer": "a", "role": "weight", "elements": "many"}',
+)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "overflow_layers.jsonl", "attempts.jsonl"])
+def test_lines_of_any_form_are_diagnosed_without_an_exception(records, tmp_path, name):
+    path = records.write(tmp_path / "run") / name
+    path.write_text("\n".join(ODD_LINES) + "\n")
+    verdict = diagnosis_of(read_run(tmp_path / "run"))
+    assert json.loads(json.dumps(verdict.to_dict(), allow_nan=False))["state"] in ("healthy", "troubled")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl", "config.json", "summary.json", ".lock"])
+def test_a_fifo_or_folder_in_the_place_of_a_file_does_not_block(records, tmp_path, name):
+    for kind in (os.mkfifo, os.mkdir):
+        run = records.write(tmp_path / kind.__name__)
+        (run / name).unlink(missing_ok=True)
+        kind(run / name)
+        assert read_run(run).folder == run
+
+
+def test_a_refusal_counts_only_if_it_is_of_the_last_attempt(records, tmp_path):
+    run = records.write(tmp_path / "run")
+    (run / "slurm").mkdir()
+    (run / "slurm" / "refusal-7-0").write_text("corpus is missing\n")
+    assert read_run(run).refusals == {"slurm/refusal-7-0": "corpus is missing"}
+    os.utime(run / "slurm" / "refusal-7-0", (0.5, 0.5))
+    assert read_run(run).refusals == {}
+
+
+def test_rollbacks_whose_lines_are_gone_are_noted_with_their_reasons(records, tmp_path):
+    records.rows[-1]["rollbacks"] = 2
+    run = records.write(tmp_path / "run")
+    (note,) = diagnosis_of(read_run(run)).notes
+    assert note.startswith("the loss guard has rolled back 2 times")
+    (run / "summary.json").write_text(json.dumps({"rollbacks": [{"reason": "step 9: loss 8"}, {}, 5]}))
+    assert diagnosis_of(read_run(run)).notes[0].endswith("in no record: step 9: loss 8")
