@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.engine.extension_locks import stale_lock_lines
+from megalowbit.engine.versions.extension_locks import stale_lock_lines
 from megalowbit.engine.versions.installed import check_installed
 from megalowbit.errors import TransientError, UserError, shown
 

@@ -24,7 +24,8 @@ SECONDS = 240
 PORTS = range(20_000, 32_000)
 RESERVED = set()  # ports that this process has locked
 # columns measured with a clock, which differ between equal runs
-SPEEDS = {"tokens_per_second", "tflops_per_device", "mfu", "mfu_palm"}
+TIMES_OF_RANKS = {"ranks/slowest", "ranks/slowest_milliseconds", "ranks/other_milliseconds"}
+SPEEDS = {"tokens_per_second", "tflops_per_device", "mfu", "mfu_palm", *TIMES_OF_RANKS}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

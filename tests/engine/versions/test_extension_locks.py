@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from megalowbit.engine.extension_locks import (
+from megalowbit.engine.versions.extension_locks import (
     STALE_SECONDS,
     extension_folder,
     stale_lock_lines,

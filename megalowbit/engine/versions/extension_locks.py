@@ -46,7 +46,11 @@ def stale_locks(folder: Path, *, now: float | None = None) -> list[tuple[Path, f
 
 
 def stale_lock_lines(*, never_built: Collection[str] = ()) -> list[str]:
-    """A warning for each stale lock, except those of extensions that this process does not build."""
+    """A warning for each stale lock of the folder that torch uses.
+
+    Args:
+        never_built: names of extensions that this process does not build, so that their locks do no harm.
+    """
     try:
         locks = stale_locks(extension_folder())
     except (OSError, RuntimeError):  # RuntimeError: no home folder
