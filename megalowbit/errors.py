@@ -12,6 +12,7 @@ import errno
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin
 
 if TYPE_CHECKING:
@@ -42,10 +43,12 @@ class UserError(ValueError):
     Attributes:
         is_on_all_ranks: every rank of the job raises the same error, so only rank 0 prints it.
         is_reported: another rank, not necessarily rank 0, already prints it.
+        run_folder: folder of the run that it has ended, if that has records to diagnose.
     """
 
     is_on_all_ranks: bool = False
     is_reported: bool = False
+    run_folder: Path | None = None
 
     @property
     def is_told(self) -> bool:

@@ -61,7 +61,19 @@ ALLOWED = {
         "engine",
         "report",
     },
-    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain", "report"},
+    "findings": {"config", "pretrain"},
+    "commands": {
+        "distributed",
+        "layers",
+        "hf",
+        "data",
+        "cluster",
+        "config",
+        "engine",
+        "pretrain",
+        "report",
+        "findings",
+    },
 }
 MAX_ENTRIES = 14  # of a folder; the rooms themselves are the plan
 MAX_LINES = 500

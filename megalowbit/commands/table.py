@@ -51,6 +51,7 @@ COMMANDS = {
     "submit": Command(
         RUNS, "queue a run on SLURM, where it continues until it is done", "commands.runs.submit"
     ),
+    "diagnose": Command(RUNS, "say what went wrong first in a run", "commands.runs.diagnose"),
     "preprocess": Command(
         RUNS, "tokenise text into Megatron's .bin and .idx files", "commands.runs.preprocess"
     ),

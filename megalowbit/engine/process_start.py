@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import succeed_together
 from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.engine.versions.extension_locks import stale_lock_lines
 from megalowbit.engine.versions.installed import check_installed
 from megalowbit.errors import TransientError, UserError, shown
 
@@ -86,7 +87,17 @@ def start_process_group(
         check_installed()  # another DeepSpeed version may fail in its own way: report the version instead
         raise
     _check_installed_together()
+    if identity.local_rank == 0:
+        _warn_of_stale_locks()
     return identity
+
+
+@cache
+def _warn_of_stale_locks() -> None:
+    """Name locks that would make the next build of an extension wait for ever, once per process."""
+    # the import has turned off the build of this operator, which only DeepSpeed's collectives on CPUs use
+    for line in stale_lock_lines(never_built={SHARED_MEMORY_OP}):
+        logger.warning(line)
 
 
 @cache

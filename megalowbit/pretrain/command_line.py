@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -471,6 +472,8 @@ def _report(error: UserError, identity: ProcessIdentity) -> None:
         return
     if identity.is_main or is_transient:
         _print_error(f"error: {line}")
+        if error.run_folder is not None:
+            _print_error(f"what went wrong first: megalowbit diagnose {shlex.quote(str(error.run_folder))}")
     else:
         if threading.current_thread() is threading.main_thread():  # the watchdog's thread must not wait
             time.sleep(MAIN_RANK_HEAD_START_SECONDS)

@@ -56,6 +56,7 @@ from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.optim.timers import StepTimers
 from megalowbit.pretrain.components.base import Component, Kind, RunParts, find
 from megalowbit.pretrain.components.loss_guard import LossGuard
+from megalowbit.pretrain.components.machine.rank_comparison import RankComparison
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.profiler import Profiler
 from megalowbit.pretrain.components.registry import COMPONENTS
@@ -87,6 +88,7 @@ class Job:
         weight_cache: keeps quantised weights within a step that uses them more than once; None at ZeRO 3.
         totals: counters of the whole run, including the parts before it was resumed.
         skips_in_a_row: skipped steps since the last update.
+        is_folder_lost: the main process has noticed that the run folder is gone.
     """
 
     config: PretrainConfig
@@ -100,6 +102,7 @@ class Job:
     weight_cache: WeightCache | None = None
     totals: RunTotals = field(default_factory=RunTotals)
     skips_in_a_row: int = 0
+    is_folder_lost: bool = False
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The component of that class; None: the run has none."""
@@ -122,6 +125,11 @@ class Job:
     def source_losses(self) -> SourceLosses | None:
         """The component that sums losses by source; None if the data is no blend."""
         return self.find(SourceLosses)
+
+    @property
+    def rank_comparison(self) -> RankComparison | None:
+        """The component that compares ranks; None if there is one process, or a pipeline."""
+        return self.find(RankComparison)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A named range around a phase of a step in the profiler's trace."""

@@ -23,6 +23,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
+from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import raised_on_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
@@ -215,11 +216,23 @@ def train_step(job: Job) -> TrainedStep:
     for component in job.components:
         component.end_step()
     seen = attempt.facts.interpret(attempt.numbers)
+    sums = seen.sums
+    if job.rank_comparison is not None:
+        size = 2 * process_group.world_size()
+        sums, of_ranks = sums[:-size], sums[-size:]
+        job.rank_comparison.note(of_ranks)
     if job.source_losses is not None:
-        job.source_losses.note(seen.sums)
+        job.source_losses.note(sums)
     is_skipped = engine.skipped_steps > skipped_before
     seconds = time.perf_counter() - started
-    job.totals.add_step(loss=seen.loss, tokens=job.tokens_per_step, seconds=seconds, is_skipped=is_skipped)
+    overflow = optimizer.report.overflow
+    job.totals.add_step(
+        loss=seen.loss,
+        tokens=job.tokens_per_step,
+        seconds=seconds,
+        is_skipped=is_skipped,
+        overflow=None if overflow is None else (overflow.tensor, overflow.rank),
+    )
     facts: Facts = {
         **seen.facts(),
         "lr": rate,
@@ -246,6 +259,8 @@ def optimizer_facts(optimizer: MegatronOptimizer, report: StepReport) -> Facts:
     if report.overflow is not None:
         facts["skipped/tensor"] = report.overflow.tensor
         facts["skipped/rank"] = report.overflow.rank
+        facts["skipped/ranks"] = len(report.overflow.ranks)
+        facts["skipped/tensors"] = report.overflow.num_tensors
     if optimizer.layer_scaling is not None:
         facts["largest_layer_factor"] = max(optimizer.layer_scaling.factors.values(), default=1.0)
     if optimizer.timers is not None:

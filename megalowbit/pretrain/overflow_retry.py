@@ -15,7 +15,7 @@ last stage has a loss; the all-reduce of the facts brings it to the others befor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -119,7 +119,8 @@ def _engine_attempt(job: Job, batches: Iterable[Batch], num_labels: torch.Tensor
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     with _facts_of_step(job, lambda: loss_sum / job.accumulation_steps) as made:
         for batch in batches:
-            with job.phase("forward"), attention_within_documents(batch, engine.module.config):
+            timed = nullcontext() if job.rank_comparison is None else job.rank_comparison.forward()
+            with job.phase("forward"), attention_within_documents(batch, engine.module.config), timed:
                 loss = _forward(job, batch, num_labels)
             with job.phase("backward"):
                 engine.backward(loss)
@@ -198,11 +199,14 @@ def _facts_of_step(job: Job, loss: Callable[[], torch.Tensor | None]) -> Iterato
 
 def _pending_facts(job: Job, loss: torch.Tensor | None) -> PendingFacts:
     regularizer = job.engine.regularizer
+    sums = [] if job.source_losses is None else [job.source_losses.sums]
+    if job.rank_comparison is not None and loss is not None:
+        sums.append(job.rank_comparison.sums(loss))
     return PendingFacts(
         torch.zeros((), device=job.engine.device) if loss is None else loss,
         weight=0.0 if loss is None else 1.0,
         tracker=job.counting_tracker,
         regularization=None if regularizer is None else regularizer.value,
-        is_stop_asked=pending_stop_signal() is not None,
-        sums=None if job.source_losses is None else job.source_losses.sums,
+        is_stop_asked=pending_stop_signal() is not None or job.is_folder_lost,
+        sums=torch.cat(sums) if sums else None,
     )

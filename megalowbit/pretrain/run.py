@@ -39,12 +39,14 @@ from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.loop import Ending, train
 from megalowbit.pretrain.records.lines import products_line, startup_lines
-from megalowbit.pretrain.records.page import note_attempt, write_page
+from megalowbit.pretrain.records.page import attempt_facts, write_page
 from megalowbit.pretrain.records.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings, check_is_configuration
+from megalowbit.pretrain.run_folder.attempts import AttemptRecord
 from megalowbit.pretrain.run_folder.folder import RunFolder, claim
 from megalowbit.pretrain.run_folder.lost_checkpoints import check_checkpoints_are_there
 from megalowbit.pretrain.run_folder.restart import check_restart, move_aside
+from megalowbit.pretrain.stopping.signals import pending_stop_signal
 from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error
 from megalowbit.supervision.watchdog import Watchdog, print_error
 from megalowbit.telemetry.sinks.console import Console
@@ -88,9 +90,19 @@ def pretrain(
         start_process_group(identity)
         folder = _lock_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
+        attempt = stack.enter_context(AttemptRecord(folder.path, identity))
+        stack.enter_context(report_lost_ranks(identity))
         with reported_builds(partial(print, flush=True)):  # on the rank that builds files, once for a cache
             job = assemble(config, identity, folder, is_resume=is_resume)
-        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, report=report)
+        attempt.step = lambda: job.step
+
+        def report_and_record(error: UserError) -> None:
+            attempt.name_folder(error)
+            report(error)  # first: writing to a disk may hang
+            attempt.fail(error)
+
+        settings = config.parts.settings.watchdog
+        watchdog = Watchdog(settings, identity, folder=folder.path, report=report_and_record)
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
@@ -106,9 +118,10 @@ def pretrain(
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to continue")
         else:
             recorder = Recorder(job, console, is_main=identity.is_main, is_resume=is_resume)
-            if identity.is_main:
-                note_attempt(job, identity)
+            facts = attempt_facts(job) if identity.is_main else {}
+            succeed_together(lambda: attempt.begin(is_resumed=is_resumed, facts=facts))
             if _train(job, recorder, watchdog, has_launcher_ended) is Ending.STOPPED:
+                attempt.is_stopped, attempt.stopped_by = True, pending_stop_signal()
                 return
             _print_products(job, console)
         watchdog.mark("the export", is_save=True)
@@ -126,6 +139,7 @@ def _train(
     with recorder, naming_nondeterministic_operations():
         ending = train(job, recorder, watchdog)
         if ending is Ending.STOPPED:
+            agree(recorder.check_folder)
             _raise_if_launcher_ended(has_launcher_ended, job.step)
             for component in job.components:
                 recorder.log(component.stop(job.step))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,23 @@ LABELS = MappingProxyType({"saturation": "saturated", "snr_db": "SNR"})  # of me
 Row = tuple[str, str, str, str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class OverflowPlace:
+    """Skipped steps whose first non-finite gradient was the same tensor on the same rank.
+
+    Attributes:
+        tensor: its name.
+        rank: None if gradients had been averaged before they were checked.
+        steps: number of these steps, and in `first_step` and `last_step` when they were.
+    """
+
+    tensor: str
+    rank: int | None
+    steps: int
+    first_step: int
+    last_step: int
+
+
 @dataclass(kw_only=True)
 class RunTotals:
     """Totals of a run, including resumed parts.
@@ -37,6 +54,7 @@ class RunTotals:
         seconds: time in steps.
         final_loss: loss of the last step; `None` before the first.
         best_loss: lowest finite loss of a step that was not skipped, and in `best_step` which.
+        overflows: where gradients were not finite in skipped steps.
     """
 
     steps: int = 0
@@ -46,25 +64,55 @@ class RunTotals:
     final_loss: float | None = None
     best_loss: float | None = None
     best_step: int | None = None
+    overflows: list[OverflowPlace] = field(default_factory=list)
 
-    def add_step(self, *, loss: float, tokens: int, seconds: float, is_skipped: bool) -> None:
-        """Add one step: its loss, its tokens over all ranks and how long it took."""
+    def add_step(
+        self,
+        *,
+        loss: float,
+        tokens: int,
+        seconds: float,
+        is_skipped: bool,
+        overflow: tuple[str, int | None] | None = None,
+    ) -> None:
+        """Add one step.
+
+        Args:
+            loss: of the step.
+            tokens: over all ranks.
+            seconds: how long it took.
+            is_skipped: whether its update was left out.
+            overflow: the first tensor whose gradient was not finite, and its rank if that is known; None: it
+                is not known, or all were finite.
+        """
         self.steps += 1
         self.skipped_steps += is_skipped
         self.tokens += tokens
         self.seconds += seconds
         self.final_loss = loss
+        if is_skipped and overflow is not None:
+            self._add_overflow(*overflow)
         if not is_skipped and math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             self.best_loss, self.best_step = loss, self.steps
+
+    def _add_overflow(self, tensor: str, rank: int | None) -> None:
+        for number, place in enumerate(self.overflows):
+            if (place.tensor, place.rank) == (tensor, rank):
+                self.overflows[number] = replace(place, steps=place.steps + 1, last_step=self.steps)
+                return
+        self.overflows.append(
+            OverflowPlace(tensor=tensor, rank=rank, steps=1, first_step=self.steps, last_step=self.steps)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers for the checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state`."""
+        """Continue from `state`; earlier versions have not saved where overflows were."""
+        places = [OverflowPlace(**place) for place in state.get("overflows", ())]
         for each in fields(self):
-            setattr(self, each.name, state[each.name])
+            setattr(self, each.name, places if each.name == "overflows" else state[each.name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +152,9 @@ class RunSummary:
 
     def facts(self) -> dict[str, Fact]:
         """Flat facts, for `summary.json` and W&B."""
-        facts: dict[str, Fact] = {**asdict(self.totals), "tokens_per_second": self.tokens_per_second}
+        totals = asdict(self.totals)
+        totals.pop("overflows")  # no flat fact
+        facts: dict[str, Fact] = {**totals, "tokens_per_second": self.tokens_per_second}
         if self.overflow is not None:
             facts |= {
                 "gradient_overflow/total_overflow_elements": self.overflow.saturated,
@@ -122,7 +172,13 @@ class RunSummary:
     def write(self, path: Path) -> None:
         """Write `summary.json` atomically."""
         worst_layers = [json_ready(asdict(row)) for row in self.worst]
-        record = {**json_ready(self.facts()), "worst_layers": worst_layers, **self.entries}
+        places = sorted(self.totals.overflows, key=lambda place: (-place.steps, place.first_step))
+        record = {
+            **json_ready(self.facts()),
+            "worst_layers": worst_layers,
+            "overflows": [asdict(place) for place in places],
+            **self.entries,
+        }
         with atomic_file(path) as file:
             json.dump(record, file, indent=2, allow_nan=False)
             file.write("\n")

@@ -103,7 +103,8 @@ def run_facts(folder, masks):
     for path in sorted(folder.glob("*.json")):
         facts |= flat(json.loads(path.read_text()), path.name, masks)
     for path in sorted(folder.glob("*.jsonl")):
-        facts |= columns(path, masks)
+        if not path.name.startswith("attempts"):  # these are times and processes
+            facts |= columns(path, masks)
     for path in sorted(folder.glob("checkpoints/step-*")):
         facts |= checkpoint_facts(path, path.name, masks)
     for name in ("hf", "tokenizer"):

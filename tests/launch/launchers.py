@@ -24,7 +24,9 @@ SECONDS = 240
 PORTS = range(20_000, 32_000)
 RESERVED = set()  # ports that this process has locked
 # columns about the machine, which differ between equal runs
-SPEEDS = {"tokens_per_second", "tflops_per_device", "mfu", "mfu_palm", "host_memory_gib", "device_memory_gib"}
+TIMES_OF_RANKS = {"ranks/slowest", "ranks/slowest_milliseconds", "ranks/other_milliseconds"}
+MEMORY = {"host_memory_gib", "device_memory_gib"}
+SPEEDS = {"tokens_per_second", "tflops_per_device", "mfu", "mfu_palm", *MEMORY, *TIMES_OF_RANKS}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

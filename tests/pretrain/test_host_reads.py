@@ -25,7 +25,7 @@ ON_THE_HOST = {
     "megalowbit.layers.matmul.gemms.finish",  # CPUs: the same for the C kernel, in fp16 and fp32
     "megalowbit.spectral.orthogonal.cholesky_rows",  # CPUs: whether LAPACK failed
     "megalowbit.engine.pipeline.micro_batches._check_range",  # of batches on the host
-    "megalowbit.pretrain.components.throughput.read_batch",  # the same
+    "megalowbit.pretrain.components.machine.throughput.read_batch",  # the same
     "deepspeed.runtime.utils.is_invalid_grad_norm",  # ZeRO: the norm has been read before
     "deepspeed.runtime.zero.partition_parameters.__init__",  # ZeRO 3: to the device by its name, here "cpu"
 }

@@ -41,6 +41,12 @@ def config_with(changes):
     return made
 
 
+def add_attempt(folder, facts):
+    """Append the line that an attempt at a run writes when it begins."""
+    with (folder / "attempts.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "begun", "time": 1.0, **facts}) + "\n")
+
+
 def write_run(
     folder, steps=200, *, losses=None, changes=None, seed=0, tokens=TOKENS, rows=None, is_done=True
 ):

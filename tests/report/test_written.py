@@ -9,11 +9,10 @@ import shutil
 import time
 
 import pytest
-from made_runs import write_checks, write_layers, write_run
+from made_runs import add_attempt, write_checks, write_layers, write_run
 
 from megalowbit.errors import UserError
 from megalowbit.report import written
-from megalowbit.report.records.attempts import add_attempt
 from megalowbit.report.written import write_report
 
 EVIL = '"><img src=x onerror=alert(1)><script>alert(1)</script>'
@@ -66,7 +65,7 @@ def full_run(tmp_path):
     write_layers(folder, steps=200, layers=8)
     write_checks(folder, steps=200)
     for step in (0, 100):
-        add_attempt(folder, {"after_step": step, "host": f"node{step}", "device": "H100", "layout": "data 8"})
+        add_attempt(folder, {"step": step, "host": f"node{step}", "device": "H100", "layout": "data 8"})
     return folder
 
 
@@ -148,8 +147,8 @@ def test_nothing_that_a_run_contains_becomes_markup(tmp_path):
     table = run / "overflow_layers.jsonl"
     table.write_text(table.read_text().replace("transformer.h.0", json.dumps(EVIL)[1:-1]))
     write_checks(run, steps=30, candidates=(json.dumps(EVIL)[1:-1].replace("\\", ""), "bf16"))
-    add_attempt(run, {"after_step": EVIL, "host": EVIL, "formats": {EVIL: EVIL}, "started": EVIL})
-    add_attempt(run, {"after_step": 1, "host": EVIL, "formats": [EVIL], "low_bit_layers": EVIL})
+    add_attempt(run, {"step": EVIL, "host": EVIL, "formats": {EVIL: EVIL}, "time": EVIL})
+    add_attempt(run, {"step": 1, "host": EVIL, "formats": [EVIL], "low_bit_layers": EVIL})
     for folders in ([run], [run, other], [other, run]):
         page = page_of(*folders, out=tmp_path / "out.html")
         assert page.tags.count("script") == 1

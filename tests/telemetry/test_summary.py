@@ -87,7 +87,7 @@ def test_what_parts_of_a_run_add_is_in_the_file_and_on_the_screen(tmp_path):
     summary.write(path)
     stored = json.loads(path.read_text())
     assert {name: stored[name] for name in entries} == entries
-    assert list(stored)[-3:] == ["worst_layers", *entries]
+    assert list(stored)[-4:] == ["worst_layers", "overflows", *entries]
     (row,) = [line for line in summary.render().splitlines() if line.startswith("low bits")]
     assert row == "low bits    71.25% of products          verified    12,000, 75.00% hits"
     RunSummary(totals=RunTotals()).write(path)
@@ -172,3 +172,27 @@ def test_a_final_loss_of_nan_keeps_the_file_valid(tmp_path):
     assert stored["final_loss"] is None
     assert stored["nonfinite"] == {"final_loss": "nan"}
     assert "nan" in RunSummary(totals=totals).render()
+
+
+def test_the_summary_says_where_gradients_overflowed_also_after_a_resume(tmp_path):
+    totals = RunTotals()
+    places = [None, ("wte", 0), ("wte", 0), ("h.0", 3), None, ("wte", 1), ("wte", 0)]
+    for place in places:
+        totals.add_step(loss=1.0, tokens=1, seconds=1.0, is_skipped=place is not None, overflow=place)
+    resumed = RunTotals()
+    resumed.load_state_dict(json.loads(json.dumps(totals.state_dict())))
+    assert resumed == totals
+    RunSummary(totals=resumed).write(tmp_path / "summary.json")
+    assert json.loads((tmp_path / "summary.json").read_text())["overflows"] == [
+        {"tensor": "wte", "rank": 0, "steps": 3, "first_step": 2, "last_step": 7},
+        {"tensor": "h.0", "rank": 3, "steps": 1, "first_step": 4, "last_step": 4},
+        {"tensor": "wte", "rank": 1, "steps": 1, "first_step": 6, "last_step": 6},
+    ]
+
+
+def test_totals_of_earlier_versions_have_no_places():
+    state = RunTotals(steps=4, skipped_steps=1).state_dict()
+    del state["overflows"]
+    totals = RunTotals()
+    totals.load_state_dict(state)
+    assert (totals.steps, totals.overflows) == (4, [])

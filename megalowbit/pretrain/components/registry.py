@@ -10,7 +10,9 @@ from __future__ import annotations
 from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.pretrain.components.loss_guard import LossGuard
-from megalowbit.pretrain.components.memory import Memory
+from megalowbit.pretrain.components.machine.memory import Memory
+from megalowbit.pretrain.components.machine.rank_comparison import RankComparison
+from megalowbit.pretrain.components.machine.throughput import Throughput
 from megalowbit.pretrain.components.oscillation_reset import OscillationReset
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
@@ -18,7 +20,6 @@ from megalowbit.pretrain.components.profiler import Profiler
 from megalowbit.pretrain.components.source_losses import SourceLosses
 from megalowbit.pretrain.components.speculation import Speculation
 from megalowbit.pretrain.components.static_inputs import StaticInputRecord
-from megalowbit.pretrain.components.throughput import Throughput
 from megalowbit.pretrain.components.validation import Validation
 
 # off if their section is null or left out
@@ -31,6 +32,7 @@ COMPONENTS: tuple[type[Component], ...] = (
     *ALWAYS_ON,
     ParameterSplitting,
     SourceLosses,
+    RankComparison,
     Throughput,
     Memory,
 )

@@ -36,8 +36,8 @@ from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
+from megalowbit.pretrain.components.machine.throughput import Throughput
 from megalowbit.pretrain.components.profiler import Profiler, ProfileSettings
-from megalowbit.pretrain.components.throughput import Throughput
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.loop import train_step

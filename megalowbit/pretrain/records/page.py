@@ -10,15 +10,12 @@ import logging
 import platform
 import shlex
 import sys
-import time
 from typing import Any
 
-from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.run_checks.ranks_agree import PACKAGE, code_digest
-from megalowbit.pretrain.components.throughput import name_of
+from megalowbit.pretrain.components.machine.throughput import name_of
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import num_parameters
-from megalowbit.report.records.attempts import add_attempt
 from megalowbit.report.written import REPORT, write_report
 
 logger = logging.getLogger(__name__)
@@ -26,16 +23,16 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("megalowbit", "torch", "deepspeed", "transformers", "triton")
 
 
-def note_attempt(job: Job, identity: ProcessIdentity) -> None:
-    """Add a line to `attempts.jsonl`; call it on the main process, before the first step."""
+def attempt_facts(job: Job) -> dict[str, Any]:
+    """With what this attempt trains, and how much of the model is in low bits; of the main process."""
     try:
-        add_attempt(job.folder.path, attempt_facts(job, identity))
+        return _attempt_facts(job)
     except Exception as error:  # anything at all: a line for readers is not worth a run
-        logger.warning("attempts.jsonl lacks this attempt: %s", error)
+        logger.warning("attempts.jsonl lacks the environment of this attempt: %s", error)
+        return {}
 
 
-def attempt_facts(job: Job, identity: ProcessIdentity) -> dict[str, Any]:
-    """Where and with what this attempt trains, and how much of the model is in low bits."""
+def _attempt_facts(job: Job) -> dict[str, Any]:
     recipe, report = job.recipe, job.report
     stage = job.engine.zero_optimization_stage()
     formats = {
@@ -44,11 +41,7 @@ def attempt_facts(job: Job, identity: ProcessIdentity) -> dict[str, Any]:
         "output gradient": recipe.q_backward_outputgrad,
     }
     return {
-        "after_step": job.step,
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "host": platform.node(),
         "device": name_of(job.engine.device),
-        "processes": identity.world_size,
         "layout": f"{job.engine.process_grid}" + (f", ZeRO {stage}" if stage else ""),
         "python": platform.python_version(),
         **{name: _version(name) for name in LIBRARIES},

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 
 from megalowbit.distributed.agreement import agree
-from megalowbit.errors import file_system_error
+from megalowbit.errors import UserError, file_system_error
 from megalowbit.layers.carried_state import split_counts
 from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.job import Job
@@ -115,11 +115,40 @@ class Recorder:
         """Record one step. Every rank must call it."""
         step, last = self._job.step, self._job.config.settings.run.steps
         self._speed.add(self._job.tokens_per_step)
+        self._notice_lost_folder()
         with self._recording():
             self._sinks.write(step, facts)
         # also at the last step, before its checkpoint: a kill after the checkpoint must not lose the table
         if step == last or (self._every and step % self._every == 0):
             self._write_layers()
+
+    def _notice_lost_folder(self) -> None:
+        """Ask all ranks to save and stop if somebody has deleted the run folder.
+
+        Open records go on being written without an error, into files that nobody can find.
+        """
+        job = self._job
+        if not self._is_main or job.is_folder_lost or job.folder.config.exists():
+            return
+        job.is_folder_lost = True
+        logger.warning(
+            "step %d: the run folder %s has been deleted or moved: its records and checkpoints are gone. All "
+            "ranks save a checkpoint there after the next step, and stop", job.step, job.folder.path,
+        )  # fmt: skip
+
+    def check_folder(self) -> None:
+        """Check that the folder was not lost; called on the main process.
+
+        Raises:
+            UserError: it was.
+        """
+        job = self._job
+        if job.is_folder_lost:
+            raise UserError(
+                f"the run folder {job.folder.path} was deleted or moved while the run wrote to it: the "
+                f"checkpoint of step {job.step} was saved there, and earlier records are lost; put a moved "
+                "folder back, with this checkpoint in it, or continue with --resume auto as it is"
+            )
 
     def follow(self, component: Component, facts: Facts) -> None:
         """Call a component's `after_step` and print the lines that it returns."""

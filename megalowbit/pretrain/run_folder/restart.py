@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megalowbit.durable_files import sync
 from megalowbit.errors import UserError, file_system_error
+from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, RANK_ATTEMPTS
 from megalowbit.pretrain.run_folder.folder import (
     ASIDE_PREFIX,
     MOVING_SUFFIX,
@@ -30,7 +31,8 @@ RUN_FILES = (
     "DONE",
     *RECORDS,
     *(f"{name}.[0-9]*" for name in RECORDS),
-    "attempts.jsonl",
+    ATTEMPTS,
+    RANK_ATTEMPTS,
     "report.html",
     "stack-rank*.txt",
     "tokenizer",

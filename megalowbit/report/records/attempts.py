@@ -1,4 +1,4 @@
-"""`attempts.jsonl`: a line for each start of a run's processes, with its environment.
+"""The starts of a run's processes, of which `attempts.jsonl` has a line each, with their environment.
 
 A run is trained in one or several attempts, on machines and with versions that may differ. Their losses are
 in one file, so the report needs to say which part was made where.
@@ -7,24 +7,11 @@ in one file, so the report needs to say which part was made where.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalowbit.durable_files import open_regular
-
 ATTEMPTS = "attempts.jsonl"
-
-
-def add_attempt(run: Path, facts: Mapping[str, Any]) -> None:
-    """Append a line; `facts` are plain values, with `after_step` among them.
-
-    Raises:
-        OSError: the file cannot be written.
-        UserError: it is not a regular file.
-    """
-    with open_regular(run / ATTEMPTS, "a") as file:
-        file.write(json.dumps(dict(facts), ensure_ascii=False, default=str) + "\n")
+BEGUN = "begun"  # event of a start
 
 
 def read_attempts(run: Path) -> list[dict[str, Any]]:
@@ -39,6 +26,6 @@ def read_attempts(run: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):  # a kill has interrupted the write
             continue
-        if isinstance(record, dict):
+        if isinstance(record, dict) and record.get("event") == BEGUN:
             found.append(record)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -100,13 +101,19 @@ def _attempts(run: RunRecords, *, has_name: bool) -> str:
         return ""
     rows = []
     for attempt in run.attempts:
-        after = attempt.get("after_step")
+        after = attempt.get("step")
         begun = "from the start" if not after else f"after step {after:,}" if type(after) is int else "?"
-        rows.append(
-            [begun, *(value_text(attempt.get(key, "–")) for key in ("started", "host", "device", "layout"))]
-        )
+        where = (value_text(attempt.get(key, "–")) for key in ("host", "device", "layout"))
+        rows.append([begun, _date(attempt.get("time")), *where])
     name = escape(f"Attempts of {run.label}") if has_name else "Attempts"
     return f"<h3>{name}</h3>" + table(["trained", "started", "host", "device", "layout"], rows)
+
+
+def _date(seconds: Any) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
+    except (TypeError, ValueError, OverflowError, OSError):  # not a time that this program has written
+        return "?"
 
 
 def _environment(run: RunRecords) -> dict[str, str]:

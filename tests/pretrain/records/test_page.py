@@ -25,7 +25,7 @@ def test_a_run_ends_with_its_page_and_each_attempt_has_a_line(resolve, tmp_path,
     pretrain(resolve("megalowbit.run.steps=3"), ProcessIdentity(), run_dir=folder, is_resume=True)
     again = read_attempts(folder)
     assert again[:1] == first
-    assert [each["after_step"] for each in again] == [0, 2]
+    assert [each["step"] for each in again] == [0, 2]
     assert again[0]["device"] == "cpu"
     assert again[0]["low_bit_layers"] > 0
     assert 0 < again[0]["low_bit_weights"] < again[0]["parameters"]
@@ -44,7 +44,7 @@ def test_a_restart_moves_page_and_attempts_aside(resolve, tmp_path):
     assert (folder / "before-restart-1" / "report.html").exists()
 
 
-@pytest.mark.parametrize("name", ["write_report", "add_attempt"])
+@pytest.mark.parametrize("name", ["write_report", "_attempt_facts"])
 def test_a_run_finishes_without_its_page_and_says_so(resolve, tmp_path, monkeypatch, caplog, capsys, name):
     def fail(*_):
         raise ZeroDivisionError("a mistake in the report")

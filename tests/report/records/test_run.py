@@ -2,18 +2,19 @@
 
 from pathlib import Path
 
-from made_runs import write_run
+from made_runs import add_attempt, write_run
 
-from megalowbit.report.records.attempts import add_attempt, read_attempts
+from megalowbit.report.records.attempts import read_attempts
 from megalowbit.report.records.run import labels, read_runs
 
 
-def test_attempts_are_lines_and_torn_ones_are_left_out(tmp_path):
-    add_attempt(tmp_path, {"after_step": 0, "host": "a"})
-    add_attempt(tmp_path, {"after_step": 6, "host": Path("b")})
+def test_attempts_are_those_that_begin_and_torn_lines_are_left_out(tmp_path):
+    add_attempt(tmp_path, {"step": 0, "host": "a"})
+    add_attempt(tmp_path, {"event": "ended", "step": 6})
+    add_attempt(tmp_path, {"step": 6, "host": "b"})
     with (tmp_path / "attempts.jsonl").open("a") as file:
-        file.write('{"after_')
-    assert read_attempts(tmp_path) == [{"after_step": 0, "host": "a"}, {"after_step": 6, "host": "b"}]
+        file.write('{"event": "beg')
+    assert [(each["step"], each["host"]) for each in read_attempts(tmp_path)] == [(0, "a"), (6, "b")]
     assert read_attempts(tmp_path / "nowhere") == []
 
 

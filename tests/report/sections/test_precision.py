@@ -3,9 +3,8 @@
 import base64
 import re
 
-from made_runs import decoded, write_checks, write_run
+from made_runs import add_attempt, decoded, write_checks, write_run
 
-from megalowbit.report.records.attempts import add_attempt
 from megalowbit.report.records.run import read_runs
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.precision import candidates, precisions

@@ -2,9 +2,8 @@
 
 import re
 
-from made_runs import write_run
+from made_runs import add_attempt, write_run
 
-from megalowbit.report.records.attempts import add_attempt
 from megalowbit.report.records.run import read_runs
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.settings import configurations, differences, environment, value_text
@@ -14,7 +13,7 @@ def test_differences_are_of_settings_and_environments(tmp_path):
     first = write_run(tmp_path / "a", 20)
     second = write_run(tmp_path / "b", 20, changes={"megalowbit.recipe": {"base": "nvfp4", "keep": ["x"]}})
     for folder, version in ((first, "1"), (second, "2")):
-        add_attempt(folder, {"after_step": 0, "torch": version, "host": "same", "command": folder.name})
+        add_attempt(folder, {"step": 0, "torch": version, "host": "same", "command": folder.name})
     html = differences(Drawing(read_runs([first, second])))
     assert re.findall("<tr><td>([^<]*)</td>", html) == [
         "megalowbit.recipe", "megalowbit.recipe.base", "megalowbit.recipe.keep", "torch",
@@ -29,9 +28,9 @@ def test_differences_are_of_settings_and_environments(tmp_path):
 
 def test_attempts_are_listed_if_there_were_several(tmp_path):
     run = write_run(tmp_path / "run", 20)
-    add_attempt(run, {"after_step": 0, "host": "node1", "processes": 8})
+    add_attempt(run, {"step": 0, "host": "node1", "processes": 8})
     assert "Attempts" not in environment(Drawing(read_runs([run])))
-    add_attempt(run, {"after_step": 1200, "host": "node2", "processes": 4})
+    add_attempt(run, {"step": 1200, "host": "node2", "processes": 4})
     html = environment(Drawing(read_runs([run])))
     assert "<td>from the start</td>" in html
     assert "<td>after step 1,200</td>" in html

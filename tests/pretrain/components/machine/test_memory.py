@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from megalowbit.pretrain.components.memory import Memory, resident_gib
+from megalowbit.pretrain.components.machine.memory import Memory, resident_gib
 from megalowbit.pretrain.loop import train_step
 
 

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.pretrain.components.throughput import Throughput
+from megalowbit.pretrain.components.machine.throughput import Throughput
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.run import pretrain
 

@@ -1,0 +1,232 @@
+"""How the last attempt ended: killed, out of memory, a full disk, a lost or hung rank, a stop on request.
+
+The line of the attempt's end decides, and without one the lack of it: an attempt that has begun, has not
+ended, and whose folder nobody has locked, was killed. What killed it is not recorded anywhere in the folder,
+so the finding says where to look.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+import shlex
+from typing import Any
+
+from megalowbit.findings import base
+from megalowbit.findings.base import Evidence, Finding
+from megalowbit.findings.run_files import METRICS, RunFiles
+from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, FINISHED
+from megalowbit.pretrain.run_folder.attempts import DEFECT as HOW_DEFECT
+from megalowbit.pretrain.run_folder.attempts import INTERRUPTED as HOW_INTERRUPTED
+from megalowbit.pretrain.run_folder.attempts import STOPPED as HOW_STOPPED
+
+RESUME = "continue from the newest checkpoint: the same command with --resume auto"
+DISK = re.compile(r"No space left on device|File too large|Disk quota exceeded")
+MEMORY = re.compile(
+    r"out of memory|OutOfMemory|can't allocate memory|cannot allocate memory|MemoryError|not enough memory",
+    re.IGNORECASE,
+)
+RANKS = r"(?P<ranks>ranks? \d[\d, …-]*(?: ?\([^)]*\))*)"
+# in this order; each with the finding's name and its title, into which the match's groups are put
+LINES: tuple[tuple[re.Pattern[str], str, str], ...] = (
+    (re.compile(rf"{RANKS} do(?:es)? not answer"), base.LOST_RANK, "{ranks} no longer answered"),
+    (re.compile(r"the main process \(rank 0.*?(?:has ended|cannot be reached)"), base.LOST_RANK,
+     "the main process (rank 0) was lost"),
+    (re.compile(rf"{RANKS} ha(?:s|ve) hung"), base.HANG, "{ranks} hung"),
+    (re.compile(rf"{RANKS} ha(?:s|ve) been working"), base.HANG, "{ranks} did not finish in time"),
+    (re.compile(r"all ranks answer and have waited"), base.NETWORK, "no data passed between the ranks"),
+    (re.compile(r"has lost another rank"), base.LOST_RANK, "a rank was lost at the start or end"),
+    (re.compile(r"ended by SIGTERM without a checkpoint"), base.OVERDUE,
+     "SIGTERM came, and no step ended in time to save"),
+    (re.compile(r"was deleted or moved while the run wrote"), base.FOLDER,
+     "the run folder was deleted or moved while the run wrote to it"),
+    (re.compile(r"in a row were not finite|the loss of .*(?:was not finite|has risen)|deviations above"),
+     base.GUARD, "the run stopped itself because of its losses"),
+)  # fmt: skip
+REMEDIES = {
+    base.LOST_RANK: (
+        "look at the log of that rank's node: dmesg -T | grep -iE 'killed process|xid|nvlink'", RESUME,
+        "if it happens on the same host again, leave the host out (sbatch --exclude=HOST)",
+    ),
+    base.HANG: (
+        "read the stack file that the line names, and the log of that host's file system", RESUME,
+        "if the step was only slow: --set megalowbit.watchdog.timeout=SECONDS",
+    ),
+    base.NETWORK: ("check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and the links between the hosts", RESUME),
+    base.OVERDUE: (
+        RESUME,
+        "give a stop more time: --set megalowbit.watchdog.termination_seconds=SECONDS, below KillWait",
+    ),
+    base.FOLDER: ("put a moved folder back, or continue from the checkpoint that was saved: --resume auto",),
+    base.GUARD: (),
+    base.MEMORY: (
+        "compare with the estimate: megalowbit pretrain --ds-config … --dry-run",
+        "halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps", RESUME,
+    ),
+    base.DISK: (
+        "free space on that file system, then " + RESUME,
+        "keep fewer checkpoints: --set megalowbit.checkpoint.keep=2",
+    ),
+}  # fmt: skip
+
+
+def findings(run: RunFiles) -> list[Finding]:
+    """How the last attempt ended, and damaged checkpoints."""
+    found = [*_damaged(run)]
+    if not run.is_done or _ended_badly(run):
+        ending = _ending(run)
+        if ending is not None:
+            found.append(ending)
+    return found
+
+
+def _ended_badly(run: RunFiles) -> bool:
+    _, ended = run.last_attempt
+    return any(line.get("how") not in (FINISHED, None) for line in ended)
+
+
+def _ending(run: RunFiles) -> Finding | None:
+    begun, ended = run.last_attempt
+    if run.is_running:
+        return None
+    if ended:
+        # the main process names the rank at fault; a line of another rank counts if there is no other
+        main = [line for line in ended if line.get("rank") == 0]
+        return _of_line(run, (main or ended)[-1], ended)
+    if run.refusals:
+        name, text = list(run.refusals.items())[-1]
+        return Finding(
+            name=base.REFUSED, step=None, title="the last attempt was refused", role="ending",
+            evidence=(Evidence(file=name, text=text),),
+            remedy=("do what the line says, then " + RESUME,),
+        )  # fmt: skip
+    return _killed(run, begun)
+
+
+def _of_line(run: RunFiles, line: dict[str, Any], ended: list[dict[str, Any]]) -> Finding | None:
+    how, text, step = str(line.get("how")), str(line.get("line") or ""), _step_of(line, run)
+    kind = str(line.get("error") or "")
+    evidence = tuple(
+        Evidence(file=str(each["file"]), step=_step_of(each, run), text=f"{each.get('how')}: {_said(each)}")
+        for each in ended
+    )
+    if how == FINISHED:
+        return None
+    if how == HOW_STOPPED:
+        number = line.get("signal")
+        return Finding(
+            name=base.STOPPED, step=step, role="ending", is_failure=False, evidence=evidence,
+            title=f"stopped after step {step} on request ({number or 'another rank had the signal'}): a time "
+            "limit, a preemption or scancel; a checkpoint was saved",
+            remedy=(RESUME,),
+        )  # fmt: skip
+    if how == HOW_INTERRUPTED:
+        return Finding(
+            name=base.INTERRUPTED, step=step, role="ending", is_failure=False, evidence=evidence,
+            title=f"interrupted with Ctrl-C after step {step}", remedy=(RESUME,),
+        )  # fmt: skip
+    whole = f"{kind} {text}"
+    for pattern, name, title in (
+        (DISK, base.DISK, "a disk was full, or a limit of file sizes was reached"),
+        (MEMORY, base.MEMORY, "a process had no memory left"),
+        *LINES,
+    ):
+        match = pattern.search(whole)
+        if match is not None:
+            return Finding(
+                name=name, step=step, role="symptom" if name == base.GUARD else "cause", evidence=evidence,
+                title=f"{title.format(**match.groupdict())}, after step {step}", remedy=REMEDIES[name],
+            )  # fmt: skip
+    if how == HOW_DEFECT or re.search(r"failed in .+?: \w+(?:Error|Exception)", text):
+        return Finding(
+            name=base.DEFECT, step=step, evidence=evidence,
+            title=f"{kind if how == HOW_DEFECT else 'an exception'} ended the run after step {step}",
+            remedy=("the traceback is in the log of that rank: it names file and line", RESUME),
+        )  # fmt: skip
+    return Finding(
+        name=base.REFUSED, step=step, title=f"the run ended itself after step {step}", evidence=evidence,
+        remedy=("do what the line says",),
+    )  # fmt: skip
+
+
+def _said(line: dict[str, Any]) -> str:
+    text, kind = str(line.get("line") or ""), str(line.get("error") or "")
+    named = kind and kind not in ("UserError", "TransientError")
+    return (f"{kind}: {text}" if named else text) or str(line.get("signal") or "no more is recorded")
+
+
+def _step_of(line: dict[str, Any], run: RunFiles) -> int:
+    step = line.get("step")
+    return step if type(step) is int else run.last_step
+
+
+def _killed(run: RunFiles, begun: dict[str, Any] | None) -> Finding | None:
+    planned = run.planned_steps
+    if begun is None and (not len(run.metrics) or planned is None or run.last_step >= planned):
+        if not len(run.metrics):
+            return Finding(
+                name=base.UNFINISHED, step=0, role="symptom", title="no step is recorded",
+                evidence=(Evidence(file=METRICS, text="has no line"),),
+                remedy=("read the log of the start: the run failed before its first step",),
+            )  # fmt: skip
+        return None
+    last = Evidence(
+        file=METRICS, step=run.last_step, text=f"the last recorded step of {planned or 'an unknown number'}"
+    )
+    if begun is None:
+        return Finding(
+            name=base.UNFINISHED, step=run.last_step, role="symptom",
+            title=f"ended after step {run.last_step}; how is not known, because there is no {ATTEMPTS}",
+            evidence=(last,), remedy=(RESUME, "runs of this version record how an attempt ends"),
+        )  # fmt: skip
+    host, job = begun.get("host"), begun.get("job")
+    start = Evidence(
+        file=ATTEMPTS, step=_step_of(begun, run),
+        text=f"began at {_clock(begun.get('time'))} on {host}, process {begun.get('pid')}; no end is "
+        "recorded",
+    )  # fmt: skip
+    free = Evidence(file=".lock", text="no process holds it")
+    accounting = (
+        f"sacct -j {shlex.quote(str(job))} --format=JobID,State,ExitCode,MaxRSS,End says what SLURM knows"
+    )
+    return Finding(
+        name=base.KILLED, step=run.last_step,
+        title=f"killed after step {run.last_step} without a word; by what is not known: SIGKILL (the kernel "
+        "when host memory is out, a scheduler, a person) or the machine went down",
+        evidence=(start, last, free),
+        remedy=(
+            *([accounting] if job else []),
+            f"on {host}: dmesg -T | grep -iE 'killed process|out of memory', and last reboot",
+            RESUME,
+        ),
+    )  # fmt: skip
+
+
+def _clock(seconds: Any) -> str:
+    if not isinstance(seconds, (int, float)):
+        return "an unknown time"
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _damaged(run: RunFiles) -> list[Finding]:
+    if not run.damaged_checkpoints:
+        return []
+    name = run.damaged_checkpoints[0]
+    step = int(name.removeprefix("step-").partition(".")[0])
+    evidence = tuple(
+        Evidence(
+            file=f"checkpoints/{each}", text="did not agree with its manifest at a resume, and was renamed"
+        )
+        for each in run.damaged_checkpoints
+    )
+    return [
+        Finding(
+            name=base.CHECKPOINT, step=step, evidence=evidence,
+            title=f"the checkpoint of step {step} was damaged on disk; the run went back to an earlier one",
+            remedy=(
+                "check the disk or file system that holds the folder (dmesg, its quota, a full disk)",
+                "remove the renamed folder when you no longer need it",
+                "keep more than one: --set megalowbit.checkpoint.keep=3",
+            ),
+        )
+    ]  # fmt: skip

@@ -1,0 +1,1 @@
+"""Components that measure the machine: speed, memory, differences between ranks."""

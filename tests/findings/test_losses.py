@@ -1,0 +1,129 @@
+"""What the course of the loss shows, and what it does not."""
+
+import math
+
+import pytest
+
+from megalowbit.findings import base
+from megalowbit.findings.base import Finding
+from megalowbit.findings.losses import findings
+
+
+def test_a_healthy_run_and_a_short_one_have_no_finding(records, tmp_path):
+    assert not findings(records.read(tmp_path / "healthy"), [])
+    records.rows = records.rows[:5]
+    assert not findings(records.read(tmp_path / "short"), [])
+
+
+def diverge(records, first, factor=1.15):
+    for row in records.rows[first - 1 :]:
+        row["loss"] *= factor ** (row["step"] - first + 1)
+        row["grad_norm"] *= 6
+
+
+def test_a_rise_at_a_rate_that_replaces_the_weights_is_the_learning_rate(records, tmp_path):
+    for row in records.rows:
+        row["lr"] *= 30
+    diverge(records, 30)
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert (found.name, found.role, found.is_shown) == (base.RATE, "cause", True)
+    assert found.step == 1  # where the rate became too high; the loss rose later
+    assert "to 3" in found.title
+    assert "--set optimizer.params.lr=0.009" in found.remedy[0]
+
+
+def test_a_rise_at_a_moderate_rate_is_likely_the_rate_if_gradients_grew_too(records, tmp_path):
+    diverge(records, 30, 1.03)
+    (found,) = findings(records.read(tmp_path / "grew"), [])
+    assert (found.name, found.is_shown) == (base.RATE, False)
+    for row in records.rows:
+        row["grad_norm"] = 1.0
+    (found,) = findings(records.read(tmp_path / "constant"), [])
+    assert (found.name, found.role) == (base.ROSE, "symptom")
+
+
+def test_a_rise_after_the_rate_has_fallen_is_not_the_rate(records, tmp_path):
+    for row in records.rows[20:]:
+        row["lr"] = 1e-5
+    diverge(records, 30)
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert found.role == "symptom"
+
+
+def test_a_missing_warm_up_is_named_and_how_to_add_one(records, tmp_path):
+    for row in records.rows:
+        row["lr"] = 0.3
+    for row in records.rows[1:]:
+        row["loss"] += 6 * 0.8 ** row["step"] + 3
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert "there is no warm-up" in found.title
+    assert "megalowbit.lr_schedule" in found.remedy[1]
+    records.config["scheduler"] = {"type": "WarmupLR"}
+    (found,) = findings(records.read(tmp_path / "scheduler"), [])
+    assert "scheduler.params.warmup_num_steps=10" in found.remedy[1]
+
+
+@pytest.mark.parametrize(("level", "word"), [(9.0, "rose"), (0.2, "fell")])
+def test_a_jump_that_does_not_come_back_has_no_known_cause(records, tmp_path, level, word):
+    for row in records.rows[39:]:
+        row["loss"] = level
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert (found.name, found.step, found.role) == (base.JUMPED, 40, "symptom")
+    assert word in found.title
+
+
+def test_a_jump_that_comes_back_in_one_step_is_likely_the_data(records, tmp_path):
+    for row in records.rows[39:46]:
+        row["loss"] = 9.0
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert (found.name, found.step, found.is_shown) == (base.DATA, 40, False)
+    assert "steps 40 to 46" in found.title
+
+
+def test_an_unusual_update_before_the_jump_is_not_the_data(records, tmp_path):
+    for row in records.rows[39:46]:
+        row["loss"] = 9.0
+    records.rows[38]["grad_norm"] = 80.0
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert found.role == "symptom"
+
+
+def test_a_source_that_begins_with_the_jump_is_named(records, tmp_path):
+    for row in records.rows:
+        row |= {"loss/web": row["loss"], "loss/code": None}
+    for row in records.rows[39:]:
+        row |= {"loss": 9.0, "loss/web": None, "loss/code": 9.0}
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert (found.name, found.step, found.is_shown) == (base.DATA, 40, True)
+    assert "source code began to give samples, and the loss rose from" in found.title
+
+
+def test_a_source_that_is_easier_or_that_was_there_before_is_told_apart(records, tmp_path):
+    for row in records.rows:
+        row |= {"loss/web": row["loss"], "loss/code": None if row["step"] < 40 else 0.8 * row["loss"]}
+    (found,) = findings(records.read(tmp_path / "easier"), [])
+    assert (found.name, found.step) == (base.DATA, 40)
+    assert "fell" in found.title
+    for row in records.rows:
+        row["loss/code"] = 0.8 * row["loss"] if row["step"] % 7 == 0 else None
+    assert not findings(records.read(tmp_path / "before"), [])
+
+
+def test_a_change_that_an_earlier_cause_explains_is_a_symptom(records, tmp_path):
+    diverge(records, 30, 1.03)
+    known = [Finding(name=base.LAYER, step=28, title="", evidence=())]
+    (found,) = findings(records.read(tmp_path / "run"), known)
+    assert found.role == "symptom"
+
+
+@pytest.mark.parametrize(("rate", "role"), [(1e-7, "cause"), (3e-3, "symptom")])
+def test_a_loss_that_does_not_fall_is_the_rate_only_if_it_is_too_small(records, tmp_path, rate, role):
+    for row in records.rows:
+        row |= {"loss": 5.5 + 0.01 * math.sin(row["step"]), "lr": rate}
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert (found.name, found.role) == (base.NO_LEARNING, role)
+
+
+def test_an_isolated_spike_is_healthy(records, tmp_path):
+    records.rows[44]["loss"] = 9.0
+    assert not findings(records.read(tmp_path / "run"), [])
