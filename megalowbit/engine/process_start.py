@@ -42,6 +42,7 @@ def start_process_group(
     *,
     timeout: timedelta | None = None,
     dist_init_required: bool | None = None,
+    checks_versions: bool = True,
 ) -> ProcessIdentity:
     """Make sure that a process group exists and that DeepSpeed uses it; returns this process's identity.
 
@@ -51,6 +52,7 @@ def start_process_group(
         identity: this process's identity; read from the environment if not given.
         timeout: a collective that takes longer fails; None: torch's default.
         dist_init_required: as for `deepspeed.init_distributed`.
+        checks_versions: reject unsupported versions; False if the caller reports them.
 
     Raises:
         TransientError: the main process cannot be reached, or its port is taken.
@@ -83,9 +85,11 @@ def start_process_group(
             "give the launcher another one (deepspeed --master_port, torchrun --master-port)"
         ) from error
     except Exception:
-        check_installed()  # another DeepSpeed version may fail in its own way: report the version instead
+        if checks_versions:
+            check_installed()  # another DeepSpeed version may fail in its own way: report the version instead
         raise
-    _check_installed_together()
+    if checks_versions:
+        _check_installed_together()
     return identity
 
 
