@@ -59,7 +59,21 @@ ALLOWED = {
         "config",
         "engine",
     },
-    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain"},
+    "doctor": {
+        "distributed",
+        "quantize",
+        "layers",
+        "families",
+        "optim",
+        "telemetry",
+        "hf",
+        "data",
+        "config",
+        "cluster",
+        "engine",
+        "pretrain",
+    },
+    "commands": {"distributed", "layers", "hf", "data", "cluster", "config", "engine", "pretrain", "doctor"},
 }
 MAX_ENTRIES = 14  # of a folder; the rooms themselves are the plan
 MAX_LINES = 500
@@ -92,6 +106,7 @@ QUESTIONS = {
     "group",
     "is_available",
     "is_initialized",
+    "is_nccl_available",
 }
 TORCH_GROUPS = ("torch.distributed", "torch.distributed.distributed_c10d", "deepspeed.comm")
 # methods of torch's groups and of their backends, whatever the object is called
