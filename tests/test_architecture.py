@@ -62,6 +62,20 @@ ALLOWED = {
         "report",
     },
     "findings": {"config", "pretrain"},
+    "doctor": {
+        "distributed",
+        "quantize",
+        "layers",
+        "families",
+        "optim",
+        "telemetry",
+        "hf",
+        "data",
+        "config",
+        "cluster",
+        "engine",
+        "pretrain",
+    },
     "commands": {
         "distributed",
         "layers",
@@ -73,6 +87,7 @@ ALLOWED = {
         "pretrain",
         "report",
         "findings",
+        "doctor",
     },
 }
 MAX_ENTRIES = 14  # of a folder; the rooms themselves are the plan
@@ -107,6 +122,7 @@ QUESTIONS = {
     "group",
     "is_available",
     "is_initialized",
+    "is_nccl_available",
 }
 TORCH_GROUPS = ("torch.distributed", "torch.distributed.distributed_c10d", "deepspeed.comm")
 # methods of torch's groups and of their backends, whatever the object is called

@@ -47,6 +47,7 @@ COMMANDS = {
     "pretrain": Command(
         RUNS, "train; --dry-run describes the run without it", "pretrain.command_line", is_job=True
     ),
+    "doctor": Command(RUNS, "examine machine and configuration before a run", "commands.runs.doctor", True),
     "report": Command(RUNS, "write a page about a run, or one that compares several", "commands.runs.report"),
     "submit": Command(
         RUNS, "queue a run on SLURM, where it continues until it is done", "commands.runs.submit"

@@ -43,6 +43,7 @@ def start_process_group(
     *,
     timeout: timedelta | None = None,
     dist_init_required: bool | None = None,
+    checks_versions: bool = True,
 ) -> ProcessIdentity:
     """Make sure that a process group exists and that DeepSpeed uses it; returns this process's identity.
 
@@ -52,6 +53,7 @@ def start_process_group(
         identity: this process's identity; read from the environment if not given.
         timeout: a collective that takes longer fails; None: torch's default.
         dist_init_required: as for `deepspeed.init_distributed`.
+        checks_versions: reject unsupported versions; False if the caller reports them.
 
     Raises:
         TransientError: the main process cannot be reached, or its port is taken.
@@ -84,11 +86,13 @@ def start_process_group(
             "give the launcher another one (deepspeed --master_port, torchrun --master-port)"
         ) from error
     except Exception:
-        check_installed()  # another DeepSpeed version may fail in its own way: report the version instead
+        if checks_versions:
+            check_installed()  # another DeepSpeed version may fail in its own way: report the version instead
         raise
-    _check_installed_together()
-    if identity.local_rank == 0:
-        _warn_of_stale_locks()
+    if checks_versions:
+        _check_installed_together()
+        if identity.local_rank == 0:
+            _warn_of_stale_locks()
     return identity
 
 

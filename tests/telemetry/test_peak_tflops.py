@@ -54,3 +54,17 @@ def test_bf16_is_twice_as_fast_as_tf32():
     for name, peak in PEAKS:
         if peak.tf32 is not None:
             assert peak.half / peak.tf32 == pytest.approx(2, rel=0.03), name
+
+
+def test_fp8_is_twice_and_fp4_at_least_four_times_as_fast_as_bf16():
+    for name, peak in PEAKS:
+        if peak.fp8 is not None:
+            assert peak.fp8 / peak.half == pytest.approx(2, rel=0.002), name
+        if peak.fp4 is not None:
+            assert peak.fp4 / peak.half in (4, 6), name
+
+
+def test_only_blackwell_has_a_peak_in_fp4():
+    with_fp4 = {name for name, peak in PEAKS if peak.fp4 is not None}
+    assert with_fp4 == {"B200", "B300", "GB200", "GB300"}
+    assert [peak_tflops(f"NVIDIA {name}", "fp8") for name in ("B200", "H200", "A100")] == [4500, 1979, None]

@@ -1,0 +1,1 @@
+"""`megalowbit doctor`: what a run will meet on its hardware, before it starts."""

@@ -1,0 +1,74 @@
+from dataclasses import replace
+
+import pytest
+
+from launchers import write_config
+from megalowbit.doctor import examine as examine_module
+from megalowbit.doctor.examine import Request, examine, look_around
+from megalowbit.doctor.target import TARGETS
+from megalowbit.pretrain.config import load_config
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def config(tmp_path):
+    return lambda world_size, *overrides: load_config(
+        write_config(tmp_path), list(overrides), world_size=world_size
+    )
+
+
+def codes(found):
+    return {each.code for each in found.findings}
+
+
+def test_without_a_configuration_only_the_machine_is_examined(around):
+    found = examine(Request(), around())
+    assert (found.plan, found.times, found.findings) == (None, [], [])
+    assert found.target.is_cpu
+
+
+def test_the_machine_is_the_target_with_its_measured_network(config, around, network):
+    eight = [H100] * 8
+    one = examine(Request(config=config(8)), around(*eight, ranks=8, network=network))
+    assert (one.is_here, one.target.name, one.target.link, one.target.network) == (True, "h100", 80, 50)
+    two = examine(Request(config=config(16)), around(*eight, hosts=2, ranks=8, network=network))
+    assert (two.target.link, two.target.network) == (450, 10)
+    gloo = replace(network, backend="gloo")
+    assert examine(Request(config=config(8)), around(*eight, ranks=8, network=gloo)).target.link == 450
+
+
+def test_a_named_target_replaces_the_machine_and_its_disk(config, around):
+    small = around(write=1e2, file_system="ext4", memory=0.001)
+    here = examine(Request(config=config(16)), small)
+    assert {"memory-host", "watchdog-save"} <= codes(here)
+    there = examine(Request(config=config(16), target=TARGETS["h100"]), small)
+    assert not {"memory-host", "watchdog-save", "disk-room", "disk-not-shared"} & codes(there)
+    assert there.times
+    assert not there.is_here
+
+
+def test_a_named_folder_is_that_of_the_run_on_any_target(config, around, tmp_path):
+    request = Request(config=config(16), target=TARGETS["h100"], folder=tmp_path)
+    assert "disk-not-shared" in codes(examine(request, around(file_system="ext4")))
+
+
+def test_an_mfu_above_the_roofline_is_noted(config, around):
+    request = Request(config=config(1), target=TARGETS["h100"])
+    assert "mfu-above-roofline" in codes(examine(replace(request, assumed_mfu=1.0), around()))
+    assert "mfu-above-roofline" not in codes(examine(request, around()))
+
+
+def test_cpus_have_no_time_but_a_reason_and_all_processes_on_one_host(config, around):
+    found = examine(Request(config=config(4)), around(file_system="ext4"))
+    assert found.times == []
+    assert "telemetry.peak_tflops" in found.why_no_time
+    assert found.target.devices_of_host == 4
+    assert "disk-not-shared" not in codes(found)
+
+
+def test_one_process_looks_around_without_collectives(tmp_path, monkeypatch):
+    monkeypatch.setattr(examine_module, "measure_network", lambda hosts: pytest.fail("measured"))
+    found = look_around(Request(folder=tmp_path, measures=False))
+    assert [host.ranks for host in found.hosts] == [1]
+    assert found.network is None

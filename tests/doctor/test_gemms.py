@@ -1,0 +1,98 @@
+import pytest
+import torch
+
+from megalowbit.doctor.gemms import check_formats, has_kernel, product_formats
+from megalowbit.doctor.target import TARGETS, cpu_target
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.convert import product_counts
+from megalowbit.layers.recipe import PRODUCTS
+
+SIZES = {"n_embd": 64, "n_head": 4}  # all sizes of the model are multiples of 16
+FP4 = 'megalowbit.recipe={"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"}'
+FP8 = 'megalowbit.recipe={"base": "mxfp4", "gemm": "fp8"}'
+
+
+def units(plan, target):
+    """The unit of each product of low-bit layers, by product."""
+    found = {}
+    for each in product_formats(plan, target, plan.recipe):
+        if each.operands:
+            found.setdefault(each.product, set()).add(each.unit)
+    return found
+
+
+@pytest.mark.parametrize("target", ["a100", "h100", "b200", "mi300x"])
+def test_the_default_recipe_is_emulated_in_bf16_everywhere(tiny, target):
+    plan = tiny()
+    found = product_formats(plan, TARGETS[target], plan.recipe)
+    assert {each.unit for each in found} == {"bf16"}
+    assert all(each.is_emulated == bool(each.operands) for each in found)
+    assert any(each.is_emulated for each in found)
+    assert "gemm-emulated" in {each.code for each in check_formats(plan, TARGETS[target])}
+
+
+def test_native_fp4_runs_on_blackwell_and_is_refused_on_hopper(tiny):
+    plan = tiny(FP4, model=SIZES)
+    assert units(plan, TARGETS["b200"]) == {product: {"fp4"} for product in PRODUCTS}
+    assert check_formats(plan, TARGETS["b200"]) == []
+    assert units(plan, TARGETS["h100"]) == {product: {"bf16"} for product in PRODUCTS}
+    (found,) = check_formats(plan, TARGETS["h100"])
+    assert (found.level, found.code) == ("problem", "gemm-units")
+    assert "h100 has no FP4 units" in found.text
+
+
+def test_fp4_products_with_odd_columns_fall_back(tiny):
+    plan = tiny(FP4, model={"n_embd": 64, "n_head": 4, "n_inner": 200})  # 200 columns: no multiple of 16
+    found = units(plan, TARGETS["b200"])
+    assert found["output"] == found["grad_weight"] == {"fp4", "bf16"}
+    (finding,) = check_formats(plan, TARGETS["b200"])
+    assert finding.code == "gemm-falls-back"
+    assert "200 columns" in finding.text
+
+
+@pytest.mark.parametrize(("target", "unit"), [("h100", "fp8"), ("mi300x", "fp8"), ("a100", "bf16")])
+def test_fp8_products_of_mxfp4_need_fp8_units(tiny, target, unit):
+    plan = tiny(FP8, model=SIZES)
+    assert units(plan, TARGETS[target]) == {product: {unit} for product in PRODUCTS}
+    levels = {(each.level, each.code) for each in check_formats(plan, TARGETS[target])}
+    assert (("problem", "gemm-units") in levels) == (unit == "bf16")
+
+
+@pytest.mark.parametrize(("precision", "unit"), [("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "bf16")])
+def test_the_wide_unit_on_a_cpu_is_that_of_the_layers(tiny, precision, unit):
+    plan = tiny(f"megalowbit.precision={precision}")
+    lowbit = [each for each in product_formats(plan, cpu_target(8.0), plan.recipe) if each.operands]
+    assert {each.unit for each in lowbit} == {unit}
+
+
+def test_the_formats_are_those_that_a_layer_counts():
+    """FP8 products run on CPUs: the same recipe and sizes, computed."""
+    from megalowbit.layers.matmul.fp8 import may_fit
+
+    torch.manual_seed(0)
+    recipe = {"base": "mxfp4", "gemm": "fp8", "layout": "per_gemm"}
+    layer = BitLinear(64, 32, bias=False, recipe=recipe, dtype=torch.bfloat16)
+    layer(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert may_fit(["e8m0", "e8m0"], (16, 64, 32))
+    assert set(product_counts(layer)["output"]) == {"fp8"}
+    odd = BitLinear(64, 24, bias=False, recipe=recipe, dtype=torch.bfloat16)
+    odd(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    assert not may_fit(["e8m0", "e8m0"], (16, 64, 24))
+    assert set(product_counts(odd)["output"]) == {"bf16"}
+
+
+def test_recipes_without_kernels_are_named_for_gpus_only(tiny):
+    plan = tiny("megalowbit.recipe=mxfp8")
+    found = {each.code for each in check_formats(plan, TARGETS["h100"])}
+    assert "recipe-without-kernels" in found
+    assert "recipe-without-kernels" not in {each.code for each in check_formats(plan, cpu_target(8.0))}
+    assert has_kernel("nvfp4e2m1bnosr")
+    assert not has_kernel("fp32")
+
+
+def test_bf16_on_a_gpu_without_its_units_is_a_problem(tiny):
+    from dataclasses import replace
+
+    old = replace(TARGETS["a100"], name="t4", capability=(7, 5))
+    codes = {(each.level, each.code) for each in check_formats(tiny(), old)}
+    assert ("problem", "gemm-units") in codes

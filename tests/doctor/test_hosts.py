@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+
+from megalowbit.doctor.disk import Disk
+from megalowbit.doctor.findings import warning
+from megalowbit.doctor.hosts import (
+    Host,
+    check_folder,
+    check_hosts,
+    check_planned_folder,
+    gather_hosts,
+    sees_marks,
+)
+from megalowbit.doctor.machine import Machine
+
+DISK = Disk(folder="/runs", file_system="ext4", free=10**12)
+
+
+def host(name, *, ranks=8, findings=(), **facts):
+    machine = Machine(
+        host=name,
+        facts={"torch": "2.13.0", "driver": "570", "cpu cores": "96", **facts},
+        gpus=(),
+        capability=None,
+        gpu_memory=0.0,
+        memory=512.0,
+        findings=tuple(findings),
+    )
+    return Host(machine=machine, disk=DISK, ranks=ranks)
+
+
+def test_equal_hosts_have_no_findings():
+    assert check_hosts([host("n1"), host("n2"), host("n3")]) == []
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "level"), [("torch", "2.12.0", "problem"), ("driver", "550", "warning")]
+)
+def test_the_host_that_differs_from_most_is_named(fact, value, level):
+    (found,) = check_hosts([host("n1", **{fact: value}), host("n2"), host("n3")])
+    assert (found.level, found.code, found.hosts) == (level, "hosts-differ", ("n1",))
+    assert f"{fact} is {value}, on other hosts" in found.text
+
+
+def test_another_number_of_ranks_is_named():
+    (found,) = check_hosts([host("n1"), host("n2", ranks=4), host("n3")])
+    assert found.hosts == ("n2",)
+
+
+def test_findings_of_all_hosts_are_said_once():
+    slow = warning("disk-slow", "slow")
+    (found,) = check_hosts([host("n1", findings=[slow]), host("n2", findings=[slow])])
+    assert found.hosts == ()
+    (found,) = check_hosts([host("n1", findings=[slow]), host("n2")])
+    assert found.hosts == ("n1",)
+
+
+def test_one_process_is_its_own_host(tmp_path):
+    (found,) = gather_hosts(host("n1").machine, DISK)
+    assert (found.name, found.ranks) == ("n1", 1)
+    assert sees_marks(tmp_path / "later") == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_that_do_not_see_the_file_of_rank_0_are_a_problem():
+    hosts = [host("n1"), host("n2")]
+    (found,) = check_folder(hosts, [True, True, False, False], ["n1", "n1", "n2", "n2"])
+    assert (found.level, found.code, found.hosts) == ("problem", "disk-not-shared", ("n2",))
+    assert list(check_folder(hosts, [True] * 4, ["n1", "n1", "n2", "n2"])) == []
+    # rank 0 could not write it: another finding says so
+    assert list(check_folder(hosts, [False] * 4, ["n1", "n1", "n2", "n2"])) == []
+
+
+def test_from_one_host_a_local_disk_is_only_suspected():
+    (found,) = check_planned_folder(DISK, 2)
+    assert found.level == "warning"
+    assert list(check_planned_folder(DISK, 1)) == []
+    assert list(check_planned_folder(replace(DISK, file_system="lustre"), 2)) == []

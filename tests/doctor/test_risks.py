@@ -1,0 +1,136 @@
+import json
+import shlex
+
+import pytest
+
+from launchers import write_config
+from megalowbit.doctor.plan import plan_run
+from megalowbit.doctor.risks import NODE_MTBF, check_risks, warmup_steps
+from megalowbit.doctor.target import TARGETS
+from megalowbit.pretrain.config import load_config
+
+H100 = TARGETS["h100"]
+# a run without findings: warm-up, decay, the usual betas, clipping, a late switch, and too short to be saved
+GOOD = (
+    'megalowbit.lr_schedule={"type": "cosine", "warmup_steps": 40}',
+    "optimizer.params.betas=[0.9, 0.95]",
+    "megalowbit.run.steps=900",
+    'megalowbit.late_switch={"at": 0.7}',
+)
+
+
+@pytest.fixture
+def unscheduled(tmp_path):
+    """The tiny configuration without a schedule."""
+    path = write_config(tmp_path)
+    raw = json.loads(path.read_text())
+    raw.pop("scheduler")
+    path.write_text(json.dumps(raw))
+    return path
+
+
+@pytest.fixture
+def good(unscheduled):
+    """The plan of the good run, with overrides."""
+
+    def good(*overrides, processes=1):
+        return plan_run(load_config(unscheduled, [*GOOD, *overrides], world_size=processes))
+
+    return good
+
+
+def codes(plan, seconds=600.0, disk=None):
+    return {each.code for each in check_risks(plan, H100, seconds, disk)}
+
+
+def test_a_good_run_has_no_findings(good):
+    assert codes(good()) == set()
+
+
+@pytest.mark.parametrize(
+    ("override", "code"),
+    [
+        ("gradient_clipping=0", "no-clipping"),
+        ("megalowbit.late_switch=null", None),  # off on purpose
+        ("optimizer.params.betas=[0.9, 0.999]", "beta2"),
+        ("megalowbit.lr_schedule.warmup_steps=10", "warmup"),
+        ("megalowbit.lr_schedule.total_steps=500", "schedule-length"),
+        ("megalowbit.lr_schedule.total_steps=2000", "schedule-length"),
+        ("megalowbit.run.deterministic=true", "deterministic"),
+    ],
+)
+def test_each_setting_has_its_finding(good, override, code):
+    found = codes(good(override))
+    assert (code in found) if code else not found
+
+
+def test_fp16_with_a_constant_scale(good):
+    constant = 'megalowbit.grad_scaler={"type": "constant", "scale": 1024}'
+    assert codes(good("megalowbit.precision=fp16", constant)) == {"fp16-constant-scale"}
+    assert codes(good("megalowbit.precision=fp16")) == set()
+
+
+def test_the_default_recipe_without_its_late_switch(tiny):
+    plan = tiny()
+    (found,) = [each for each in check_risks(plan, H100, 60.0) if each.code == "recipe-section-off"]
+    assert '"late_switch"' in found.text
+    assert "docs/experiments.md" in found.text
+
+
+def test_without_a_schedule_the_fix_is_one_that_is_accepted(unscheduled):
+    steps = "megalowbit.run.steps=900"
+    plan = plan_run(load_config(unscheduled, [steps], world_size=1))
+    (found,) = [each for each in check_risks(plan, H100, 60.0) if each.code == "no-schedule"]
+    option, value = shlex.split(found.fix)
+    assert option == "--set"
+    fixed = load_config(unscheduled, [steps, value], world_size=1)
+    assert warmup_steps(plan_run(fixed)) == 900  # β₂ is 0.999 here: 2,000, but no more than the run has
+
+
+def test_a_long_run_must_save(good):
+    assert codes(good(), seconds=600.0) == set()
+    (found,) = check_risks(good(), H100, 20 * 86400.0)
+    assert (found.level, found.code) == ("warning", "no-checkpoints")
+    two_hosts = check_risks(good(processes=16), H100, 20 * 86400.0)
+    assert [(each.level, each.code) for each in two_hosts] == [("problem", "no-checkpoints")]
+    assert codes(good("megalowbit.run.steps=5000"), seconds=None) == {"no-checkpoints"}
+
+
+def test_the_interval_of_saves_is_compared_with_dalys(good):
+    """16 ranks on two hosts; a step of 1,000 s: half the interval is lost at each failure."""
+    plan = good("megalowbit.checkpoint.every=900", processes=16)
+    seconds = plan.steps * 2000.0
+    (found,) = [each for each in check_risks(plan, H100, seconds) if each.code == "checkpoint-interval"]
+    best = int(found.fix.split("every=")[1].split()[0])
+    mtbf = NODE_MTBF / 2
+    assert 1 <= best < 900
+    assert f"{900 * 2000 / 2 / mtbf:.0%}"[:-2] in found.text
+    other = good(f"megalowbit.checkpoint.every={best}", processes=16)
+    assert codes(other, seconds=seconds) == set()
+
+
+def test_many_ranks_need_a_watchdog_that_outlasts_a_save(good, large):
+    assert "watchdog-off" not in codes(good("megalowbit.watchdog.timeout=null"))
+    off = good("megalowbit.watchdog.timeout=null", processes=16)
+    assert [(e.level, e.code) for e in check_risks(off, H100, 600.0)] == [("problem", "watchdog-off")]
+    assert codes(good("megalowbit.watchdog.silence=null", processes=2)) == {"watchdog-silence"}
+    plan = large("zero_optimization.stage=1", processes=8, micro_batch=1, batch=8)
+    (found,) = [e for e in check_risks(plan, H100, None, disk=1e8) if e.code == "watchdog-save"]
+    timeout = int(found.fix.split("=")[1])
+    assert timeout > 14 * plan.parameters / 1e8
+    longer = large(
+        "zero_optimization.stage=1",
+        f"megalowbit.watchdog.timeout={timeout}",
+        processes=8,
+        micro_batch=1,
+        batch=8,
+    )
+    assert "watchdog-save" not in codes(longer, None, 1e8)
+
+
+def test_tensor_parallelism_beyond_a_host(large):
+    model = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 64, "n_embd": 256, "n_layer": 2}
+    model |= {"n_head": 16, "bos_token_id": 0, "eos_token_id": 0}
+    more = ("tensor_parallel.autotp_size=16", "megalowbit.data.sequence_length=32")
+    plan = large(*more, processes=16, micro_batch=1, batch=1, model=model)
+    assert "tensor-parallel-network" in codes(plan)

@@ -1,0 +1,56 @@
+import pytest
+
+from megalowbit.doctor.target import TARGETS, cpu_target, named_target, target_of_device
+from megalowbit.errors import UserError
+from megalowbit.layers.matmul.fp4 import CAPABILITY
+from megalowbit.telemetry.peak_tflops import PEAKS
+
+
+def test_every_target_has_a_peak_and_every_peak_a_target():
+    assert {each.device for each in TARGETS.values()} == {name for name, _ in PEAKS}
+    assert all(each.peak("bf16") for each in TARGETS.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "units"),
+    [
+        ("a100", ("bf16",)),
+        ("h100", ("bf16", "fp8")),
+        ("B200", ("bf16", "fp8", "fp4")),
+        ("gb300", ("bf16", "fp8", "fp4")),
+        ("mi300x", ("bf16", "fp8")),
+    ],
+)
+def test_units_follow_the_capability(name, units):
+    target = named_target(name)
+    assert target.units == units
+    assert ("fp4" in units) == (target.peak("fp4") is not None)
+    assert ("fp4" in units) == (target.capability is not None and target.capability >= CAPABILITY)
+
+
+def test_an_unknown_target_names_the_nearest():
+    with pytest.raises(UserError, match="unknown target 'h101': did you mean 'h100'"):
+        named_target("h101")
+
+
+def test_a_gpu_of_this_machine_is_recognised_by_its_name():
+    found = target_of_device("NVIDIA H100 80GB HBM3", capability=(9, 0), memory=79.1, count=4)
+    assert (found.name, found.bandwidth, found.devices_of_host) == ("h100", 3350, 4)
+    assert found.hosts(9) == 3
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"],
+)
+def test_other_gpus_have_a_capability_and_no_bandwidth(name):
+    found = target_of_device(name, capability=(8, 9), memory=23.6, count=1)
+    assert (found.name, found.bandwidth, found.peak("bf16")) == (name, None, None)
+    assert found.units == ("bf16", "fp8")
+    assert "24 GiB" in found.describe()
+
+
+def test_cpus_have_no_matrix_units_and_amd_is_no_cpu():
+    assert cpu_target(64.0).units == ()
+    assert not cpu_target(64.0).is_amd
+    assert TARGETS["mi300x"].is_amd
