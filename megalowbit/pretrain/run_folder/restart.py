@@ -34,6 +34,7 @@ RUN_FILES = (
     "tokenizer",
     "tensorboard",
     "wandb",
+    "trackio",
     "hf",
     "hf-step-*",
     "checkpoints",
