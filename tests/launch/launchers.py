@@ -23,8 +23,8 @@ BIN = Path(sys.executable).parent
 SECONDS = 240
 PORTS = range(20_000, 32_000)
 RESERVED = set()  # ports that this process has locked
-# columns measured with a clock, which differ between equal runs
-SPEEDS = {"tokens_per_second", "tflops_per_device", "mfu", "mfu_palm"}
+# columns measured with a clock or by the system, which differ between equal runs
+SPEEDS = {"tokens_per_second", "step_ms", "tflops_per_device", "mfu", "mfu_palm", "memory_gib"}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

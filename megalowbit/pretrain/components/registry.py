@@ -8,12 +8,14 @@ with the loop's sections; `config/deepspeed_json.py` lists their names.
 from __future__ import annotations
 
 from megalowbit.pretrain.components.base import Component
+from megalowbit.pretrain.components.histograms import Histograms
 from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.pretrain.components.loss_guard import LossGuard
 from megalowbit.pretrain.components.oscillation_reset import OscillationReset
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
 from megalowbit.pretrain.components.profiler import Profiler
+from megalowbit.pretrain.components.samples import Samples
 from megalowbit.pretrain.components.source_losses import SourceLosses
 from megalowbit.pretrain.components.speculation import Speculation
 from megalowbit.pretrain.components.static_inputs import StaticInputRecord
@@ -21,7 +23,14 @@ from megalowbit.pretrain.components.throughput import Throughput
 from megalowbit.pretrain.components.validation import Validation
 
 # off if their section is null or left out
-OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation, OscillationReset, Profiler)
+OPTIONAL: tuple[type[Component], ...] = (
+    LateSwitch,
+    Speculation,
+    OscillationReset,
+    Profiler,
+    Samples,
+    Histograms,
+)
 # part of every run; without a section they use default settings
 ALWAYS_ON: tuple[type[Component], ...] = (LossGuard, Validation, StaticInputRecord)
 COMPONENTS: tuple[type[Component], ...] = (

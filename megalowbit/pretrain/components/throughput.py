@@ -13,6 +13,8 @@ are a random part of the step's.
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -123,8 +125,9 @@ class Throughput(Component):
         return facts
 
     def facts(self, known: Facts) -> Facts:
-        """TFLOP/s of one device in this step, and with a known peak MFU."""
-        return self.of_speed(columns.number(known["tokens_per_second"]), self._of_step)
+        """TFLOP/s of one device in this step, with a known peak MFU, and the memory so far."""
+        speed = self.of_speed(columns.number(known["tokens_per_second"]), self._of_step)
+        return {**speed, "memory_gib": peak_memory()}
 
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
         self._speed.add(self._tokens_per_step)
@@ -144,6 +147,16 @@ class Throughput(Component):
             },
             row=("TFLOP/s", figure, "MFU", columns.percent_text(mfu)),
         )
+
+
+def peak_memory() -> float:
+    """GiB that this process has used at most: tensors on its GPU, or without one its resident memory."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated() / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10  # of ru_maxrss, in bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def name_of(device: torch.device) -> str:

@@ -27,6 +27,7 @@ from megalowbit.telemetry.summary import RunSummary, worst_layers
 
 logger = logging.getLogger(__name__)
 
+FINAL_FILES = ("report.html",)  # of the run folder, which W&B and trackio keep if they exist
 MISFIT_WARNING = (
     "splits: %s times the kept factors did not fit the next matrix (different rank, dtype or number of rows) "
     "and were computed again: the settings have changed, or batches have different sizes"
@@ -69,9 +70,12 @@ class Recorder:
                 is_tensorboard=telemetry.tensorboard,
                 tensorboard=job.config.monitors.tensorboard,
                 wandb=job.config.monitors.wandb,
+                trackio=job.config.settings.trackio,
+                with_former_names=telemetry.former_names,
                 run_name=job.folder.path.name,
                 config=job.config.to_dict(),
                 resume_step=resume_step,
+                resume_tokens=job.totals.tokens,
             )
             for component in job.components:
                 component.open_records(job.folder.path, resume_step)
@@ -122,9 +126,11 @@ class Recorder:
             self._write_layers()
 
     def follow(self, component: Component, facts: Facts) -> None:
-        """Call a component's `after_step` and print the lines that it returns."""
+        """Call a component's `after_step`, record its media and print the lines that it returns."""
         with self._recording():
             lines = tuple(component.after_step(self._job.step, facts))
+            if self._is_main and (media := component.media()):
+                self._sinks.write_media(self._job.step, media)
         for line in lines:
             self.log(line)
 
@@ -176,11 +182,13 @@ class Recorder:
             self._sinks.write_layers(self._job.step, layers)
 
     def _close(self, summary: RunSummary) -> None:
-        """Write the summary on the main process, and close the files."""
+        """Write the summary on the main process, pass files about the whole run on, and close the files."""
         with self._recording():
-            self._sinks.close(summary=summary.facts())
             if self._is_main:
                 summary.write(self._job.folder.summary)
+            files = [self._job.folder.path / name for name in FINAL_FILES]
+            self._sinks.write_files([path for path in files if path.is_file()])
+            self._sinks.close(summary=summary.facts())
 
     def _close_components(self) -> None:
         for component in self._job.components:

@@ -10,6 +10,7 @@ from megalowbit.values import SettingsModel
 SWITCH = "megalowbit.late_switch.at=4"
 SPECULATION = ("megalowbit.recipe=speculative-int8", "megalowbit.speculation={}")
 PROFILE = "megalowbit.profile={}"
+MEDIA = ('megalowbit.samples={"prompts": ["def"]}', "megalowbit.histograms={}")
 SWITCHED = ["OverflowCounts", "LateSwitch"]
 RECORDED = ["LossGuard", "StaticInputRecord"]
 SPLIT = 'megalowbit.recipe={"base": "nvfp4", "parameter_split": {"rank": 4, "warmup_steps": 3}}'
@@ -43,6 +44,7 @@ def test_keys_and_files_of_components_are_their_own():
             (SWITCH, SPLIT),
             [*SWITCHED, *RECORDED, "ParameterSplitting", "Throughput"],
         ),
+        (MEDIA, ["OverflowCounts", "Samples", "Histograms", *RECORDED, "Throughput"]),
         (("megalowbit.recipe=bf16",), ["LossGuard", "Throughput"]),
     ],
 )
@@ -59,10 +61,10 @@ def test_component_columns_are_in_the_order_in_which_components_act(build_job):
         columns = list(train_step(job).facts)
         assert columns[0] == "loss"
         names = dict.fromkeys(name.partition("/")[0] for name in columns[columns.index("tokens") + 1 :])
-        order = ["precision_switched", "speculation", "rollbacks", "weights_split", "tflops_per_device"]
-        assert list(names) == [
-            name for name in order if name in {"precision_switched", "rollbacks", "tflops_per_device", more}
-        ]
+        speeds = ["tflops_per_device", "memory_gib"]
+        order = ["precision_switched", "speculation", "rollbacks", "weights_split", *speeds]
+        expected = {"precision_switched", "rollbacks", *speeds, more}
+        assert list(names) == [name for name in order if name in expected]
 
 
 @pytest.mark.parametrize("kind", COMPONENTS)
