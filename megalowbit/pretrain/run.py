@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megalowbit.config.deepspeed_json import load_json
 from megalowbit.data.cache.build_lines import reported_builds
@@ -46,7 +47,9 @@ from megalowbit.pretrain.run_folder.lost_checkpoints import check_checkpoints_ar
 from megalowbit.pretrain.run_folder.restart import check_restart, move_aside
 from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error
 from megalowbit.supervision.watchdog import Watchdog, print_error
+from megalowbit.telemetry.settings import BAR, PLAIN, RICH
 from megalowbit.telemetry.sinks.console import Console
+from megalowbit.telemetry.sinks.dashboard import Dashboard
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ def pretrain(
     report: Callable[[UserError], None] = print_error,
     at_first_step: Callable[[], None] | None = None,
     has_launcher_ended: Callable[[], bool] | None = None,
+    ui: str = BAR,
 ) -> None:
     """Train until `run.steps`; every rank calls this once.
 
@@ -74,6 +78,7 @@ def pretrain(
         at_first_step: called before the first step; from then on the loop polls for stop signals.
         has_launcher_ended: called after a stop, to find out whether the launcher's end caused it; None: the
             launcher is not watched.
+        ui: what a terminal shows, one of `telemetry.settings.UIS`.
 
     Raises:
         TransientError: a rank was lost, hangs or cannot be reached, or the launcher has ended before its
@@ -89,14 +94,22 @@ def pretrain(
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         with reported_builds(partial(print, flush=True)):  # on the rank that builds files, once for a cache
             job = assemble(config, identity, folder, is_resume=is_resume)
-        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, report=report)
+        consoles: list[Console] = []
+
+        def report_below(error: UserError) -> None:
+            for console in consoles:
+                console.release()
+            report(error)
+
+        watchdog = Watchdog(config.parts.settings.watchdog, identity, folder=folder.path, report=report_below)
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
         succeed_together(job.plan_data)
         if is_restart or (is_resume and not is_resumed):
             agree(lambda: _move_aside(folder) if is_restart else _keep_records(folder))
-        console = _console(job, identity)
+        console = _console(job, identity, ui)
+        consoles.append(console)
         console.print(startup_lines(job, identity, is_resumed=is_resumed, changes=changes))
         if at_first_step is not None:
             at_first_step()
@@ -129,14 +142,17 @@ def _train(
     return ending
 
 
-def _console(job: Job, identity: ProcessIdentity) -> Console:
-    return Console(
-        job.config.settings.run.steps,
-        log_every=job.config.settings.telemetry.log_every,
-        start_step=job.step,
-        skipped_steps=job.totals.skipped_steps,
-        is_main=identity.is_main,
-    )
+def _console(job: Job, identity: ProcessIdentity, ui: str) -> Console:
+    options: dict[str, Any] = {
+        "log_every": job.config.settings.telemetry.log_every,
+        "start_step": job.step,
+        "skipped_steps": job.totals.skipped_steps,
+        "is_main": identity.is_main,
+    }
+    steps = job.config.settings.run.steps
+    if ui == RICH:
+        return Dashboard(f"{job.folder.path.name} · {job.recipe.name}", steps, **options)
+    return Console(steps, has_bar=ui != PLAIN, **options)
 
 
 def _raise_if_launcher_ended(has_ended: Callable[[], bool] | None, step: int) -> None:
