@@ -35,8 +35,8 @@ from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.pretrain.components.base import RUN_NAME, Component, RunSettings
+from megalowbit.pretrain.components.media.samples import SamplesSettings, check_samples
 from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
-from megalowbit.pretrain.components.samples import SamplesSettings, check_samples
 from megalowbit.pretrain.components.validation import ValidationSettings, check_validation
 from megalowbit.telemetry.settings import (
     TelemetrySettings,

@@ -8,14 +8,14 @@ with the loop's sections; `config/deepspeed_json.py` lists their names.
 from __future__ import annotations
 
 from megalowbit.pretrain.components.base import Component
-from megalowbit.pretrain.components.histograms import Histograms
 from megalowbit.pretrain.components.late_switch import LateSwitch
 from megalowbit.pretrain.components.loss_guard import LossGuard
+from megalowbit.pretrain.components.media.histograms import Histograms
+from megalowbit.pretrain.components.media.samples import Samples
 from megalowbit.pretrain.components.oscillation_reset import OscillationReset
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
 from megalowbit.pretrain.components.profiler import Profiler
-from megalowbit.pretrain.components.samples import Samples
 from megalowbit.pretrain.components.source_losses import SourceLosses
 from megalowbit.pretrain.components.speculation import Speculation
 from megalowbit.pretrain.components.static_inputs import StaticInputRecord

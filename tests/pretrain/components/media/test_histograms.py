@@ -12,7 +12,7 @@ from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.pretrain.checks import check_config
-from megalowbit.pretrain.components.histograms import (
+from megalowbit.pretrain.components.media.histograms import (
     EDGES,
     HIGHEST,
     LOWEST,

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from launchers import SPEEDS, write_config
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
-from megalowbit.pretrain.components.samples import Samples, sample_line, seed_of
+from megalowbit.pretrain.components.media.samples import Samples, sample_line, seed_of
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.generate import generator_of
 from megalowbit.pretrain.run import pretrain
