@@ -58,7 +58,7 @@ def test_every_layout_counts_all_blocks(tmp_path, layout):
         first, second = ({row["first"] + at: count for at, count in enumerate(row["counts"])} for row in rows)
         total = sum(first.values())
         assert sum(second.values()) == total
-        # weights differ a little after some steps; a shard that was counted twice, or not, would be half of them
+        # weights differ a little after some steps; a shard that counts twice or not would be half of them
         powers = first.keys() | second.keys()
         moved = sum(abs(first.get(power, 0) - second.get(power, 0)) for power in powers)
         assert moved <= 0.1 * total, (first, second)
