@@ -105,11 +105,13 @@ setup(
             "matplotlib>=3.9",  # same version as in "plots": tests draw pictures
             "shtab>=1.7",  # as in "completion"
             "wandb>=0.19",  # as in "wandb"
+            "pyte>=0.8.2",  # a terminal emulator: what a person sees of the dashboard
         ],
         "docs": ["sphinx>=8.1", "myst-parser>=4", "furo>=2025.9"],  # `make docs`; a test builds the site
         "plots": ["matplotlib>=3.9"],
         "completion": ["shtab>=1.7"],
         "wandb": ["wandb>=0.19"],
+        "trackio": ["trackio>=0.43,<0.44"],  # an attribute of its runs is read: sinks/trackio.py
         "bench": ["torchao==0.18.0"],
     },
 )

@@ -33,8 +33,8 @@ from megalowbit.json_text import is_finite_number, read_json_object
 BLOCK = "megalowbit"
 # Read by the pretraining loop. An engine without the loop accepts them, because one file serves both.
 LOOP_SECTIONS = (
-    "model", "data", "run", "checkpoint", "telemetry", "loss_guard", "validation", "static_inputs",
-    "late_switch", "speculation", "oscillation_reset", "profile",
+    "model", "data", "run", "checkpoint", "telemetry", "trackio", "loss_guard", "validation", "static_inputs",
+    "late_switch", "speculation", "oscillation_reset", "profile", "samples", "histograms",
 )  # fmt: skip
 FILLED_KEYS = (TRAIN, MICRO, STEPS, "gradient_clipping", "optimizer", "scheduler", *STOCK_BLOCKS)
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19.8's own default

@@ -46,6 +46,7 @@ from megalowbit.pretrain.stopping.signals import (
     block_stop_signals,
 )
 from megalowbit.shipped_files import find_config, to_stderr
+from megalowbit.telemetry.settings import BAR, HELP_OF_UI, UIS
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig
@@ -121,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_run_arguments(parser)
     _add_measuring_arguments(parser)
+    parser.add_argument("--ui", choices=UIS, default=BAR, help=HELP_OF_UI)
     parser.add_argument(
         "--verbose", action="store_true", help="also print remarks of other libraries at their import"
     )
@@ -422,6 +424,7 @@ def _pretrain(
         report=lambda error: _report(error, identity),
         at_first_step=start.stop,
         has_launcher_ended=None if launcher is None else lambda: launcher.has_ended,
+        ui=options.ui,
     )
     stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))  # all work is done: other ranks arrive soon
 

@@ -35,9 +35,15 @@ from megalowbit.hf.settings import ModelSettings
 from megalowbit.json_text import NotJsonError, parse_json
 from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.pretrain.components.base import RUN_NAME, Component, RunSettings
+from megalowbit.pretrain.components.media.samples import SamplesSettings, check_samples
 from megalowbit.pretrain.components.registry import ALWAYS_ON, COMPONENTS, OPTIONAL
 from megalowbit.pretrain.components.validation import ValidationSettings, check_validation
-from megalowbit.telemetry.settings import TelemetrySettings, TensorBoardBlock, WandbSettings
+from megalowbit.telemetry.settings import (
+    TelemetrySettings,
+    TensorBoardBlock,
+    TrackioSettings,
+    WandbSettings,
+)
 from megalowbit.values import LARGEST, SettingsModel, unit
 
 BLOCK = "megalowbit"
@@ -81,6 +87,9 @@ class PretrainSettings(SettingsModel):
     )
     telemetry: TelemetrySettings = Field(
         default=TelemetrySettings(), description="what a run records, and how often"
+    )
+    trackio: TrackioSettings = Field(
+        default=TrackioSettings(), description="whether trackio records the run, Hugging Face's local tracker"
     )
 
     def of(self, kind: type[Settings]) -> Settings | None:
@@ -239,6 +248,12 @@ def _check_combinations(settings: PretrainSettings, parts: DeepSpeedConfigParts,
         check_pipeline(parts.deepspeed, parts.settings, stages_of(parts.deepspeed))
     with problems.collect():
         check_retries(settings.run.overflow_retries, parts.settings)
+    with problems.collect():
+        check_samples(
+            settings.of(SamplesSettings),
+            tokenizer=settings.data.tokenizer,
+            stages=stages_of(parts.deepspeed),
+        )
     validation = settings.of(ValidationSettings)
     with problems.collect():
         check_validation(

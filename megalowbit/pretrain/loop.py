@@ -239,6 +239,7 @@ def train_step(job: Job) -> TrainedStep:
         **optimizer_facts(optimizer, optimizer.report),
         "skipped_steps": job.totals.skipped_steps,
         "tokens_per_second": job.tokens_per_step / seconds,
+        "step_ms": 1000 * seconds,
         "tokens": job.totals.tokens,
         **({"overflow_retries": attempt.retries} if attempt.retries else {}),
     }

@@ -57,6 +57,7 @@ MAY_CHANGE = (
     "megalowbit.watchdog.*",
     "megalowbit.checkpoint.*",
     "megalowbit.telemetry.*",
+    "megalowbit.trackio.*",
     # paths: their contents are compared instead, by fingerprint (data) and by value (model)
     "megalowbit.data.cache_dir",
     "megalowbit.data.corpus",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megalowbit.config.deepspeed_json import load_json
 from megalowbit.data.cache.build_lines import reported_builds
@@ -39,7 +40,7 @@ from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.loop import Ending, train
 from megalowbit.pretrain.records.lines import products_line, startup_lines
-from megalowbit.pretrain.records.page import attempt_facts, write_page
+from megalowbit.pretrain.records.page import attempt_facts
 from megalowbit.pretrain.records.recorder import Recorder
 from megalowbit.pretrain.resume import changed_settings, check_is_configuration
 from megalowbit.pretrain.run_folder.attempts import AttemptRecord
@@ -49,7 +50,9 @@ from megalowbit.pretrain.run_folder.restart import check_restart, move_aside
 from megalowbit.pretrain.stopping.signals import pending_stop_signal
 from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error
 from megalowbit.supervision.watchdog import Watchdog, print_error
+from megalowbit.telemetry.settings import BAR, PLAIN, RICH
 from megalowbit.telemetry.sinks.console import Console
+from megalowbit.telemetry.sinks.dashboard import Dashboard
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ def pretrain(
     report: Callable[[UserError], None] = print_error,
     at_first_step: Callable[[], None] | None = None,
     has_launcher_ended: Callable[[], bool] | None = None,
+    ui: str = BAR,
 ) -> None:
     """Train until `run.steps`; every rank calls this once.
 
@@ -77,6 +81,7 @@ def pretrain(
         at_first_step: called before the first step; from then on the loop polls for stop signals.
         has_launcher_ended: called after a stop, to find out whether the launcher's end caused it; None: the
             launcher is not watched.
+        ui: what a terminal shows, one of `telemetry.settings.UIS`.
 
     Raises:
         TransientError: a rank was lost, hangs or cannot be reached, or the launcher has ended before its
@@ -95,9 +100,12 @@ def pretrain(
         with reported_builds(partial(print, flush=True)):  # on the rank that builds files, once for a cache
             job = assemble(config, identity, folder, is_resume=is_resume)
         attempt.step = lambda: job.step
+        consoles: list[Console] = []
 
         def report_and_record(error: UserError) -> None:
             attempt.name_folder(error)
+            for console in consoles:
+                console.release()
             report(error)  # first: writing to a disk may hang
             attempt.fail(error)
 
@@ -109,7 +117,8 @@ def pretrain(
         succeed_together(job.plan_data)
         if is_restart or (is_resume and not is_resumed):
             agree(lambda: _move_aside(folder) if is_restart else _keep_records(folder))
-        console = _console(job, identity)
+        console = _console(job, identity, ui)
+        consoles.append(console)
         console.print(startup_lines(job, identity, is_resumed=is_resumed, changes=changes))
         if at_first_step is not None:
             at_first_step()
@@ -126,9 +135,6 @@ def pretrain(
             _print_products(job, console)
         watchdog.mark("the export", is_save=True)
         export(job, console)
-        watchdog.mark("the report", is_save=True)
-        if identity.is_main:
-            console.print(write_page(job))
         watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
 
@@ -145,18 +151,22 @@ def _train(
                 recorder.log(component.stop(job.step))
             recorder.log(f"stopped after step {job.step} on request: continue with --resume auto")
         else:
+            watchdog.mark("the summary and the report", is_save=True)
             recorder.finish()
     return ending
 
 
-def _console(job: Job, identity: ProcessIdentity) -> Console:
-    return Console(
-        job.config.settings.run.steps,
-        log_every=job.config.settings.telemetry.log_every,
-        start_step=job.step,
-        skipped_steps=job.totals.skipped_steps,
-        is_main=identity.is_main,
-    )
+def _console(job: Job, identity: ProcessIdentity, ui: str) -> Console:
+    options: dict[str, Any] = {
+        "log_every": job.config.settings.telemetry.log_every,
+        "start_step": job.step,
+        "skipped_steps": job.totals.skipped_steps,
+        "is_main": identity.is_main,
+    }
+    steps = job.config.settings.run.steps
+    if ui == RICH:
+        return Dashboard(f"{job.folder.path.name} · {job.recipe.name}", steps, **options)
+    return Console(steps, has_bar=ui != PLAIN, **options)
 
 
 def _raise_if_launcher_ended(has_ended: Callable[[], bool] | None, step: int) -> None:

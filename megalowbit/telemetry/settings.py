@@ -1,4 +1,4 @@
-"""Settings of `megalowbit.telemetry` and of DeepSpeed's top-level blocks `tensorboard` and `wandb`.
+"""Settings of `megalowbit.telemetry`, `megalowbit.trackio` and DeepSpeed's blocks `tensorboard` and `wandb`.
 
 The training loop reads both DeepSpeed blocks, with their names, places and defaults, and writes the events
 itself: DeepSpeed's events lack saturation and are indexed by samples. It does not pass the blocks on to
@@ -13,6 +13,13 @@ from pydantic import Field
 
 from megalowbit.values import SettingsModel, unit
 
+BAR, RICH, PLAIN = "bar", "rich", "plain"
+UIS = (BAR, RICH, PLAIN)  # what a terminal shows: `--ui`
+HELP_OF_UI = (
+    "what a terminal shows below the lines of the log: a progress bar (the default), a dashboard (rich), or "
+    "nothing (plain). Files and pipes get plain lines"
+)
+
 
 class TelemetrySettings(SettingsModel):
     """What a run records, and how often."""
@@ -24,6 +31,11 @@ class TelemetrySettings(SettingsModel):
         json_schema_extra=unit("steps"),
     )
     tensorboard: bool = Field(default=True, description="write TensorBoard event files into the run folder")
+    former_names: bool = Field(
+        default=True,
+        description="also write metrics to TensorBoard and W&B under their names in `metrics.jsonl`, as "
+        "earlier versions did. The next release will not",
+    )
     overflow: bool = Field(
         default=True,
         description="count saturated elements, underflow and rounding error of every quantised operand",
@@ -83,3 +95,22 @@ class WandbSettings(SettingsModel):
     project: str = Field(default="deepspeed", description="the W&B project")
     group: str | None = Field(default=None, description="the W&B group of the run")
     team: str | None = Field(default=None, description="the W&B team (entity)")
+
+
+class TrackioSettings(SettingsModel):
+    """Whether and where trackio records the run.
+
+    The database is in trackio's folder: the variable `TRACKIO_DIR`, or `~/.cache/huggingface/trackio`.
+    """
+
+    enabled: bool = Field(default=False, description="record the metrics with trackio")
+    project: str = Field(
+        default="megalowbit",
+        min_length=1,
+        description="the trackio project: `trackio show --project megalowbit` displays it",
+    )
+    group: str | None = Field(default=None, description="the trackio group of the run")
+    space_id: str | None = Field(
+        default=None,
+        description="a Hugging Face Space to send the metrics to, `user/name`. `null`: a local database",
+    )

@@ -23,10 +23,10 @@ BIN = Path(sys.executable).parent
 SECONDS = 240
 PORTS = range(20_000, 32_000)
 RESERVED = set()  # ports that this process has locked
-# columns about the machine, which differ between equal runs
+# columns measured with a clock or by the system, which differ between equal runs
 TIMES_OF_RANKS = {"ranks/slowest", "ranks/slowest_milliseconds", "ranks/other_milliseconds"}
 MEMORY = {"host_memory_gib", "device_memory_gib"}
-SPEEDS = {"tokens_per_second", "tflops_per_device", "mfu", "mfu_palm", *MEMORY, *TIMES_OF_RANKS}
+SPEEDS = {"tokens_per_second", "step_ms", "tflops_per_device", "mfu", "mfu_palm", *MEMORY, *TIMES_OF_RANKS}
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -12,6 +12,7 @@ def test_defaults_record_everything():
     assert TelemetrySettings().model_dump() == {
         "log_every": 10,
         "tensorboard": True,
+        "former_names": True,
         "overflow": True,
         "count_every": 10,
         "layers_every": 100,

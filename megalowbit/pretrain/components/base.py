@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from pydantic import Field
 
 from megalowbit.telemetry.facts import Facts
+from megalowbit.telemetry.media import Medium
 from megalowbit.telemetry.settings import TelemetrySettings
 from megalowbit.values import SettingsModel, unit
 
@@ -187,6 +188,10 @@ class Component:
 
     def after_step(self, step: int, facts: Facts) -> Iterable[str]:
         """Called after the metrics of `step` (counted from 1) are recorded. Returns lines to print."""
+        return ()
+
+    def media(self) -> Sequence[Medium]:
+        """Histograms and texts of the step; called after `after_step`, on the main process only."""
         return ()
 
     def stop(self, step: int) -> str | None:

@@ -13,6 +13,8 @@ from megalowbit.pretrain.components.loss_guard import LossGuard
 from megalowbit.pretrain.components.machine.memory import Memory
 from megalowbit.pretrain.components.machine.rank_comparison import RankComparison
 from megalowbit.pretrain.components.machine.throughput import Throughput
+from megalowbit.pretrain.components.media.histograms import Histograms
+from megalowbit.pretrain.components.media.samples import Samples
 from megalowbit.pretrain.components.oscillation_reset import OscillationReset
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts
 from megalowbit.pretrain.components.parameter_split import ParameterSplitting
@@ -23,7 +25,14 @@ from megalowbit.pretrain.components.static_inputs import StaticInputRecord
 from megalowbit.pretrain.components.validation import Validation
 
 # off if their section is null or left out
-OPTIONAL: tuple[type[Component], ...] = (LateSwitch, Speculation, OscillationReset, Profiler)
+OPTIONAL: tuple[type[Component], ...] = (
+    LateSwitch,
+    Speculation,
+    OscillationReset,
+    Profiler,
+    Samples,
+    Histograms,
+)
 # part of every run; without a section they use default settings
 ALWAYS_ON: tuple[type[Component], ...] = (LossGuard, Validation, StaticInputRecord)
 COMPONENTS: tuple[type[Component], ...] = (

@@ -17,7 +17,9 @@ from megalowbit.layers.carried_state import split_counts
 from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import splits_line
+from megalowbit.pretrain.records.page import write_page
 from megalowbit.pretrain.run_folder.folder import METRICS
+from megalowbit.report.written import REPORT
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.moving_rate import MovingRate
 from megalowbit.telemetry.sinks.console import Console
@@ -69,9 +71,12 @@ class Recorder:
                 is_tensorboard=telemetry.tensorboard,
                 tensorboard=job.config.monitors.tensorboard,
                 wandb=job.config.monitors.wandb,
+                trackio=job.config.settings.trackio,
+                with_former_names=telemetry.former_names,
                 run_name=job.folder.path.name,
                 config=job.config.to_dict(),
                 resume_step=resume_step,
+                resume_tokens=job.totals.tokens,
             )
             for component in job.components:
                 component.open_records(job.folder.path, resume_step)
@@ -151,9 +156,11 @@ class Recorder:
             )
 
     def follow(self, component: Component, facts: Facts) -> None:
-        """Call a component's `after_step` and print the lines that it returns."""
+        """Call a component's `after_step`, record its media and print the lines that it returns."""
         with self._recording():
             lines = tuple(component.after_step(self._job.step, facts))
+            if self._is_main and (media := component.media()):
+                self._sinks.write_media(self._job.step, media)
         for line in lines:
             self.log(line)
 
@@ -188,12 +195,13 @@ class Recorder:
             entries={"splits": splits, **entries} if splits else entries,
             rows=[part.row for part in parts if part.row is not None],
         )
-        agree(lambda: self._close(summary))
+        page_line = agree(lambda: self._close(summary))
         if self._is_main:
             self._console.print(summary.render())
             for line in (*(part.line for part in parts), splits_line(splits)):
                 if line is not None:
                     self._console.print(line)
+            self._console.print(page_line)
             if splits.get("misfit"):
                 logger.warning(MISFIT_WARNING, f"{splits['misfit']:,}")
 
@@ -204,12 +212,19 @@ class Recorder:
         with self._recording():
             self._sinks.write_layers(self._job.step, layers)
 
-    def _close(self, summary: RunSummary) -> None:
-        """Write the summary on the main process, and close the files."""
+    def _close(self, summary: RunSummary) -> str:
+        """On the main process: write summary and report, pass files about the whole run on, close the files.
+
+        Returns:
+            A line about the report.
+        """
         with self._recording():
+            summary.write(self._job.folder.summary)
+            page_line = write_page(self._job)
+            page = self._job.folder.path / REPORT  # W&B and trackio keep it
+            self._sinks.write_files([page] if page.is_file() else [])
             self._sinks.close(summary=summary.facts())
-            if self._is_main:
-                summary.write(self._job.folder.summary)
+        return page_line
 
     def _close_components(self) -> None:
         for component in self._job.components:

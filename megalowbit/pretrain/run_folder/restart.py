@@ -38,6 +38,7 @@ RUN_FILES = (
     "tokenizer",
     "tensorboard",
     "wandb",
+    "trackio",
     "hf",
     "hf-step-*",
     "checkpoints",

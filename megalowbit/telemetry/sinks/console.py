@@ -13,7 +13,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -26,11 +27,12 @@ from rich.text import Text
 from megalowbit.telemetry import columns
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.moving_rate import MovingRate
-from megalowbit.telemetry.overflow.counters import LayerOverflow
+from megalowbit.telemetry.sinks.base import Sink
 
 HEADING_EVERY = 40  # lines; a heading is never far above on a screen
 REDRAW_SECONDS = 0.1
 LOG_WIDTH = 120
+SHOW_CURSOR = b"\x1b[?25h"  # it is hidden while a bar is drawn
 
 
 class _Output(RichConsole):
@@ -42,7 +44,7 @@ class _Output(RichConsole):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class Console:
+class Console(Sink):
     """Shows progress; silent on other processes than the main one.
 
     Args:
@@ -53,6 +55,7 @@ class Console:
         is_main: whether this process shows anything.
         file: where to write; standard output if `None`.
         clock: seconds, monotonic.
+        has_bar: whether a terminal gets a bar below the lines.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Console:
         is_main: bool = True,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        has_bar: bool = True,
     ) -> None:
         self._total, self._log_every, self._start_step = total_steps, log_every, start_step
         self._step, self._skipped = start_step, skipped_steps
@@ -75,7 +79,7 @@ class Console:
         self._steps_per_second = MovingRate(clock=clock)
         self._lines = 0
         file = file or sys.stdout
-        is_live = is_main and file.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
+        is_live = is_main and has_bar and is_terminal(file)
         self._rich = _Output(
             file=file,
             force_terminal=is_live,
@@ -91,6 +95,12 @@ class Console:
         if self._live:
             self._live.start()
             self._live.update(self._foot(), refresh=True)
+
+    def release(self) -> None:
+        """Make a terminal usable from another thread, before the process ends; waits for no lock."""
+        if self._live:
+            with suppress(OSError, ValueError):  # the terminal is gone
+                os.write(self._rich.file.fileno(), SHOW_CURSOR)
 
     @property
     def is_live(self) -> bool:
@@ -120,9 +130,6 @@ class Console:
         if self._live and (is_due or self._clock() - self._drawn >= REDRAW_SECONDS):
             self._drawn = self._clock()
             self._live.update(self._foot(), refresh=True)
-
-    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
-        """Does nothing; the table by layer is not shown on the console."""
 
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
         """Remove the bar and print the last step."""
@@ -176,3 +183,8 @@ class Console:
             style = "bold yellow" if is_alarming else "bold cyan" if column.fact == "loss" else ""
             figures.append(column.text(self._facts.get(column.fact)), style=style)
         return Group(bar, figures)
+
+
+def is_terminal(file: TextIO) -> bool:
+    """Whether `file` is a terminal that knows control sequences."""
+    return file.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")

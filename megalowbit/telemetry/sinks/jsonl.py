@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megalowbit.durable_files import atomic_file, open_regular
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.telemetry.facts import Facts
+from megalowbit.telemetry.sinks.base import Sink
 
 if TYPE_CHECKING:  # it imports torch, and configurations are read without
     from megalowbit.telemetry.overflow.counters import LayerOverflow
@@ -72,7 +73,7 @@ class JsonlFile:
                     self.last_step = max(self.last_step, step)
 
 
-class JsonlSink:
+class JsonlSink(Sink):
     """`metrics.jsonl`: one object per step, steps ascending, without duplicates; see `JsonlFile`."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -89,22 +90,16 @@ class JsonlSink:
             raise ValueError(f"step {step} comes after step {self._file.last_step}: steps ascend")
         self._file.append({"step": step, **facts})
 
-    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
-        """Does nothing; the table by layer has a separate file."""
-
     def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:  # noqa: ARG002
         """Close the file; the summary has a separate file."""
         self._file.close()
 
 
-class LayerTableSink:
+class LayerTableSink(Sink):
     """`overflow_layers.jsonl`: for some steps, one object per layer and role. Arguments as of `JsonlFile`."""
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         self._file = JsonlFile(path, resume_step=resume_step)
-
-    def write(self, step: int, facts: Facts) -> None:
-        """Does nothing; the facts of a step have a separate file."""
 
     def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
         """Write the table after `step`: counts over the run so far, and their rates."""

@@ -1,8 +1,7 @@
-"""Facts to Weights & Biases, which must never stop a training run.
+"""Facts to Weights & Biases.
 
-If anything fails after its import (no network, no login, a full disk, a killed service), one warning is
-logged and the sink is off. Without `WANDB_MODE`, an API key or a netrc entry, the run is stored offline in
-`<run_dir>/wandb/`, for `wandb sync`. W&B never prompts for a login in the middle of a job.
+Without `WANDB_MODE`, an API key or a netrc entry, the run is stored offline in `<run_dir>/wandb/`, for `wandb
+sync`. W&B never prompts for a login in the middle of a job.
 
 The run's id is in `<run_dir>/wandb/run_id`, so a resumed run continues the same curves. W&B ignores steps
 that it has already received, which are the steps a resumed run repeats.
@@ -12,24 +11,21 @@ from __future__ import annotations
 
 import netrc
 import os
-import secrets
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError
-from megalowbit.json_text import read_text
 from megalowbit.telemetry.facts import Facts
-from megalowbit.telemetry.overflow.counters import LayerOverflow
+from megalowbit.telemetry.media import Histogram
 from megalowbit.telemetry.settings import WandbSettings
+from megalowbit.telemetry.sinks.hosted import COLUMNS, HostedSink, kept_id
 
 INIT_SECONDS = 60  # longest wait for the server before training goes on without
 
 
-class WandbSink:
+class WandbSink(HostedSink):
     """Logs to one W&B run.
 
     Args:
@@ -37,10 +33,13 @@ class WandbSink:
         settings: project, group and team.
         run_name: name of the run in W&B.
         config: resolved configuration, shown in W&B.
+        with_former_names: also log metrics by their names in `metrics.jsonl`.
 
     Raises:
         UserError: the package `wandb` is not installed.
     """
+
+    tracker = "W&B"
 
     def __init__(
         self,
@@ -49,7 +48,9 @@ class WandbSink:
         *,
         run_name: str | None = None,
         config: Mapping[str, Any] | None = None,
+        with_former_names: bool = False,
     ) -> None:
+        super().__init__(with_former_names=with_former_names)
         try:
             import wandb
         except ImportError as error:
@@ -57,7 +58,7 @@ class WandbSink:
                 "the wandb block is enabled but wandb is not installed: pip install 'megalowbit[wandb]', "
                 "or set wandb.enabled=false"
             ) from error
-        self._run: Any = None
+        self._wandb = wandb
 
         def start() -> None:
             self._run = wandb.init(
@@ -66,7 +67,7 @@ class WandbSink:
                 group=settings.group,
                 entity=settings.team,
                 name=run_name,
-                id=_run_id(run_dir / "wandb" / "run_id"),
+                id=kept_id(run_dir / "wandb" / "run_id"),
                 resume="allow",
                 mode=_mode(),
                 config=dict(config or {}),
@@ -75,57 +76,23 @@ class WandbSink:
 
         self._attempt(start)
 
-    @property
-    def is_on(self) -> bool:
-        """Whether facts still reach W&B."""
-        return self._run is not None
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log(values, step=step)
 
-    def write(self, step: int, facts: Facts) -> None:
-        """Log every known fact under `step`."""
-        if self.is_on:
-            known = {name: value for name, value in facts.items() if value is not None}
-            self._attempt(lambda: self._run.log(known, step=step))
+    def _histogram(self, histogram: Histogram) -> Any:
+        return self._wandb.Histogram(np_histogram=(list(histogram.counts), list(histogram.edges)))
 
-    def write_layers(self, step: int, layers: Sequence[LayerOverflow]) -> None:
-        """Log the curves of every layer and role under `step`."""
-        self.write(step, {name: value for row in layers for name, value in row.facts().items()})
+    def _table(self, rows: list[list[Any]]) -> Any:
+        return self._wandb.Table(columns=list(COLUMNS), data=rows)
 
-    def close(self, exit_code: int = 0, summary: Facts | None = None) -> None:
-        """Store the summary and finish the run; a non-zero `exit_code` marks it as failed."""
-        if not self.is_on:
-            return
+    def _keep(self, path: Path) -> None:
+        artifact = self._wandb.Artifact(f"{path.stem}-{self._run.id}", type=path.stem)
+        artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
 
-        def finish() -> None:
-            self._run.summary.update(
-                {name: value for name, value in (summary or {}).items() if value is not None}
-            )
-            self._run.finish(exit_code=exit_code)
-
-        self._attempt(finish)
-        self._run = None
-
-    def _attempt(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:  # anything at all: curves elsewhere are not worth a training run
-            self._run = None
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            warnings.warn(
-                f"W&B failed and is off for the rest of this run ({reason}); metrics.jsonl has everything",
-                RuntimeWarning,
-                stacklevel=3,
-            )
-
-
-def _run_id(path: Path) -> str:
-    """The id in `path`, written there first for a new run."""
-    if path.exists() and (run_id := read_text(path).strip()):
-        return run_id
-    run_id = secrets.token_hex(4)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        file.write(run_id + "\n")
-    return run_id
+    def _finish(self, exit_code: int, summary: Facts) -> None:
+        self._run.summary.update(summary)
+        self._run.finish(exit_code=exit_code)
 
 
 def _mode() -> Any:

@@ -10,6 +10,7 @@ from megalowbit.values import SettingsModel
 SWITCH = "megalowbit.late_switch.at=4"
 SPECULATION = ("megalowbit.recipe=speculative-int8", "megalowbit.speculation={}")
 PROFILE = "megalowbit.profile={}"
+MEDIA = ('megalowbit.samples={"prompts": ["def"]}', "megalowbit.histograms={}")
 SWITCHED = ["OverflowCounts", "LateSwitch"]
 MEASURED = ["Throughput", "Memory"]
 RECORDED = ["LossGuard", "StaticInputRecord"]
@@ -44,6 +45,7 @@ def test_keys_and_files_of_components_are_their_own():
             (SWITCH, SPLIT),
             [*SWITCHED, *RECORDED, "ParameterSplitting", *MEASURED],
         ),
+        (MEDIA, ["OverflowCounts", "Samples", "Histograms", *RECORDED, *MEASURED]),
         (("megalowbit.recipe=bf16",), ["LossGuard", *MEASURED]),
     ],
 )

@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from megalowbit.errors import UserError
+from megalowbit.telemetry.media import Histogram, TextSample
 from megalowbit.telemetry.overflow.counters import LayerOverflow, OperandCounts
 from megalowbit.telemetry.settings import WandbSettings
 from megalowbit.telemetry.sinks.wandb import WandbSink
@@ -44,6 +45,7 @@ class OfflineRun:
         from wandb.proto import wandb_internal_pb2
 
         self.history, self.summary, self.config, self.run, self.exit_code = [], {}, {}, None, None
+        self.artifacts = []
         for payload in payloads(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(payload)
@@ -55,6 +57,8 @@ class OfflineRun:
             elif kind == "run":
                 self.run = record.run
                 self.config |= as_dict(record.run.config.update)
+            elif kind == "artifact":
+                self.artifacts.append(record.artifact)
             elif kind == "exit":
                 self.exit_code = record.exit.exit_code
 
@@ -76,6 +80,7 @@ def offline_runs(run_dir):
 @pytest.fixture
 def no_account(monkeypatch, tmp_path):
     """A machine on which nobody has logged in to W&B or chosen a mode."""
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "staged"))  # of artifacts; else in the home
     for name in ("WANDB_MODE", "WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
@@ -90,7 +95,7 @@ def test_without_an_account_a_whole_run_is_kept_offline(tmp_path, capfd):
         sink.write(step, {"loss": 6 / step, rate: None if step == 2 else 0.5, "grad_norm": math.inf})
     sink.close(exit_code=0, summary={"final_loss": 2.0, "best_loss": None})
     (run,) = offline_runs(tmp_path)
-    assert [(row["_step"], row["loss"]) for row in run.history] == [(1, 6), (2, 3), (3, 2)]
+    assert [(row["_step"], row["train/loss"]) for row in run.history] == [(1, 6), (2, 3), (3, 2)]
     assert [row.get(rate) for row in run.history] == [0.5, None, 0.5]
     assert run.summary["final_loss"] == 2.0
     assert run.config["megalowbit"] == {"recipe": "nvfp4"}
@@ -110,8 +115,30 @@ def test_curves_by_layer_stand_beside_the_facts_of_their_step(tmp_path):
     sink.close()
     (run,) = offline_runs(tmp_path)
     tag = "overflow/input/h.0.mlp/saturation_rate"
-    assert [(row["loss"], row.get(tag)) for row in run.history] == [(1, None), (2, 0.25)]
+    assert [(row["train/loss"], row.get(tag)) for row in run.history] == [(1, None), (2, 0.25)]
     assert "overflow/input/h.0.mlp/snr_db" not in run.history[1]  # nothing to rate
+
+
+@pytest.mark.usefixtures("no_account")
+def test_media_former_names_and_the_report_are_kept(tmp_path):
+    (tmp_path / "report.html").write_text("<p>the report</p>")
+    sink = WandbSink(tmp_path, SETTINGS, with_former_names=True)
+    sink.write(1, {"loss": 2.0})
+    counts = Histogram(name="max/h.0", edges=(0.0, 1.0, 2.0), counts=(3, 4))
+    sink.write_media(1, [counts, TextSample(number=1, prompt="Once", text=" upon")])
+    sink.write_files([tmp_path / "report.html"])
+    assert sink.is_on
+    sink.close()
+    (run,) = offline_runs(tmp_path)
+    (row,) = run.history
+    assert row["train/loss"] == row["loss"] == 2.0
+    assert [row[f"histograms/max/h.0/{name}"] for name in ("values", "bins")] == [[3, 4], [0, 1, 2]]
+    tables = [
+        json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-run-*/files/media/table/*.json")
+    ]
+    assert tables == [{"columns": ["number", "prompt", "text"], "data": [[1, "Once", " upon"]]}]
+    kept = {each.type: [entry.path for entry in each.manifest.contents] for each in run.artifacts}
+    assert kept["report"] == ["report.html"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,1 @@
+"""Components that record what are no single numbers: texts and histograms."""
