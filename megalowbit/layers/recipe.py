@@ -112,6 +112,25 @@ class Recipe:
     keep_last: int | float = 0
     keep_if_present: tuple[str, ...] = ()
 
+    def __new__(cls, *args: Any, **values: Any) -> Recipe:
+        """Check the arguments' names, of which a dataclass only says that one is wrong."""
+        if args:
+            raise UserError(
+                f"Recipe takes its fields by name, not {shown(args[0])}: for a named recipe or a block, "
+                f"write mlb.recipe({shown(args[0])})"
+            )
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise unknown_name("recipe key", key, known)
+        missing = [name for name in ("name", *OPERAND_FIELDS) if name not in values]
+        if values and missing:  # a copy is made without arguments
+            raise UserError(
+                f"Recipe lacks {', '.join(missing)}: add them, or start from a named recipe, as with "
+                'mlb.recipe({"base": "nvfp4", …})'
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"recipe name must be a non-empty string, not {self.name!r}")

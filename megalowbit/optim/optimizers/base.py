@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import process_group
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.gradients.norm import (
     GradientFacts,
@@ -81,6 +81,11 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, grad_scaler: GradScaler | None, **options: Any
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"{type(self).__name__} takes a torch optimizer first, not {shown(optimizer)}: build one "
+                "over the model's parameters, or call mlb.get_megatron_optimizer(model, config)"
+            )
         StepOptions.__init__(self, **options)
         self.optimizer = optimizer
         self.grad_scaler = grad_scaler
@@ -320,6 +325,15 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             for model, master in self._pairs:
                 if master is not model:
                     master.copy_(model)
+
+    @torch.no_grad()
+    def matches_model(self) -> bool:
+        """Whether the model's weights are the rounded masters; not after other code has written to the model.
+
+        Reads the device.
+        """
+        halves = [(model, master) for model, master in self._pairs if master is not model]
+        return all(torch.equal(model, master.to(model.dtype)) for model, master in halves)
 
     def master_of(self, model_parameter: torch.Tensor) -> torch.Tensor:
         """The fp32 tensor that a step updates: the parameter's master, or the parameter itself.
