@@ -131,9 +131,16 @@ def test_our_optimizer_is_rejected_if_its_loss_scale_is_not_applied(tmp_path):
         with_ours(tmp_path, dtype=torch.float16, **settings).train()
 
 
-def test_our_optimizer_with_main_grad_is_rejected(tmp_path):
-    with pytest.raises(UserError, match="takes gradients from main_grad"):
-        with_ours(tmp_path, dtype=torch.bfloat16, bf16=True).train()
+def test_an_optimizer_that_trainer_replaces_is_rejected(tmp_path):
+    """As DeepSpeed's integration does it: it sets `trainer.optimizer` to None."""
+    model = llama()
+    given = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer = make(tmp_path, model, optimizers=(given, None), save_strategy="no")
+    trainer.optimizer = None
+    with pytest.raises(
+        UserError, match=r"Trainer was given AdamW in optimizers=, and steps with AdamW: with"
+    ):
+        trainer.train()
 
 
 def test_our_optimizer_with_plain_gradients_trains_fp32_masters(tmp_path):

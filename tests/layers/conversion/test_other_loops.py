@@ -4,10 +4,12 @@ import json
 import os
 from types import SimpleNamespace
 
+import accelerate.state  # noqa: F401  # a test replaces its functions
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers.pytorch_utils import Conv1D
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
@@ -89,11 +91,79 @@ def test_a_megalowbit_optimizer_that_expects_a_loss_scale_is_rejected():
     assert "Float16OptimizerWithFloat16Params divides gradients by a loss scale of 1024" in line
 
 
-def test_only_megalowbit_optimizers_that_move_gradients_are_rejected():
+def test_main_grad_is_rejected_where_several_processes_average_gradients(monkeypatch):
     model = net().bfloat16()
-    assert "main_grad" in refusal(model, optimizer=ours(model, bf16=True))
+    optimizer = ours(model, bf16=True)
+    check_training(model, optimizer=optimizer)  # alone, .grad is the sum in main_grad
+    monkeypatch.setattr("megalowbit.layers.conversion.loop_optimizer._is_one_of_many", lambda: True)
+    assert "takes gradients from main_grad" in refusal(model, optimizer=optimizer)
+    chain = SimpleNamespace(optimizer=SimpleNamespace(chained_optimizers=[optimizer]))
+    assert "takes gradients from main_grad" in refusal(model, optimizer=chain)
     model = net().bfloat16()
     check_training(model, optimizer=ours(model, bf16=True, params_have_main_grad=False))
+
+
+def conv1d_net():
+    return nn.Sequential(Conv1D(16, 16), Conv1D(16, 16))
+
+
+def test_an_optimizer_over_weights_that_convert_has_replaced_is_rejected():
+    model = conv1d_net()
+    early, plain = ours(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    mlb.convert(model, "nvfp4")
+    for optimizer in (early, plain):
+        line = refusal(model, optimizer=optimizer)
+        assert "holds 2 weights that the model no longer has, and not 0.weight: build the optimizer" in line
+    check_training(model, optimizer=ours(model))
+    check_training(model, optimizer=torch.optim.SGD([model[0].weight], lr=0.1))  # a part of the model
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            torch.float32,
+            {"dtype": torch.bfloat16},
+            "weights were cast to bfloat16 after the optimizer was built",
+        ),
+        (torch.bfloat16, {"dtype": torch.float32}, "weights with fp32 masters were cast to float32"),
+        (torch.bfloat16, {"device": "meta"}, "weights are on meta and their fp32 masters on cpu"),
+    ],
+)
+def test_a_model_that_was_cast_or_moved_after_its_optimizer_was_built_is_rejected(before, after, message):
+    model = net().to(before)
+    optimizer = ours(model, bf16=before == torch.bfloat16, params_have_main_grad=False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(**after)
+    assert message in refusal(model, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("mixed_precision", "dtype", "message"),
+    [
+        ("bf16", torch.float16, "the weights are float16, and mixed precision bf16 would compute in another"),
+        (
+            "fp16",
+            torch.bfloat16,
+            "the weights are bfloat16, and mixed precision fp16 would compute in another",
+        ),
+        ("fp16", torch.float16, "torch's GradScaler cannot unscale"),
+        ("bf16", torch.bfloat16, None),
+        ("bf16", torch.float32, None),
+        ("no", torch.float16, None),
+    ],
+)
+def test_autocast_of_accelerate_must_not_override_half_precision(
+    monkeypatch, mixed_precision, dtype, message
+):
+    state = SimpleNamespace(mixed_precision=mixed_precision)
+    monkeypatch.setattr("accelerate.state.is_initialized", lambda: True)
+    monkeypatch.setattr("accelerate.state.AcceleratorState", lambda: state)
+    model = net().to(dtype)
+    if message is None:
+        check_training(model)
+    else:
+        assert message in refusal(model)
 
 
 def test_the_random_stream_of_another_rank_is_rejected(monkeypatch):
