@@ -52,7 +52,8 @@ def test_what_is_no_model_is_rejected_in_one_line(function, value):
 
 def test_the_remedy_fits_the_value():
     assert message(lambda: mlb.convert("gpt2")) == (
-        "convert takes a model, not 'gpt2': load it first, as with AutoModelForCausalLM.from_pretrained('gpt2')"
+        "convert takes a model, not 'gpt2': load it first, "
+        "as with AutoModelForCausalLM.from_pretrained('gpt2')"
     )
     assert message(lambda: mlb.restore(3)) == "restore takes a model, not 3: pass a torch.nn.Module"
     assert message(lambda: mlb.convert(nn.Linear)).endswith(": make one first, as with Linear(…)")
