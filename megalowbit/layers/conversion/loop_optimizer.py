@@ -41,6 +41,7 @@ def optimizer_problems(model: nn.Module, optimizers: list[object], engine: Any |
         if engine is None:
             own = [each for part in parts for each in _weights_of(part)]
             found = [
+                *_lightning_problems(model, parts),
                 *_foreign_weights(model, optimizer, own),
                 *(p for part in parts for p in _moved_weights(part)),
             ]
@@ -50,6 +51,20 @@ def optimizer_problems(model: nn.Module, optimizers: list[object], engine: Any |
             if hasattr(part, "params_have_main_grad") and (problem := _gradient_problem(part, engine)):
                 return [problem]
     return []
+
+
+def _lightning_problems(model: Any, parts: list[Any]) -> list[str]:
+    """Lightning clips `.grad` of what is in the optimizer's groups: the fp32 masters, which have none."""
+    try:
+        limit = model.trainer.gradient_clip_val
+    except (AttributeError, RuntimeError):  # not a LightningModule, or one that no Trainer fits
+        return []
+    if not limit or not any(map(any, (getattr(part, "fp32_from_float16_groups", ()) for part in parts))):
+        return []
+    return [
+        f"gradient_clip_val = {limit} of Lightning would clip nothing, because the optimizer's groups hold "
+        "fp32 masters: leave it out, and set clip_grad in OptimizerConfig"
+    ]
 
 
 def _weights_of(optimizer: Any) -> list[Tensor]:

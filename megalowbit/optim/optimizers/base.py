@@ -50,6 +50,13 @@ def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
     )
 
 
+def call_closure(closure: Callable[[], object] | None) -> None:
+    """Compute gradients as torch's optimizers that read them once do; a step itself needs none."""
+    if closure is not None:
+        with torch.enable_grad():
+            closure()
+
+
 def no_later_parameters() -> UserError:
     """The error for adding parameters: masters and gradient buffer are made with the optimizer."""
     return UserError(
@@ -195,11 +202,16 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         launched. If the inner optimizer cannot skip on the device (torch's fused ones can), the read comes
         before the update.
 
+        Args:
+            closure: computes gradients and is called first, once; Lightning passes one. Its result is not
+                used.
+
         Returns:
             A tuple `(True, norm, num_zeros)`, or `(False, None, None)` for a skipped step, which leaves
             masters, moments and step counts unchanged. `StepReport` has further attributes.
         """
-        return take_step(self, closure)
+        call_closure(closure)
+        return take_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
         """Clear the gradients of model and masters; `.grad`s always become None, `main_grad`s zero.

@@ -141,6 +141,18 @@ def test_a_model_that_was_moved_after_its_optimizer_was_built_is_rejected():
     assert "weights are on cpu and their fp32 masters on meta" in refusal(model, optimizer=optimizer)
 
 
+def test_lightnings_clipping_is_rejected_where_it_would_clip_nothing():
+    model = net().bfloat16()
+    model.trainer = SimpleNamespace(gradient_clip_val=0.5)
+    optimizer = ours(model, bf16=True)
+    assert "gradient_clip_val = 0.5 of Lightning would clip nothing" in refusal(model, optimizer=optimizer)
+    model.trainer.gradient_clip_val = None
+    check_training(model, optimizer=optimizer)
+    model = net()
+    model.trainer = SimpleNamespace(gradient_clip_val=0.5)
+    check_training(model, optimizer=ours(model))  # fp32: the groups hold the weights themselves
+
+
 @pytest.mark.parametrize(
     ("mixed_precision", "dtype", "message"),
     [
