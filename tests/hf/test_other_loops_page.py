@@ -113,7 +113,13 @@ def test_a_program_of_the_page_trains_in_low_precision(tmp_path, name):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("trainer_deepspeed", 0), ("trainer_deepspeed", 3), ("deepspeed", 0), ("deepspeed", 1)],
+    [
+        ("trainer_deepspeed", 0),
+        ("trainer_deepspeed", 1),
+        ("trainer_deepspeed", 3),
+        ("deepspeed", 0),
+        ("deepspeed", 1),
+    ],
 )
 def test_other_zero_stages_train_equally(tmp_path, name, stage):
     facts, _ = run_program(tmp_path, program(name, stage), 2)
