@@ -158,6 +158,43 @@ def test_a_trainer_whose_block_names_another_recipe_ends_with_a_line_on_each_ran
         assert "UserError: megalowbit.recipe is 'nvfp4', and layer model.layers.0.self_attn.q_proj has" in log
 
 
+STATE = """
+accelerator.register_for_checkpointing(mlb.random_stream(converted))
+accelerator.save_state("out")
+def weights():
+    with deepspeed.zero.GatheredParameters(list(converted.parameters())):
+        return [each.detach().clone() for each in converted.parameters()]
+def epoch():
+    for batch in loader:
+        accelerator.backward(model(**batch).loss)
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) is not None
+        optimizer.step()
+        optimizer.zero_grad()
+epoch()
+expected = weights()
+accelerator.load_state("out")
+epoch()
+assert all(map(torch.equal, weights(), expected))
+assert accelerator.unwrap_model(model) is converted
+whole = accelerator.get_state_dict(model)
+if accelerator.is_main_process:
+    converted.save_pretrained("model", state_dict=whole)
+    read = LlamaForCausalLM.from_pretrained("model", dtype="auto").parameters()
+    assert all(torch.equal(each, value.to(each.dtype)) for each, value in zip(read, expected, strict=True))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_with_deepspeed_saves_loads_and_unwraps(tmp_path, stage):
+    text = program("accelerate_deepspeed").replace(
+        '{"stage": 2}', f'{{"stage": {stage}, "stage3_gather_16bit_weights_on_model_save": True}}'
+    )
+    facts, _ = run_program(tmp_path, text + STATE, 2)
+    assert [fact["stage"] for fact in facts] == [stage, stage]
+    assert facts[0]["weights"] == facts[1]["weights"]
+
+
 GPT2 = """
 from transformers import GPT2Config, GPT2LMHeadModel
 sizes = dict(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=16)

@@ -144,6 +144,28 @@ def test_a_skipped_step_is_reported(tmp_path, caplog):
     assert differing(before, weights(trainer)) == []
 
 
+@pytest.mark.slow
+def test_a_compiled_model_ends_with_the_same_weights_to_the_rounding_of_gradients(whole, tmp_path):
+    trainer = make_ours(tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    trainer.train()
+    assert mlb.random_stream(trainer.model).step == STEPS * ACCUMULATED
+    for name, value in weights(trainer).items():
+        torch.testing.assert_close(value, whole[1][name], rtol=0, atol=4e-3)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "expected"), [(None, False), (object(), True)], ids=["without", "accelerate_launch"]
+)
+def test_with_deepspeed_the_optimizer_is_left_to_it_in_a_line(tmp_path, caplog, plugin, expected):
+    args = arguments(tmp_path)
+    args.deepspeed_plugin = plugin
+    with caplog.at_level(logging.WARNING):
+        optimizer, schedule = mlb.trainer_optimizers(llama(dtype=torch.bfloat16), args)
+    assert schedule is None
+    assert (optimizer is None) == expected
+    assert ("Trainer with DeepSpeed takes no optimizer" in caplog.text) == expected
+
+
 def arguments(folder, **settings):
     return TrainingArguments(str(folder), use_cpu=True, report_to=[], **settings)
 
@@ -180,6 +202,6 @@ def test_a_model_that_is_not_converted_is_rejected(tmp_path):
 
 def test_a_fp16_flag_on_a_bf16_model_is_rejected(tmp_path):
     args = arguments(tmp_path)
-    args.fp16 = True  # TrainingArguments refuse it on a CPU
+    args.fp16 = True  # set here, so that the test does not depend on what the device allows
     with pytest.raises(UserError, match="would compute a bfloat16 model in float16"):
         mlb.trainer_optimizers(llama(dtype=torch.bfloat16), args)
