@@ -35,7 +35,7 @@ def main() -> None:
     rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH).long()
 
     engine, _, loader, _ = mlb.initialize(  # total_steps is ours: this configuration's schedule needs it
-        args=options, model=model, training_data=rows, total_steps=options.steps
+        args=options, model=model, training_data=list(rows), total_steps=options.steps
     )
     for step, batch in zip(range(options.steps * engine.gradient_accumulation_steps()), loader, strict=False):
         tokens = batch.to(engine.device)
