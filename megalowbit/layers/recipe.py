@@ -113,22 +113,16 @@ class Recipe:
     keep_if_present: tuple[str, ...] = ()
 
     def __new__(cls, *args: Any, **values: Any) -> Recipe:
-        """Check the arguments' names, of which a dataclass only says that one is wrong."""
+        """Check the arguments' names; a dataclass only raises TypeErrors. A copy passes no arguments."""
         if args:
-            raise UserError(
-                f"Recipe takes its fields by name, not {shown(args[0])}: for a named recipe or a block, "
-                f"write mlb.recipe({shown(args[0])})"
-            )
+            value = shown(args[0])
+            raise UserError(f"Recipe takes fields by name, not {value}: did you mean mlb.recipe({value})?")
         known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise unknown_name("recipe key", key, known)
+        for key in set(values).difference(known):
+            raise unknown_name("recipe key", key, known)
         missing = [name for name in ("name", *OPERAND_FIELDS) if name not in values]
-        if values and missing:  # a copy is made without arguments
-            raise UserError(
-                f"Recipe lacks {', '.join(missing)}: add them, or start from a named recipe, as with "
-                'mlb.recipe({"base": "nvfp4", …})'
-            )
+        if values and missing:
+            raise UserError(f"Recipe lacks {', '.join(missing)}: add them, or use mlb.recipe with a base")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
