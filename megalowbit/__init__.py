@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from megalowbit.optim.optimizers.chained import ChainedOptimizer
     from megalowbit.optim.optimizers.megatron import OptimizerConfig, get_megatron_optimizer
     from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
+    from megalowbit.optim.optimizers.trainer import trainer_optimizers
     from megalowbit.optim.precision.autocast import attach_autocast, autocast
     from megalowbit.optim.precision.fp32_modules import keep_fp32
     from megalowbit.optim.precision.op_classes import OpClasses
@@ -109,6 +110,7 @@ _MODULES = {
     "set_observer": "layers.conversion.convert",
     "split_weights": "engine.parameters.split",
     "switch_precision": "layers.conversion.precision_switch",
+    "trainer_optimizers": "optim.optimizers.trainer",
     "use_static_inputs": "layers.conversion.static_inputs",
 }
 
@@ -163,6 +165,7 @@ __all__ = [
     "set_observer",
     "split_weights",
     "switch_precision",
+    "trainer_optimizers",
     "use_static_inputs",
 ]
 

@@ -145,6 +145,28 @@ def whole_number(name: str, value: object, *, least: int, most: int = LARGEST, o
     return number
 
 
+def require_module(model: object, function: str) -> None:
+    """Check that an argument is a model.
+
+    Args:
+        model: the argument.
+        function: the function that was called, for the message.
+
+    Raises:
+        UserError: it is something else, such as a name, a class or None.
+    """
+    import torch  # settings import this file without torch
+
+    if isinstance(model, torch.nn.Module):
+        return
+    remedy = "pass a torch.nn.Module"
+    if isinstance(model, str):
+        remedy = f"load it first, as with AutoModelForCausalLM.from_pretrained({shown(model)})"
+    elif isinstance(model, type):
+        remedy = f"make one first, as with {model.__name__}(…)"
+    raise UserError(f"{function} takes a model, not {shown(model)}: {remedy}")
+
+
 def is_count(value: object, *, least: int = 1) -> bool:
     """Whether `value` is an integer ≥ `least` that fits into 64 bits, and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST

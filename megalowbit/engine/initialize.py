@@ -45,6 +45,7 @@ from megalowbit.engine.process_start import import_deepspeed, start_process_grou
 from megalowbit.engine.run_checks.deepspeed_arguments import (
     Config,
     check_scalars,
+    check_training_data,
     find_config,
     hidden_size_of,
     require_model,
@@ -139,6 +140,7 @@ def initialize(
         mesh_param=mesh_param,
         distributed_port=distributed_port,
     )
+    check_training_data(training_data)
     set_default_port(distributed_port)
     identity = start_process_group(timeout=timeout, dist_init_required=dist_init_required)
     set_local_rank(args, identity.local_rank)

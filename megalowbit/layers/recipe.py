@@ -109,6 +109,19 @@ class Recipe:
     keep_last: int | float = 0
     keep_if_present: tuple[str, ...] = ()
 
+    def __new__(cls, *args: Any, **values: Any) -> Recipe:
+        """Check the arguments' names; a dataclass only raises TypeErrors. A copy passes no arguments."""
+        if args:
+            value = shown(args[0])
+            raise UserError(f"Recipe takes fields by name, not {value}: did you mean mlb.recipe({value})?")
+        known = [field.name for field in fields(cls)]
+        for key in set(values).difference(known):
+            raise unknown_name("recipe key", key, known)
+        missing = [name for name in ("name", *OPERAND_FIELDS) if name not in values]
+        if values and missing:
+            raise UserError(f"Recipe lacks {', '.join(missing)}: add them, or use mlb.recipe with a base")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise UserError(f"recipe name must be a non-empty string, not {self.name!r}")

@@ -20,6 +20,7 @@ from megalowbit.distributed import collectives, process_group
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments
+from megalowbit.values import require_module
 
 
 def is_expert(parameter: torch.Tensor) -> bool:
@@ -77,6 +78,7 @@ class LocalDDP(torch.nn.Module):
         instruments: Instruments | None = None,
     ) -> None:
         super().__init__()
+        require_module(module, "LocalDDP")
         self.module = module
         self.data_parallel_group = data_parallel_group
         _refuse_ranks_without_group()

@@ -7,15 +7,11 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from quick_cases import slow_except
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from tiny_trainers import ACCUMULATED, DATASET, ROWS, STEPS, differing, llama, make, weights
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
-
-ROWS = [torch.arange(start, start + 8) for start in range(32)]
-DATASET = [{"input_ids": row, "labels": row} for row in ROWS]
-STEPS, ACCUMULATED = 4, 2
 
 
 @pytest.fixture(autouse=True)
@@ -24,40 +20,6 @@ def _no_state_of_accelerate():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     PartialState._reset_state()
-
-
-def llama(recipe="nvfp4"):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=64, max_position_embeddings=16, use_cache=False, pad_token_id=0, **sizes)
-    model = LlamaForCausalLM(config)
-    if recipe is not None:
-        mlb.convert(model, recipe)
-    return model
-
-
-def make(folder, model=None, *, callbacks=None, optimizers=(None, None), **settings):
-    settings = {
-        "per_device_train_batch_size": 2, "gradient_accumulation_steps": ACCUMULATED, "max_steps": STEPS,
-        "learning_rate": 1e-3, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_steps": 2,
-        **settings,
-    }  # fmt: skip
-    return Trainer(
-        model=llama() if model is None else model,
-        args=TrainingArguments(str(folder), **settings),
-        train_dataset=DATASET,
-        eval_dataset=DATASET[:4],
-        optimizers=optimizers,
-        callbacks=[mlb.MegalowbitCallback()] if callbacks is None else callbacks,
-    )
-
-
-def weights(trainer):
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
-def differing(first, second):
-    return [name for name in first if not torch.equal(first[name], second[name])]
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +131,14 @@ def test_our_optimizer_is_rejected_if_its_loss_scale_is_not_applied(tmp_path):
         with_ours(tmp_path, dtype=torch.float16, **settings).train()
 
 
-def test_our_optimizer_with_main_grad_is_rejected(tmp_path):
-    with pytest.raises(UserError, match="takes gradients from main_grad"):
-        with_ours(tmp_path, dtype=torch.bfloat16, bf16=True).train()
+def test_an_optimizer_that_trainer_replaces_is_rejected(tmp_path):
+    """As DeepSpeed's integration does it: it sets `trainer.optimizer` to None."""
+    model = llama()
+    given = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    trainer = make(tmp_path, model, optimizers=(given, None), save_strategy="no")
+    trainer.optimizer = None
+    with pytest.raises(UserError, match=r"given AdamW in optimizers=, and steps with AdamW: with"):
+        trainer.train()
 
 
 def test_our_optimizer_with_plain_gradients_trains_fp32_masters(tmp_path):

@@ -55,7 +55,7 @@ from megalowbit.engine.checkpoints.save_and_load import (
     save_together,
     verify_together,
 )
-from megalowbit.errors import TransientError, UserError, file_system_error
+from megalowbit.errors import TransientError, UserError, file_system_error, shown
 from megalowbit.values import whole_number
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ class CheckpointStore:
     """
 
     def __init__(self, folder: str | Path, *, keep: int | None = None) -> None:
+        if not isinstance(folder, (str, Path)):
+            raise UserError(f"CheckpointStore takes the path of a folder, not {shown(folder)}: pass a string")
         self.folder = Path(folder)
         self.keep = None if keep is None else whole_number("keep", keep, least=1, other="None to keep all")
         self._verified: set[Path] = set()  # checkpoints verified by this process

@@ -26,7 +26,7 @@ from megalowbit.engine.pipeline.batch_reader import BatchReader
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, plain_state_dict
-from megalowbit.values import is_count
+from megalowbit.values import is_count, require_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +61,7 @@ def pipeline_module(
     Raises:
         UserError: the stages do not fit the model or the processes, or the model's family is unknown.
     """
+    require_module(model, "pipeline_module")
     start_process_group()
     import_deepspeed()
     from megalowbit.engine.pipeline.stage import PipelinedModel

@@ -80,6 +80,23 @@ def check_scalars(
         whole_number("distributed_port", distributed_port, least=1, most=65535)
 
 
+def check_training_data(training_data: object) -> None:
+    """Reject what DeepSpeed takes for a data set and fails on later: a tensor, an array or a DataLoader.
+
+    Raises:
+        UserError: names its type and what to pass.
+    """
+    remedy = None
+    if isinstance(training_data, torch.utils.data.DataLoader):
+        remedy = "pass its data set, loader.dataset; the engine makes the loader"
+    elif isinstance(training_data, torch.Tensor) or hasattr(training_data, "__array__"):
+        remedy = "pass a data set, such as list(rows)"
+    elif training_data is not None and not hasattr(training_data, "__getitem__"):
+        remedy = "pass a torch.utils.data.Dataset"
+    if remedy is not None:
+        raise UserError(f"training_data is a {type(training_data).__name__}: {remedy}")
+
+
 def set_default_port(port: int | None) -> None:
     """Use `port` for the main process if the environment sets none."""
     if port is not None:

@@ -36,6 +36,7 @@ from megalowbit.families.registry import FAMILIES
 from megalowbit.families.vocabulary import unpadded_size
 from megalowbit.labels import IGNORED_LABEL
 from megalowbit.layers.matmul.gemms import autocast_dtype, no_autocast
+from megalowbit.values import require_module
 
 WHOLE_LOGITS = "set it to false, or leave out mlb.chunk_cross_entropy"
 CHUNK_ELEMENTS = 2**25  # logits of a chunk: 128 MiB in fp32
@@ -61,6 +62,7 @@ def chunk_cross_entropy(model: Any) -> Any:
         UserError: it has no plain output projection, a loss of its own, or a forward that is not known to
             compute its logits by the projection alone.
     """
+    require_module(model, "chunk_cross_entropy")
     name = type(model).__name__
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if is_chunked(model) and "forward" in vars(head):

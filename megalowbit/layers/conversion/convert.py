@@ -39,6 +39,7 @@ from megalowbit.layers.siblings import SharedInput, find_siblings
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT, ParallelBitLinear
 from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalowbit.quantize.random_stream import RandomStream
+from megalowbit.values import require_module
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ def convert(
             blocks to keep cannot be found, the model is itself a linear layer, it was converted before, PEFT
             has added adapters to it, or seed or rank is not a whole number.
     """
+    require_module(model, "convert")
     chosen = recipe_of(recipe)
     stream = RandomStream(seed, rank)
     _refuse_unfit(model)
@@ -102,6 +104,7 @@ def restore(model: nn.Module) -> None:
         UserError: the model is itself a BitLinear, or was a Conv1D and transformers is not imported; PEFT has
             added adapters to it.
     """
+    require_module(model, "restore")
     _refuse_adapters(model, "restore", "merge_and_unload them first")
     if isinstance(model, BitLinear):
         raise UserError(
@@ -115,7 +118,12 @@ def restore(model: nn.Module) -> None:
 
 
 def bit_layers(model: nn.Module) -> dict[str, BitLinear]:
-    """All BitLinear layers of a model by name, in the model's order."""
+    """All BitLinear layers of a model by name, in the model's order.
+
+    Raises:
+        UserError: `model` is not a module.
+    """
+    require_module(model, "this function")
     return {name: module for name, module in model.named_modules() if isinstance(module, BitLinear)}
 
 

@@ -13,6 +13,7 @@ in a script that calls nothing of megalowbit; an engine around a module that con
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from torch import nn
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.loop_optimizer import name_of_dtype, optimizer_problems
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.quantize.random_stream import own_rank
+from megalowbit.values import require_module
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +56,12 @@ def check_training(
 
     Raises:
         UserError: lists all problems in one line: the model has no low-bit layers or lost them, the block
-            sets a key that nothing acts on, layers and block name different recipes, the optimizer expects a
-            loss scale or gradients that the loop does not provide, the random stream belongs to another rank,
-            or stock DeepSpeed's stage 3 would export weights in another layout than transformers reads.
+            sets a key that nothing acts on, layers and block name different recipes, autocast computes in
+            another half precision than the weights have, the optimizer was built for other weights or expects
+            a loss scale or gradients that the loop does not provide, the random stream belongs to another
+            rank, or stock DeepSpeed's stage 3 would export weights in another layout than transformers reads.
     """
+    require_module(model, "check_training")
     inner, engine = _unwrapped(model)
     if engine is not None and hasattr(engine, "process_grid"):
         return  # made by megalowbit.initialize, which has already checked it
@@ -138,7 +143,8 @@ def _problems(
     return [
         *_layer_problems(model, layers, names, block),
         *_block_problems(block, engine),
-        *_optimizer_problems(optimizers, engine),
+        *_autocast_problems(layers, engine),
+        *optimizer_problems(model, optimizers, engine),
         *_stream_problems(layers, engine),
         *_export_problems(layers, engine),
     ]
@@ -200,30 +206,24 @@ def _block_problems(block: Mapping[str, Any], engine: Any | None) -> list[str]:
     return problems
 
 
-def _optimizer_problems(optimizers: list[object], engine: Any | None) -> list[str]:
-    for wrapper in optimizers:
-        optimizer: Any = wrapper
-        while hasattr(optimizer, "optimizer") and not hasattr(optimizer, "params_have_main_grad"):
-            optimizer = optimizer.optimizer  # wrappers of Accelerate and DeepSpeed
-        if not hasattr(optimizer, "params_have_main_grad"):
-            continue  # not one of megalowbit's
-        kind = type(optimizer).__name__
-        if optimizer.grad_scaler is not None:
-            return [
-                f"{kind} divides gradients by a loss scale of {optimizer.loss_scale:g}, and this loop does "
-                "not multiply the loss by it: use bf16 without a scaler, megalowbit.initialize, or a loop "
-                "that calls optimizer.scale_loss(loss)"
-            ]
-        if optimizer.params_have_main_grad:
-            return [
-                f"{kind} takes gradients from main_grad, and this loop clips, averages and clears .grad: "
-                "build it with params_have_main_grad=False, or use megalowbit.initialize"
-            ]
-        if engine is not None:
-            return [
-                f"{kind} is stepped by an engine of stock DeepSpeed, which keeps its gradients elsewhere: "
-                "make the engine with megalowbit.initialize(optimizer=…)"
-            ]
+def _autocast_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> list[str]:
+    """Accelerate, and so Trainer, runs the model under autocast; an engine has its own precision."""
+    state = sys.modules.get("accelerate.state")
+    if engine is not None or state is None or not state.is_initialized():
+        return []
+    chosen = state.AcceleratorState().mixed_precision  # no, fp16, bf16 or fp8
+    found = {name_of_dtype(each.weight.dtype) for each in layers.values()}
+    if (chosen == "fp16" and "bfloat16" in found) or (chosen == "bf16" and "float16" in found):
+        other = (found & {"float16", "bfloat16"}).pop()
+        return [
+            f"the weights are {other}, and mixed precision {chosen} would compute in another format: use the "
+            "same for both, or model.float()"
+        ]
+    if chosen == "fp16" and "float16" in found:
+        return [
+            "the weights are float16, whose gradients torch's GradScaler cannot unscale: use model.float() "
+            "with fp16, or bf16 for both"
+        ]
     return []
 
 

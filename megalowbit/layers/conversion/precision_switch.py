@@ -24,6 +24,7 @@ from megalowbit.errors import UserError, unknown_name
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.recipe import OPERAND_FIELDS, OWN_GRADIENT, PRODUCTS, Recipe
 from megalowbit.quantize.names import quantizer
+from megalowbit.values import require_module
 
 Scope = Literal["forward", "all"]
 IDENTITY = "fp32"
@@ -47,6 +48,7 @@ def switch_precision(model: nn.Module, scope: Scope = "forward") -> int:
     Raises:
         UserError: the scope is unknown, the model has no BitLinear, or none that quantises in this scope.
     """
+    require_module(model, "switch_precision")
     _check_scope(scope)
     layers = [module for module in model.modules() if isinstance(module, BitLinear)]
     chosen = [layer for layer in layers if quantizes_in(layer.recipe, scope)]

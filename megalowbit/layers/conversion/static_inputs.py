@@ -290,6 +290,11 @@ def use_static_inputs(model: nn.Module, static: StaticInputs | None, *, count_be
             them are missing.
     """
     layers = bit_layers(model)
+    if static is not None and not isinstance(static, StaticInputs):
+        raise UserError(
+            f"use_static_inputs takes what record_inputs has recorded, not {shown(static)}: pass "
+            "ranges.result(), or None"
+        )
     found = {} if static is None else {name: _of_layer(layer, name, static) for name, layer in layers.items()}
     made: dict[tuple[object, ...], StaticInput] = {}
     for name, layer in layers.items():

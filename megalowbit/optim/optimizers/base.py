@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import process_group
-from megalowbit.errors import UserError
+from megalowbit.errors import UserError, shown
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.gradients.norm import (
     GradientFacts,
@@ -48,6 +48,13 @@ def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
         f"{type(optimizer).__name__} cannot be copied or pickled, because hooks tie it to a model: build "
         "another one and use state_dict and load_state_dict"
     )
+
+
+def call_closure(closure: Callable[[], object] | None) -> None:
+    """Compute gradients as torch's optimizers that read them once do; a step itself needs none."""
+    if closure is not None:
+        with torch.enable_grad():
+            closure()
 
 
 def no_later_parameters() -> UserError:
@@ -81,6 +88,11 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, *, grad_scaler: GradScaler | None, **options: Any
     ) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"{type(self).__name__} takes a torch optimizer first, not {shown(optimizer)}: build one "
+                "over the model's parameters, or call mlb.get_megatron_optimizer(model, config)"
+            )
         StepOptions.__init__(self, **options)
         self.optimizer = optimizer
         self.grad_scaler = grad_scaler
@@ -190,11 +202,16 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         launched. If the inner optimizer cannot skip on the device (torch's fused ones can), the read comes
         before the update.
 
+        Args:
+            closure: computes gradients and is called first, once; Lightning passes one. Its result is not
+                used.
+
         Returns:
             A tuple `(True, norm, num_zeros)`, or `(False, None, None)` for a skipped step, which leaves
             masters, moments and step counts unchanged. `StepReport` has further attributes.
         """
-        return take_step(self, closure)
+        call_closure(closure)
+        return take_step(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002  # torch's signature
         """Clear the gradients of model and masters; `.grad`s always become None, `main_grad`s zero.
@@ -320,6 +337,15 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             for model, master in self._pairs:
                 if master is not model:
                     master.copy_(model)
+
+    @torch.no_grad()
+    def matches_model(self) -> bool:
+        """Whether the model's weights are the rounded masters; not after other code has written to the model.
+
+        Reads the device.
+        """
+        halves = [(model, master) for model, master in self._pairs if master is not model]
+        return all(torch.equal(model, master.to(model.dtype)) for model, master in halves)
 
     def master_of(self, model_parameter: torch.Tensor) -> torch.Tensor:
         """The fp32 tensor that a step updates: the parameter's master, or the parameter itself.

@@ -22,7 +22,7 @@ from megalowbit.optim.gradients.report import Overflow, StepReport
 from megalowbit.optim.gradients.step_gradients import locate
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.base import GradScaler
-from megalowbit.optim.optimizers.base import MegatronOptimizer, no_later_parameters, not_copied
+from megalowbit.optim.optimizers.base import MegatronOptimizer, call_closure, no_later_parameters, not_copied
 from megalowbit.optim.optimizers.options import SHARED
 from megalowbit.optim.optimizers.saved_state import REMEDY
 from megalowbit.optim.step import take_step
@@ -110,7 +110,8 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> StepReport:  # type: ignore[override]
         """Apply all gradients, or none if any is infinite or NaN; see `MegatronOptimizer.step`."""
-        return take_step(self, closure)
+        call_closure(closure)
+        return take_step(self)
 
     @property
     def all_instruments(self) -> Sequence[Instruments]:

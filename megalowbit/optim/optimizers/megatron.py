@@ -32,7 +32,7 @@ from megalowbit.optim.optimizers.chained import ChainedOptimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizers.options import options_in
 from megalowbit.optim.optimizers.param_groups import ParameterCondition, weight_decay_groups
-from megalowbit.values import is_count
+from megalowbit.values import is_count, require_module
 
 UpdateRule = Literal["adam", "sgd"]
 LARGEST_LOSS_SCALE = 2.0**32
@@ -174,6 +174,7 @@ def get_megatron_optimizer(
     Raises:
         UserError: the model does not fit `config`, or has no trainable parameter.
     """
+    _check_types(model, config)
     chunks = [_unwrapped(chunk) for chunk in ([model] if isinstance(model, torch.nn.Module) else model)]
     groups = weight_decay_groups(
         chunks,
@@ -218,6 +219,16 @@ def _with_experts(
             _mixed_precision(experts or nothing, config, grad_scaler, of_experts),
         ]
     )
+
+
+def _check_types(model: object, config: object) -> None:
+    for each in model if isinstance(model, (list, tuple)) else [model]:
+        require_module(each, "get_megatron_optimizer")
+    if not isinstance(config, OptimizerConfig):
+        raise UserError(
+            f"get_megatron_optimizer takes an OptimizerConfig second, not {shown(config)}: write "
+            "mlb.OptimizerConfig(lr=…)"
+        )
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:

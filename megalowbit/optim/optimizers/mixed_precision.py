@@ -2,7 +2,7 @@
 
 `Float16OptimizerWithFloat16Params` has the name, groups and state keys of Megatron's class. `FP32Optimizer`
 behaves like Megatron's, for models that need no masters. Unlike the originals, both skip non-finite gradients
-even without a scaler, and loading a state restores the model from the masters. Not covered: closures.
+even without a scaler, and loading a state restores the model from the masters.
 `chained` combines several optimizers under one scaler.
 """
 

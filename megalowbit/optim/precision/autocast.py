@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.optim.precision.op_classes import FLOAT16, KNOWN, OpClasses
+from megalowbit.values import require_module
 
 Classes = OpClasses | Mapping[str, Iterable[str]]
 HALF = MappingProxyType({"fp16": torch.float16, "bf16": torch.bfloat16})
@@ -188,6 +189,7 @@ def attach_autocast(
     Raises:
         UserError: see `autocast`.
     """
+    require_module(model, "attach_autocast")
     return ModelAutocast(model, precision, device_kind(device_type), classes)
 
 

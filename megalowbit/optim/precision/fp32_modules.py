@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from megalowbit.errors import UserError, shown
+from megalowbit.values import require_module
 
 NORM_CLASSES = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 NORM_CLASS_NAMES = ("*LayerNorm", "*RMSNorm")  # norm classes defined by models
@@ -65,6 +66,7 @@ def keep_fp32(model: nn.Module, patterns: str | Iterable[str] = (), *, norms: bo
         UserError: a pattern matches nothing or is not a string, or there is no norm; then nothing has
             changed. Later, a forward raises it if a module was converted to half precision.
     """
+    require_module(model, "keep_fp32")
     wanted = _as_patterns(patterns)
     matched: set[str] = set()
     found: dict[str, nn.Module] = {}

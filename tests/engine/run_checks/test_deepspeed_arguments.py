@@ -101,6 +101,22 @@ def test_a_configuration_may_be_passed_in_every_way_that_deepspeed_supports(tmp_
     assert args.local_rank == 0, "scripts read their local rank there"
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.zeros(4, 32), "training_data is a Tensor: pass a data set, such as list"),
+        (
+            torch.utils.data.DataLoader(list(torch.zeros(4, 32))),
+            "training_data is a DataLoader: pass its data",
+        ),
+        (iter(()), "training_data is a tuple_iterator: pass a torch.utils.data.Dataset"),
+    ],
+)
+def test_training_data_that_deepspeed_would_fail_on_later_is_rejected(data, message):
+    with pytest.raises(UserError, match=message):
+        mlb.initialize(model=model(), config=config(), training_data=data)
+
+
 def test_the_port_argument_is_used_if_the_environment_sets_none(monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     trained(model=model(), config=config(), distributed_port=29555)

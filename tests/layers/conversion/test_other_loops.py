@@ -4,6 +4,7 @@ import json
 import os
 from types import SimpleNamespace
 
+import accelerate.state  # noqa: F401  # a test replaces its functions
 import pytest
 import torch
 from torch import nn
@@ -27,10 +28,6 @@ def refusal(model, **arguments):
         check_training(model, **arguments)
     assert "\n" not in str(seen.value)
     return str(seen.value)
-
-
-def ours(model, **settings):
-    return mlb.get_megatron_optimizer(model, mlb.OptimizerConfig(lr=0.1, **settings))
 
 
 def test_a_converted_model_with_a_plain_optimizer_passes():
@@ -82,18 +79,26 @@ def test_a_configuration_is_read_from_its_file(tmp_path):
     assert "must be an object" in refusal(net(), config=str(path))
 
 
-def test_a_megalowbit_optimizer_that_expects_a_loss_scale_is_rejected():
-    model = net().half()
-    optimizer = ours(model, fp16=True, initial_loss_scale=1024.0, params_have_main_grad=False)
-    line = refusal(model, optimizer=optimizer)
-    assert "Float16OptimizerWithFloat16Params divides gradients by a loss scale of 1024" in line
-
-
-def test_only_megalowbit_optimizers_that_move_gradients_are_rejected():
-    model = net().bfloat16()
-    assert "main_grad" in refusal(model, optimizer=ours(model, bf16=True))
-    model = net().bfloat16()
-    check_training(model, optimizer=ours(model, bf16=True, params_have_main_grad=False))
+@pytest.mark.parametrize(
+    ("mixed_precision", "dtype", "message"),
+    [
+        ("bf16", torch.float16, "the weights are float16, and mixed precision bf16 would"),
+        ("fp16", torch.bfloat16, "the weights are bfloat16, and mixed precision fp16 would"),
+        ("fp16", torch.float16, "torch's GradScaler cannot unscale"),
+        ("bf16", torch.bfloat16, None),
+        ("bf16", torch.float32, None),
+        ("no", torch.float16, None),
+    ],
+)
+def test_autocast_must_not_override_half_precision(monkeypatch, mixed_precision, dtype, message):
+    state = SimpleNamespace(mixed_precision=mixed_precision)
+    monkeypatch.setattr("accelerate.state.is_initialized", lambda: True)
+    monkeypatch.setattr("accelerate.state.AcceleratorState", lambda: state)
+    model = net().to(dtype)
+    if message is None:
+        check_training(model)
+    else:
+        assert message in refusal(model)
 
 
 def test_the_random_stream_of_another_rank_is_rejected(monkeypatch):

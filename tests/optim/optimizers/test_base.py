@@ -186,10 +186,21 @@ def test_an_invalid_clipping_limit_is_rejected(clip_grad):
         FP32Optimizer(torch.optim.SGD([parameter]), clip_grad=clip_grad)
 
 
-def test_a_closure_is_refused():
-    optimizer = FP32Optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]), clip_grad=0.0)
-    with pytest.raises(TypeError, match="closure"):
-        optimizer.step(lambda: 1.0)
+def test_a_closure_is_called_once_before_the_step_with_gradients_enabled():
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = FP32Optimizer(torch.optim.SGD([parameter], lr=0.5), clip_grad=0.0)
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        (3 * parameter).sum().backward()
+
+    with torch.no_grad():
+        report = optimizer.step(closure)
+    assert calls == [True]
+    assert (report.is_applied, report.grad_norm) == (True, 3.0)
+    assert parameter.item() == 1 - 0.5 * 3
 
 
 def test_clipping_by_the_sum_of_norms_follows_its_definition():

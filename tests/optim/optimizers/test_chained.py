@@ -244,9 +244,9 @@ def test_a_chain_is_neither_copied_nor_extended(way):
     assert chain.step().is_applied
 
 
-def test_a_closure_is_refused():
-    with pytest.raises(TypeError, match="closure"):
-        chain_of()[1].step(lambda: 1.0)
+def test_a_closure_is_called_before_the_step():
+    parameters, chain = chain_of()
+    assert chain.step(lambda: fill(parameters, 1.0, 1.0)).grad_norm > 0
 
 
 def bits_of(chain, parameters):

@@ -36,7 +36,8 @@ def train(first, last):
     for step in range(first, last + 1):
         console.write(step, {"loss": 6 / step, "lr": 6e-4, "grad_norm": 1.25, "loss_scale": 65536.0,
             "skipped_steps": int(step >= 5), "tokens_per_second": 4321.0, "tokens": 128 * step,
-            "step_ms": 29.6, "host_memory_gib": 1.5, **({"skipped/tensor": "h.0.weight"} if step == 5 else {}),
+            "step_ms": 29.6, "host_memory_gib": 1.5,
+            **({"skipped/tensor": "h.0.weight"} if step == 5 else {}),
             **({"validation/loss": 4.5} if step == 6 else {}),
             **({"speculation/share_int8": 0.75, "speculation/share_bf16": 0.25} if step == 7 else {})})
         time.sleep(0.03)
