@@ -68,7 +68,7 @@ MODEL = nn.Sequential(nn.Linear(16, 16))
         (lambda: mlb.Recipe("nvfp4"), "Recipe takes fields by name, not 'nvfp4'"),
         (lambda: mlb.Recipe(3), "Recipe takes fields by name, not 3"),
         (lambda: mlb.Recipe(name="mine", q_forward_inputs="nvfp4e2m1b"), "recipe key 'q_forward_inputs'"),
-        (lambda: mlb.Recipe(name="mine"), "Recipe lacks q_forward_input, q_forward_weight"),
+        (lambda: mlb.Recipe(name="mine"), "recipe block lacks q_forward_input, q_forward_weight"),
         (lambda: mlb.recipe(3), "unknown recipe 3"),
         (lambda: mlb.convert(MODEL, 3), "unknown recipe 3"),
         (lambda: mlb.convert(MODEL, seed="a"), "random stream seed = 'a'"),

@@ -38,12 +38,8 @@ PRODUCTS = {
     "grad_weight": ("q_backward_outputgrad_for_weight", "q_backward_input"),
 }
 OPERAND_FIELDS = (
-    "q_forward_input",
-    "q_forward_weight",
-    "q_backward_input",
-    "q_backward_weight",
-    "q_backward_outputgrad",
-)
+    "q_forward_input", "q_forward_weight", "q_backward_input", "q_backward_weight", "q_backward_outputgrad",
+)  # fmt: skip
 OWN_GRADIENT = "q_backward_outputgrad_for_weight"  # optional; default: the quantizer of grad_input
 SPLIT_FIELDS = {
     "split_input": OperandSplit,
@@ -114,12 +110,13 @@ class Recipe:
         if args:
             value = shown(args[0])
             raise UserError(f"Recipe takes fields by name, not {value}: did you mean mlb.recipe({value})?")
-        known = [field.name for field in fields(cls)]
-        for key in set(values).difference(known):
-            raise unknown_name("recipe key", key, known)
-        missing = [name for name in ("name", *OPERAND_FIELDS) if name not in values]
+        for key in values.keys() - cls.__dataclass_fields__:
+            raise unknown_name("recipe key", key, cls.__dataclass_fields__)
+        missing = [field for field in ("name", *OPERAND_FIELDS) if field not in values]
         if values and missing:
-            raise UserError(f"Recipe lacks {', '.join(missing)}: add them, or use mlb.recipe with a base")
+            raise UserError(
+                f"recipe block lacks {', '.join(missing)}: add them, or a base ({', '.join(recipes())})"
+            )
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -202,11 +199,6 @@ class Recipe:
             changed = [key for key in changes if key != "name" and changes[key] != getattr(base, key)]
             name = f"{base.name} with own {', '.join(changed)}" if changed else base.name
             return replace(base, **{"name": name, **changes})
-        missing = [field for field in OPERAND_FIELDS if field not in changes]
-        if missing:
-            raise UserError(
-                f"recipe block lacks {', '.join(missing)}: add them, or a base ({', '.join(recipes())})"
-            )
         return Recipe(**{"name": "custom", **changes})
 
     def to_dict(self) -> dict[str, Any]:
@@ -230,8 +222,8 @@ class Recipe:
         products = ", ".join(self.transformed_products)
         extra += f"; Hadamard transform before {products}" if products else ""
         extra += f"; GEMMs in {self.gemm}" if self.gemm != "bf16" else ""
-        extra += f"; first blocks kept: {self.keep_first}" if self.keep_first else ""
-        extra += f"; last blocks kept: {self.keep_last}" if self.keep_last else ""
+        for end, count in (("first", self.keep_first), ("last", self.keep_last)):
+            extra += f"; {end} blocks kept: {count}" if count else ""
         kept = ", ".join((*self.keep, *self.keep_if_present))
         extra += f"; kept: {kept}" if kept else ""
         return f"{self.name} (forward: {forward}; backward: {backward}{extra})"
@@ -342,11 +334,7 @@ def _check_own_gradient(recipe: Recipe) -> None:
     value = recipe.q_backward_outputgrad_for_weight
     if value is None:
         return
-    if not isinstance(value, str):
-        raise UserError(
-            f"recipe {recipe.name!r}: {OWN_GRADIENT} must be a quantizer name or null, not {value!r}"
-        )
-    quantizer(value)
+    _check_quantizer(recipe.name, OWN_GRADIENT, value)
     for field, needed in (("layout", "single_copy"), ("gemm", "bf16")):
         chosen = getattr(recipe, field)
         if chosen != needed:
@@ -407,9 +395,9 @@ def _check_masks(recipe: Recipe) -> None:
     is_split = any(getattr(recipe, field) is not None for field in SPLIT_FIELDS)
     for field in (*OPERAND_FIELDS, OWN_GRADIENT):
         name = getattr(recipe, field)
-        encoding = _encoding(name) if name else None
         is_forward = name == getattr(recipe, field.replace("backward", "forward"), None)
-        if encoding is not None and encoding.masks_gradient and (is_split or not is_forward):
+        encoding = None if name is None or (is_forward and not is_split) else _encoding(name)
+        if encoding is not None and encoding.masks_gradient:
             raise UserError(
                 f"recipe {recipe.name!r}: {field} is {name!r}, which masks gradients, and only those of "
                 "unsplit operands of the forward: name it in q_forward_input and q_forward_weight only"

@@ -1,10 +1,9 @@
 """The command line of pretraining: parses arguments, runs, and returns the exit code.
 
-A user error prints one line and exits with code 2, never with a traceback. A lost rank prints one line and
-exits with code 75, because another attempt may succeed. Launchers change exit codes, so the line of a user
-error is also written to the file named by MEGALOWBIT_REFUSAL, where the job script reads it. Any other
-exception is a bug of this project and keeps its traceback. The configuration is checked before torch is
-imported: a typo is reported at once, before anything is allocated, joined or written.
+A user error prints one line and exits with code 2, without a traceback; the line is also written to the file
+named by MEGALOWBIT_REFUSAL, because launchers change exit codes. A lost rank prints one line and exits with
+75: another attempt may succeed. Any other exception is a bug of this project and keeps its traceback. The
+configuration is checked before torch is imported, so a typo is reported before anything is written.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-# loggers that warn of kernels that this machine lacks, and of enums that only torch.compile needs
-TALKATIVE = ("torchao", "torch.utils._pytree")
+TALKATIVE = ("torchao", "torch.utils._pytree")  # loggers that warn of kernels and enums that nothing needs
 REFUSAL = "MEGALOWBIT_REFUSAL"  # names the file that gets the line of a user error
 # Launchers stop all ranks when one fails, so other ranks give the main rank time to print first.
 MAIN_RANK_HEAD_START_SECONDS = 5.0
@@ -124,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_measuring_arguments(parser)
     parser.add_argument("--ui", choices=UIS, default=BAR, help=HELP_OF_UI)
     parser.add_argument(
-        "--verbose", action="store_true", help="also print remarks of other libraries at their import"
+        "--verbose", action="store_true", help="also print other libraries' remarks at import"
     )
     # Launchers add these; ranks are read from the environment instead.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
@@ -309,7 +307,7 @@ def _run(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         _announce_imports(is_progress=trains_nothing)
     if trains_nothing:
         with StartSignals(is_main=identity.is_main, before=_unfinished(options), ending=STOP_SIGNALS):
-            _describe_or_prepare(options, config, identity)
+            _look_only(options, config, identity)
         return
     if options.benchmark is not None:
         _benchmark(options, config, identity)
@@ -378,9 +376,7 @@ def _benchmark(options: argparse.Namespace, config: PretrainConfig, identity: Pr
     stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))
 
 
-def _describe_or_prepare(
-    options: argparse.Namespace, config: PretrainConfig, identity: ProcessIdentity
-) -> None:
+def _look_only(options: argparse.Namespace, config: PretrainConfig, identity: ProcessIdentity) -> None:
     """Run `--dry-run` or `--prepare-data`, which need the main process only."""
     if not identity.is_main:
         return

@@ -17,6 +17,9 @@ WORLD = {
     "runs/gpt2_tiny_fp4": GPT2_RUN,
     "runs/validated": GPT2_RUN,
     "runs/blend": GPT2_RUN,
+    "runs/bf16": GPT2_RUN,
+    "runs/nvfp4": GPT2_RUN,
+    "runs/nvfp4-seed-2": GPT2_RUN,
     "runs/llama": LLAMA_RUN,
     "runs/llama_tiny_fp4": LLAMA_RUN,
     "llama": LLAMA_MODEL,
@@ -28,6 +31,8 @@ WORLD = {
 FEW_STEPS = ("run.steps=3", "checkpoint.every=3", "lr_schedule.warmup_steps=1", "data.corpus=corpus.jsonl")
 SMALL = (
     r"^megalowbit (--help|recipes|init) ?",
+    r"^megalowbit doctor --ds-config llama3",
+    r"^megalowbit (report|diagnose) runs/",
     r"^megalowbit generate",
     r"^megalowbit evaluate runs/",
     r"^megalowbit convert to-hf runs/",
@@ -42,7 +47,7 @@ SMALL = (
 )
 
 ELSEWHERE = {
-    r"^make (install|pretrain|test|docs)": (
+    r"^make (install|pretrain|test|docs|dist)": (
         "tests/launch/test_makefile.py",
         "the targets; the suite is their product",
     ),
@@ -80,6 +85,11 @@ ELSEWHERE = {
         "tests/launch/test_lm_eval.py",
         "another task, with the same options",
     ),
+    r"^megalowbit doctor (?!.*llama3)": (
+        "tests/commands/runs/test_doctor.py",
+        "it measures disk and network",
+    ),
+    r"^srun megalowbit doctor": ("tests/distributed/test_doctor.py", "on two ranks without SLURM"),
     r"^eval .*completion": ("tests/commands/test_table.py", "in bash and zsh"),
     r"^pip install \.": ("tests/commands/test_wheel.py", "builds and installs a wheel"),
 }
@@ -95,6 +105,7 @@ NOT_HERE = {
     r"^\.venv/bin/python -m pytest": "the suite itself",
     r"^python benchmarks/quality.py": "historical: commit 150a7cd",
     r"^python -m deepspeed.utils.zero_to_fp32": "DeepSpeed's script, on a run at ZeRO stage 1 to 3",
+    r"^(docker|apptainer) build": "needs a container engine",
     r"^grep -hE": "reads the log of a job on SLURM",
     r"^mkdir -p docs/results": "copies a result into the repository",
     r"^\. \.venv/bin/activate": "the tests run in this environment",

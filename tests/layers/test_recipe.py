@@ -68,7 +68,7 @@ def test_a_split_drops_keys_of_its_base_that_its_method_does_not_read():
         ({"q_forward_input": "fp32"}, "lacks q_forward_weight"),
         (
             {"base": "nvfp4", "q_backward_outputgrad_for_weight": 8},
-            "q_backward_outputgrad_for_weight must be a quantizer name or null, not 8",
+            "q_backward_outputgrad_for_weight must be a quantizer name, not 8",
         ),
         ({"base": "nvfp4", "q_backward_outputgrad_for_weight": "int9"}, "unknown quantizer 'int9'"),
     ],
