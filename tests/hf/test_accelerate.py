@@ -15,7 +15,12 @@ ACCUMULATED = 2
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    reset()  # of other tests, too
     yield
+    reset()
+
+
+def reset():
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     PartialState._reset_state()

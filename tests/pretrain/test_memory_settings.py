@@ -25,6 +25,7 @@ def facts(build_job, *overrides, steps=2):
         "tflops",
         "mfu",
         "memory_gib",
+        "step_ms",
     )  # parts of the names of columns that depend on the clock
     numbers = [{key: each[key] for key in each if not any(part in key for part in timed)} for each in taken]
     return numbers, job.engine.module

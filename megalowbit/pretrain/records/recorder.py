@@ -198,10 +198,9 @@ class Recorder:
         page_line = agree(lambda: self._close(summary))
         if self._is_main:
             self._console.print(summary.render())
-            for line in (*(part.line for part in parts), splits_line(splits)):
+            for line in (*(part.line for part in parts), splits_line(splits), page_line):
                 if line is not None:
                     self._console.print(line)
-            self._console.print(page_line)
             if splits.get("misfit"):
                 logger.warning(MISFIT_WARNING, f"{splits['misfit']:,}")
 
@@ -212,15 +211,17 @@ class Recorder:
         with self._recording():
             self._sinks.write_layers(self._job.step, layers)
 
-    def _close(self, summary: RunSummary) -> str:
+    def _close(self, summary: RunSummary) -> str | None:
         """On the main process: write summary and report, pass files about the whole run on, close the files.
 
         Returns:
             A line about the report.
         """
         with self._recording():
-            summary.write(self._job.folder.summary)
-            page_line = write_page(self._job)
+            page_line = None
+            if self._is_main:
+                summary.write(self._job.folder.summary)
+                page_line = write_page(self._job)
             page = self._job.folder.path / REPORT  # W&B and trackio keep it
             self._sinks.write_files([page] if page.is_file() else [])
             self._sinks.close(summary=summary.facts())

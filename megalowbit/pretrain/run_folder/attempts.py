@@ -60,7 +60,7 @@ class AttemptRecord:
         self.stopped_by: signal.Signals | None = None
         self.is_stopped = False
 
-    def begin(self, *, is_resumed: bool, facts: Mapping[str, Any]) -> None:
+    def begin(self, *, is_resumed: bool, facts: Mapping[str, Any] | None = None) -> None:
         """Record the start, on the main process; from now on the end is recorded on every rank.
 
         Args:
@@ -83,7 +83,7 @@ class AttemptRecord:
                 processes=size,
                 pid=os.getpid(),
                 **of_job,
-                **facts,
+                **(facts or {}),
             )
         except OSError as error:
             raise file_system_error(

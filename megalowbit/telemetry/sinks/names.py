@@ -39,6 +39,7 @@ SINK_NAMES = MappingProxyType(
         "mfu": "perf/mfu",
         "mfu_palm": "perf/mfu_palm",
         "milliseconds/": "perf/milliseconds/",
+        "ranks/": "perf/ranks/",
     }
 )
 AGAINST_TOKENS = ("train/loss", "val/loss")  # curves that TensorBoard also shows over tokens

@@ -142,7 +142,7 @@ def test_other_lines_scroll_above_the_figures_of_the_last_step():
         "12/40 " + "━" * 17 + "─" * 39 + " 30%  ETA " + lines[first + 1][-7:],
         "loss 0.5000  " + lines[first + 2].split()[2] + "  val 4.5000",
         "lr 6.00e-04  grad norm 1.250  scale 2^16  skips 1  tok/s 4.32k  step 29.6 ms",
-        "memory 1.5 GiB  tokens 1.54k",
+        "host 1.5 GiB  tokens 1.54k",
         "precision  int8 75%  bf16 25%",
         "! odd gradients",
         "! UserWarning: deprecated",
@@ -191,7 +191,7 @@ def test_any_size_has_its_most_important_rows(columns, rows):
         assert lines[first + 3 :] == [
             "lr 6.00e-04  grad norm 1.250",
             "scale 2^16  skips 1  tok/s 4.32k",
-            "step 29.6 ms  memory 1.5 GiB",
+            "step 29.6 ms  host 1.5 GiB",
             "tokens 1.54k",
             "precision  int8 75%  bf16 25%",
             "! step 5 skipped: overflow in h.0.weig…",
