@@ -15,6 +15,7 @@ from svg import BLUE, BLUE_PALE, GREEN, GREEN_PALE, GREY, INK, ORANGE, ORANGE_PA
 
 DOCS = Path(__file__).resolve().parents[1]
 FOLDER = DOCS / "pictures"
+WIDEST = 5.0  # an interval of two pairs can be wider than the picture
 RECIPES = {"nvfp4": ORANGE, "nvfp4-keep-positions": BLUE}
 # two blocks of 16 numbers; the second has an outlier
 NUMBERS = [
@@ -274,11 +275,12 @@ def gap() -> Picture:
         text = {"python": "Python sources", "docstrings": "docstrings", "all": "both texts"}[key[1]]
         rows = {row["label"]: row["percent"] for row in found[key]}
         pairs = rows["nvfp4"]["num_pairs"]
+        few = f", ± {most / 2:.0f} %: not drawn" if (most := _widest(rows)) >= WIDEST else ""
         picture.text(15, y + 4, f"{sizes[key[0]]}, {text}", 13)
-        picture.text(15, y + 20, f"{pairs} pair{'s' if pairs > 1 else ''}", 11, GREY)
+        picture.text(15, y + 20, f"{pairs} pair{'s' if pairs > 1 else ''}{few}", 11, GREY)
         for shift, (name, colour) in zip((-9, 9), RECIPES.items(), strict=True):
             mean, low, high = (rows[name][each] for each in ("mean", "low", "high"))
-            if low is not None:
+            if low is not None and high - low < WIDEST:
                 ends = (left + unit * 0.8 * (each + 1) for each in (low, high))
                 picture.line(next(ends), y + shift, next(ends), y + shift, colour, 2)
             picture.circle(left + unit * 0.8 * (mean + 1), y + shift, 5, colour)
@@ -286,6 +288,12 @@ def gap() -> Picture:
         picture.circle(x, bottom + 32, 5, colour)
         picture.text(x + 10, bottom + 36, name, 12)
     return picture
+
+
+def _widest(rows: dict) -> float:
+    """The width of the widest interval of the recipes drawn, in percent; 0 without any."""
+    drawn = [rows[name] for name in RECIPES if rows[name]["low"] is not None]
+    return max((each["high"] - each["low"] for each in drawn), default=0.0)
 
 
 PICTURES = (grid, blocks, layout, layer, step, split, speculation, gap)
