@@ -58,7 +58,7 @@ UNCOMPARED = "not-compared"
 # What two runs of one version do not have in common: only the names are kept.
 NOT_COMPARED = {
     **dict.fromkeys(SPEEDS, "a speed, or memory"),
-    **dict.fromkeys(("started", "code", "command"), "of an attempt: its time, version and paths"),
+    **dict.fromkeys(("time", "pid", "code", "command"), "of an attempt: time, process, version, paths"),
     "seconds": "a duration",
     "milliseconds": "durations of the optimizer's phases",
     "digest": "a hash over a checkpoint's file, which holds durations",
