@@ -67,7 +67,7 @@ def test_an_output_that_is_no_regular_file_is_refused(tmp_path):
     for name in ("pipe", "link"):
         with pytest.raises(UserError, match=f"^--json .*/{name} is not a regular file: name another$"):
             refuse_special_file(tmp_path / name, "--json")
-    with pytest.raises(UserError, match="^--out / is a folder: name a file$"):
+    with pytest.raises(UserError, match=r"^--out / is a folder: name a file$"):
         refuse_special_file(Path("/"), "--out")
     for name in ("a" * 300, "nu\0ll"):
         with pytest.raises(UserError, match="is no valid path"):

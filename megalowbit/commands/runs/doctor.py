@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.durable_files import atomic_file
+from megalowbit.durable_files import atomic_file, refuse_special_file
 from megalowbit.errors import UserError, shown
 from megalowbit.one_line_parser import OneLineParser
 from megalowbit.pretrain.command_line import SHUTDOWN_SECONDS, prepare_environment, run_command
@@ -154,8 +154,12 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(
                 f"--run-dir {shown(str(options.run_dir))} is not a valid path ({error}): name another"
             ) from None
-    if options.json is not None and str(options.json) != "-" and not options.json.absolute().parent.is_dir():
-        raise UserError(f"--json {shown(str(options.json))} is in no folder that exists: name another file")
+    if options.json is not None and str(options.json) != "-":
+        refuse_special_file(options.json, "--json")
+        if not options.json.absolute().parent.is_dir():
+            raise UserError(
+                f"--json {shown(str(options.json))} is in no folder that exists: name another file"
+            )
 
 
 def _config(options: argparse.Namespace, identity: ProcessIdentity) -> PretrainConfig:

@@ -34,13 +34,21 @@ def _environment_as_before(monkeypatch, tmp_path):
         (["--set", "a=1"], "--set is about a run"),
         (["--target", "h101", "--ds-config", "X"], "unknown target 'h101': did you mean 'h100'"),
         (["--json", "/nowhere/out.json"], "--json '/nowhere/out.json' is in no folder that exists"),
+        (["--json", "/"], "--json / is a folder: name a file"),
+        (["--json", "PIPE"], "is not a regular file: name another"),
         (["--ds-config", "gpt2_tiny_fp5"], "did you mean 'gpt2_tiny_fp4'"),
         (["--ds-config", "nowhere.json"], "nowhere.json"),
         (["--assume-mfu", "x"], "invalid float value: 'x'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
-    code = main(words)
+def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys, monkeypatch, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(
+        "megalowbit.commands.runs.doctor._together", lambda *_: pytest.fail("refused too late")
+    )
+    code = main([str(pipe) if word == "PIPE" else word for word in words])
+    assert pipe.is_fifo()
     printed = capsys.readouterr()
     check_refusal(subprocess.CompletedProcess(words, code, printed.out, printed.err), message)
 
