@@ -262,14 +262,15 @@ def bus(target: Target, ranks: Sequence[int]) -> float:
     """Bytes/s at which a ring of these ranks passes its messages on; 0: unknown.
 
     Within a domain it is the link. Between domains each rank has a network adapter, and ranks of one domain
-    use theirs together, as NCCL does.
+    use theirs together, as NCCL does. A vendor's figure counts at `EFFICIENCY`, a measured one in full.
     """
     if target.link is None or target.network is None:
         return 0.0
     of_domain = Counter(rank // target.domain for rank in ranks)
-    together = min(of_domain.values()) * target.network
-    speed = target.link if len(of_domain) == 1 else min(target.link, together)
-    return speed * 1e9 * EFFICIENCY["network"]
+    link = target.link * (1 if "link" in target.measured else EFFICIENCY["network"])
+    adapter = target.network * (1 if "network" in target.measured else EFFICIENCY["network"])
+    speed = link if len(of_domain) == 1 else min(link, min(of_domain.values()) * adapter)
+    return speed * 1e9
 
 
 def _tensor_messages(plan: RunPlan, target: Target) -> float:
@@ -330,4 +331,6 @@ def assumptions(plan: RunPlan, target: Target, assumed_mfu: float | None) -> lis
                 f"{target.link or 0:,.0f} GB/s in each direction between {target.domain} devices, beyond "
                 f"{target.network or 0:,.0f} GB/s for each; gradients in fp32"
             )
+            if target.measured:
+                lines.append(f"{' and '.join(target.measured)} as NCCL reached it here, in full")
     return lines
