@@ -237,9 +237,9 @@ def _quantisation(plan: RunPlan, target: Target, recipe: Recipe) -> float:
 def _element_wise(plan: RunPlan, target: Target) -> float:
     names, tensor_size = family(plan.model.model_type), plan.config.grid.tensor_size
     hidden = getattr(plan.model, names.hidden_size)
-    widest = max(each.out_features for each in plan.projections if not each.is_head)
+    expansion = max(each.out_features for each in plan.projections if _expands(plan, each))
     heads = 2 * hidden / tensor_size
-    of_block = RESIDUAL_BYTES * hidden + HEADS_BYTES * heads + ACTIVATION_BYTES * widest
+    of_block = RESIDUAL_BYTES * hidden + HEADS_BYTES * heads + ACTIVATION_BYTES * expansion
     forward_and_backward = 3 + plan.recomputed_share
     logits = LOGIT_BYTES * plan.model.vocab_size
     wide = plan.weight_bytes / 2
@@ -249,6 +249,12 @@ def _element_wise(plan: RunPlan, target: Target) -> float:
         * (of_block * forward_and_backward * plan.num_blocks + logits)
         / _memory(target)
     )
+
+
+def _expands(plan: RunPlan, projection: Projection) -> bool:
+    """Whether it makes the wide activations of an MLP, of which a tensor-parallel rank has its share."""
+    shape = family(plan.model.model_type).projection(projection.name)
+    return shape is not None and not shape.is_row and ".mlp." in projection.name
 
 
 def _update(plan: RunPlan, target: Target) -> float:

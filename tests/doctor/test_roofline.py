@@ -217,6 +217,14 @@ def test_a_measured_bandwidth_is_named_among_the_assumptions(large):
     assert "network 30 GB/s (measured)" in measured.describe()
 
 
+def test_element_wise_operations_of_a_rank_are_on_its_share_of_the_mlp(large):
+    plan = large("tensor_parallel.autotp_size=4", processes=4, micro_batch=1, batch=8)
+    (time,) = step_times(plan, H100, None)
+    elements = 84 * 4096 + 20 * 2 * 4096 / 4 + 10 * 14336 / 4  # of a token in a block
+    moved = 8 * 8192 * (32 * 3 * elements + 34 * 128256)
+    assert time.terms["element-wise"] == pytest.approx(moved / (3350e9 * EFFICIENCY["memory"]))
+
+
 def test_overlapped_messages_hide_behind_computing(large):
     stage = ("zero_optimization.stage=1", "zero_optimization.overlap_comm=true")
     (time,) = step_times(large(*stage, processes=16, micro_batch=1, batch=64), H100, None)
