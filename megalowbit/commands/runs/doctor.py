@@ -177,6 +177,7 @@ def _together(options: argparse.Namespace, identity: ProcessIdentity, config: Pr
     from megalowbit.engine.process_start import import_deepspeed, start_process_group, stop_process_group
     from megalowbit.pretrain.run import report_lost_ranks
 
+    is_job = identity.world_size > 1
     is_cpu_chosen = os.environ.get("DS_ACCELERATOR") == "cpu"  # the import below may set it
     import_deepspeed(is_checked=False)  # before any other import of deepspeed, because this one sets it up
     request = Request(
@@ -187,8 +188,13 @@ def _together(options: argparse.Namespace, identity: ProcessIdentity, config: Pr
         measures=not options.no_measurements,
         is_cpu_chosen=is_cpu_chosen,
     )
-    if identity.world_size == 1:
-        return _report(options, examine(request, look_around(request)))
+    if identity.is_main and sys.stderr.isatty():
+        to_stderr("start     looking at software, kernels and disk" + ", and measuring the network" * is_job)
+    if not is_job:
+        around = look_around(request)
+        if config is not None and sys.stderr.isatty():
+            to_stderr("start     building the model without weights, and estimating its memory and time")
+        return _report(options, examine(request, around))
     with report_lost_ranks(identity):
         start_process_group(identity, timeout=timedelta(seconds=COLLECTIVE_SECONDS), checks_versions=False)
         around = look_around(request)

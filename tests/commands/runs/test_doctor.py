@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -73,6 +74,17 @@ def test_a_fine_run_and_one_that_does_not_fit(tmp_path, capsys):
     assert "doctor: 1 problem (gemm-units)" in capsys.readouterr().out
     assert [each["code"] for each in json.loads(file.read_text())["findings"]][:1] == ["gemm-units"]
     assert not list(tmp_path.glob("runs*"))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_slow_parts_are_announced_on_a_terminal_only(tmp_path, capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    words = ["--ds-config", str(write_config(tmp_path)), "--target", "h100", "--no-measurements"]
+    assert main([*words, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["verdict"] == "fine"
+    for line in ("start     looking at software", "start     building the model without weights"):
+        assert (line in printed.err) == is_terminal
 
 
 def test_every_target_is_named_in_the_help():
