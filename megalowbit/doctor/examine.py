@@ -26,7 +26,7 @@ from megalowbit.doctor.machine import Machine, inspect_machine
 from megalowbit.doctor.network import Network, check_bandwidth, check_network, measure_network
 from megalowbit.doctor.plan import RunPlan, plan_run
 from megalowbit.doctor.risks import check_risks
-from megalowbit.doctor.roofline import StepTime, bus, run_seconds, step_times, why_unknown
+from megalowbit.doctor.roofline import EFFICIENCY, StepTime, bus, run_seconds, step_times, why_unknown
 from megalowbit.doctor.shapes import check_shapes
 from megalowbit.doctor.target import Target
 from megalowbit.pretrain.config import PretrainConfig
@@ -205,13 +205,19 @@ def _disk_speed(hosts: list[Host], planned: int) -> float | None:
 
 
 def _measured(target: Target, hosts: list[Host], network: Network | None) -> Target:
-    """This machine, with the bandwidth that NCCL reached in the place of the table's."""
+    """This machine, with the bandwidth that NCCL reached in the place of the table's.
+
+    Messages over the network also passed the links, which thus reach at least as much.
+    """
     if network is None or network.backend != "nccl":
         return target
     reached = network.bandwidth / 1e9
     if len(hosts) == 1:
-        return replace(target, link=reached)
-    return replace(target, network=reached / min(host.ranks for host in hosts))
+        return replace(target, link=reached, measured=("link",))
+    found = replace(target, network=reached / min(host.ranks for host in hosts), measured=("network",))
+    if target.link is not None and reached > target.link * EFFICIENCY["network"]:
+        found = replace(found, link=reached, measured=("link", "network"))
+    return found
 
 
 def _above_roofline(times: list[StepTime]) -> list[Finding]:

@@ -84,10 +84,13 @@ def _way_to_fit(plan: RunPlan) -> str:
     ways = []
     if plan.micro_batch > 1:
         ways.append(setting("train_micro_batch_size_per_gpu", max(1, plan.micro_batch // 2)))
-    if plan.zero_stage < 3 and plan.config.grid.data_size > 1:
+    highest = 3 if plan.config.grid.pipeline_size == 1 else 1  # a pipeline takes no higher stage
+    if plan.zero_stage < highest and plan.config.grid.data_size > 1:
         ways.append(setting("zero_optimization.stage", plan.zero_stage + 1))
-    if plan.recomputed_share < 1 and plan.config.grid.pipeline_size == 1:
-        ways.append(setting("megalowbit.activation_checkpointing.every", 1))
+    if plan.recomputed_share < 1:
+        key = "megalowbit.activation_checkpointing.every"
+        is_piped = plan.config.grid.pipeline_size > 1
+        ways.append(setting("pipeline.activation_checkpoint_interval" if is_piped else key, 1))
     return " or ".join(ways) or "more or larger devices, or divide the model (docs/parallelism.md)"
 
 

@@ -26,6 +26,7 @@ from megalowbit.doctor.findings import Finding, note, problem, warning
 from megalowbit.doctor.target import BF16, FP4, FP8, Target, cpu_target, target_of_device
 from megalowbit.errors import UserError
 from megalowbit.pretrain.checks import this_device
+from megalowbit.pretrain.estimate.host_memory import host_memory
 from megalowbit.pretrain.estimate.memory import GIB
 
 PACKAGES = ("torch", "deepspeed", "transformers", "triton", "numpy")
@@ -161,15 +162,6 @@ def apex_kind() -> str:
     if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
         return NOT_APEX
     return f"{APEX}, with{'' if importlib.util.find_spec('amp_C') else 'out'} its kernels"
-
-
-def host_memory() -> int:
-    """Bytes that processes of this host may use: its memory, or the limit of this control group."""
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with suppress(OSError, ValueError):  # no such group, or "max"
-            found = min(found, int(Path(path).read_text(encoding="ascii")))
-    return found
 
 
 def cpu_name() -> str:

@@ -28,8 +28,8 @@ from megalowbit.distributed.agreement import gather, share
 from megalowbit.doctor.findings import Finding, note, problem, warning
 
 SMALL_ROUNDS, CLOCK_ROUNDS = 50, 20
-SIZES = (2**20, 2**24, 2**28)  # bytes of an all-reduce; the next is tried while one takes less than `LONGEST`
-LONGEST = 0.5  # seconds of one all-reduce
+SIZES = (2**20, 2**24, 2**28)  # bytes of an all-reduce; the next one is tried after one within `ENOUGH`
+ENOUGH = 0.0625  # seconds of an all-reduce, above which no larger one is measured
 ROUNDS = 5
 PAIR_BYTES, PAIR_ROUNDS = 2**24, 3
 SLOW_NETWORK = 0.5  # of what is expected
@@ -116,7 +116,7 @@ def _largest(device: torch.device) -> tuple[int, float]:
         tensor = torch.zeros(size // 4, device=device)
         _all_reduce(tensor)
         seconds = min(_all_reduce(tensor) for _ in range(ROUNDS))
-        if share(seconds > LONGEST / 8, 0):  # the next size takes up to 16 times as long
+        if share(seconds > ENOUGH, 0):  # the next size takes up to 16 times as long, a second
             break
     return size, share(seconds, 0)
 

@@ -80,7 +80,6 @@ class RunPlan:
         memory: of one process.
         start: of all processes, on hosts.
         phases: in order; shares of the steps.
-        tokenizer_tokens: of the tokenizer; None: the model's.
     """
 
     config: PretrainConfig

@@ -84,6 +84,7 @@ def _target(target: Target, *, is_here: bool) -> dict[str, Any]:
         "memory_gb_per_second": target.bandwidth,
         "link_gb_per_second": target.link,
         "network_gb_per_second": target.network,
+        "measured": list(target.measured),
         "devices_of_host": target.devices_of_host,
     }
 

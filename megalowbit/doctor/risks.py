@@ -17,8 +17,9 @@ from megalowbit.doctor.target import Target
 from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.optim.loss_scale.constant import ConstantSettings
 from megalowbit.pretrain.checks import recipe_advice
+from megalowbit.telemetry.columns import duration_text
 
-HOUR, DAY = 3600.0, 86400.0
+HOUR = 3600.0
 # one node of Llama 3's 2,048 failed every 6,334 hours (arXiv:2407.21783, section 3.3.4; docs/scaling.md)
 NODE_MTBF = 6334 * HOUR
 UNSAVED = HOUR  # a run that takes longer should save
@@ -150,7 +151,7 @@ def _checkpoints(
     best = max(1, round(daly_interval(save, mtbf) / step))
     if not every:
         if is_long:
-            yield _never_saved(_duration(seconds), hosts, setting_of=min(best, plan.steps))
+            yield _never_saved(duration_text(seconds), hosts, setting_of=min(best, plan.steps))
         return
     interval = min(every, plan.steps) * step
     lost = save / interval + interval / 2 / mtbf  # saves, and work since the last one
@@ -158,9 +159,9 @@ def _checkpoints(
     if lost > MOST_LOST and lost > 1.5 * least:
         yield warning(
             "checkpoint-interval",
-            f"a checkpoint every {every:,} steps ({_duration(interval)}) costs about {lost:.0%} of the time: "
-            f"a save takes some {_duration(save)}, and {hosts} host{'s fail' if hosts > 1 else ' fails'} "
-            f"every {_duration(mtbf)} at Llama 3's rate",
+            f"a checkpoint every {every:,} steps ({duration_text(interval)}) costs about {lost:.0%} of the "
+            f"time: a save takes some {save:,.1f} s, and {hosts} host{'s fail' if hosts > 1 else ' fails'} "
+            f"every {duration_text(mtbf)} at Llama 3's rate",
             f"{setting('megalowbit.checkpoint.every', best)} (docs/scaling.md; megalowbit goodput simulates "
             "it)",
         )
@@ -201,7 +202,7 @@ def _supervision(plan: RunPlan, target: Target, disk: float | None) -> Iterator[
     if save > watchdog.timeout:
         yield problem(
             "watchdog-save",
-            f"a save takes some {_duration(save)}, more than watchdog.timeout ({watchdog.timeout:g} s), "
+            f"a save takes some {save:,.1f} s, more than watchdog.timeout ({watchdog.timeout:g} s), "
             "which would end the run during its first one",
             setting("megalowbit.watchdog.timeout", math.ceil(2 * save)),
         )
@@ -221,10 +222,3 @@ def _layout(plan: RunPlan, target: Target) -> Iterator[Finding]:
             "deterministic",
             "run.deterministic takes slower kernels on GPUs; no time below includes that",
         )
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", DAY), ("h", HOUR), ("min", 60.0)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"

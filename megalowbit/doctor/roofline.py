@@ -237,9 +237,9 @@ def _quantisation(plan: RunPlan, target: Target, recipe: Recipe) -> float:
 def _element_wise(plan: RunPlan, target: Target) -> float:
     names, tensor_size = family(plan.model.model_type), plan.config.grid.tensor_size
     hidden = getattr(plan.model, names.hidden_size)
-    widest = max(each.out_features for each in plan.projections if not each.is_head)
+    expansion = max(each.out_features for each in plan.projections if _expands(plan, each))
     heads = 2 * hidden / tensor_size
-    of_block = RESIDUAL_BYTES * hidden + HEADS_BYTES * heads + ACTIVATION_BYTES * widest
+    of_block = RESIDUAL_BYTES * hidden + HEADS_BYTES * heads + ACTIVATION_BYTES * expansion
     forward_and_backward = 3 + plan.recomputed_share
     logits = LOGIT_BYTES * plan.model.vocab_size
     wide = plan.weight_bytes / 2
@@ -249,6 +249,12 @@ def _element_wise(plan: RunPlan, target: Target) -> float:
         * (of_block * forward_and_backward * plan.num_blocks + logits)
         / _memory(target)
     )
+
+
+def _expands(plan: RunPlan, projection: Projection) -> bool:
+    """Whether it makes the wide activations of an MLP, of which a tensor-parallel rank has its share."""
+    shape = family(plan.model.model_type).projection(projection.name)
+    return shape is not None and not shape.is_row and ".mlp." in projection.name
 
 
 def _update(plan: RunPlan, target: Target) -> float:
@@ -262,14 +268,15 @@ def bus(target: Target, ranks: Sequence[int]) -> float:
     """Bytes/s at which a ring of these ranks passes its messages on; 0: unknown.
 
     Within a domain it is the link. Between domains each rank has a network adapter, and ranks of one domain
-    use theirs together, as NCCL does.
+    use theirs together, as NCCL does. A vendor's figure counts at `EFFICIENCY`, a measured one in full.
     """
     if target.link is None or target.network is None:
         return 0.0
     of_domain = Counter(rank // target.domain for rank in ranks)
-    together = min(of_domain.values()) * target.network
-    speed = target.link if len(of_domain) == 1 else min(target.link, together)
-    return speed * 1e9 * EFFICIENCY["network"]
+    link = target.link * (1 if "link" in target.measured else EFFICIENCY["network"])
+    adapter = target.network * (1 if "network" in target.measured else EFFICIENCY["network"])
+    speed = link if len(of_domain) == 1 else min(link, min(of_domain.values()) * adapter)
+    return speed * 1e9
 
 
 def _tensor_messages(plan: RunPlan, target: Target) -> float:
@@ -330,4 +337,6 @@ def assumptions(plan: RunPlan, target: Target, assumed_mfu: float | None) -> lis
                 f"{target.link or 0:,.0f} GB/s in each direction between {target.domain} devices, beyond "
                 f"{target.network or 0:,.0f} GB/s for each; gradients in fp32"
             )
+            if target.measured:
+                lines.append(f"{' and '.join(target.measured)} as NCCL reached it here, in full")
     return lines

@@ -39,6 +39,7 @@ class Target:
         capability: compute capability; None: no NVIDIA GPU.
         memory: GiB of a device; of a CPU that of its host.
         bandwidth, link, network: GB/s, see above; None: unknown.
+        measured: names of those of them that were reached by messages, rather than a vendor's figure.
         devices_of_host: devices in one host.
         domain: devices that `link` connects.
         is_cpu: whether processes compute on CPUs.
@@ -54,6 +55,7 @@ class Target:
     devices_of_host: int = DEVICES_OF_HOST
     domain: int = DEVICES_OF_HOST
     is_cpu: bool = False
+    measured: tuple[str, ...] = ()
 
     @property
     def is_amd(self) -> bool:
@@ -83,7 +85,11 @@ class Target:
         if self.is_cpu:
             return f"CPUs, {self.memory:.0f} GiB of host memory"
         figures = {"memory at": self.bandwidth, "link": self.link, "network": self.network}
-        known = [f"{name} {value:,.0f} GB/s" for name, value in figures.items() if value is not None]
+        known = [
+            f"{name} {value:,.0f} GB/s{' (measured)' * (name in self.measured)}"
+            for name, value in figures.items()
+            if value is not None
+        ]
         units = ", ".join(self.units) or "none"
         return "; ".join([f"{self.name}: {self.memory:.0f} GiB", *known, f"matrix units: {units}"])
 

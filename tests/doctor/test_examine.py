@@ -5,6 +5,7 @@ import pytest
 from launchers import write_config
 from megalowbit.doctor import examine as examine_module
 from megalowbit.doctor.examine import Request, examine, look_around
+from megalowbit.doctor.roofline import bus
 from megalowbit.doctor.target import TARGETS
 from megalowbit.pretrain.config import load_config
 
@@ -34,6 +35,11 @@ def test_the_machine_is_the_target_with_its_measured_network(config, around, net
     assert (one.is_here, one.target.name, one.target.link, one.target.network) == (True, "h100", 80, 50)
     two = examine(Request(config=config(16)), around(*eight, hosts=2, ranks=8, network=network))
     assert (two.target.link, two.target.network) == (450, 10)
+    assert bus(one.target, range(8)) == pytest.approx(80e9)
+    assert bus(two.target, range(16)) == pytest.approx(80e9)
+    fast = replace(network, bandwidth=400e9)  # more than the share of the link's peak
+    found = examine(Request(config=config(16)), around(*eight, hosts=2, ranks=8, network=fast))
+    assert bus(found.target, range(16)) == pytest.approx(400e9)
     gloo = replace(network, backend="gloo")
     assert examine(Request(config=config(8)), around(*eight, ranks=8, network=gloo)).target.link == 450
 

@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from launchers import write_config
 from megalowbit.doctor.fits import check_memory, check_room, device_bytes, host_bytes, save_seconds, to_dict
 from megalowbit.doctor.target import TARGETS, cpu_target
+from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.memory import GIB
 
 H100 = TARGETS["h100"]
@@ -38,6 +40,20 @@ def test_each_way_to_fit_is_a_setting_that_lowers_the_estimate(tiny):
             tiny("zero_optimization.stage=1", *more, processes=2).memory.total < before + GIB
         )  # buckets of stage 2
         assert way.startswith("--set ")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_each_way_to_fit_a_pipeline_is_accepted_by_the_configuration(tmp_path, tiny, stage):
+    more = ["pipeline.stages=2", f"zero_optimization.stage={stage}", "gradient_accumulation_steps=null"]
+    plan = with_memory(tiny(*more, processes=4), 90)
+    fix = next(each.fix for each in check_memory(plan, H100, None) if each.code == "memory-device")
+    assert ("zero_optimization.stage" in fix) == (stage == 0)
+    for way in fix.split(" or "):
+        chosen = [*more, way.removeprefix("--set ")]
+        assert load_config(write_config(tmp_path), chosen, world_size=4).grid.pipeline_size == 2
+    deep = {"n_layer": 8}
+    recomputed = tiny(*more, "pipeline.activation_checkpoint_interval=1", processes=4, model=deep).memory
+    assert recomputed.saved_for_backward < tiny(*more, processes=4, model=deep).memory.saved_for_backward
 
 
 def test_host_memory_counts_what_zero_offloads_for_each_process(tiny):

@@ -1,11 +1,12 @@
 import pytest
 import torch
 
+from launchers import ROOT
 from megalowbit.doctor.gemms import check_formats, has_kernel, product_formats
 from megalowbit.doctor.target import TARGETS, cpu_target
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import product_counts
-from megalowbit.layers.recipe import PRODUCTS
+from megalowbit.layers.recipe import GEMMS, PRODUCTS, recipes
 
 SIZES = {"n_embd": 64, "n_head": 4}  # all sizes of the model are multiples of 16
 FP4 = 'megalowbit.recipe={"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"}'
@@ -19,6 +20,13 @@ def units(plan, target):
         if each.operands:
             found.setdefault(each.product, set()).add(each.unit)
     return found
+
+
+def test_named_recipes_multiply_in_bf16_as_the_limits_say():
+    assert {each.gemm for each in recipes().values()} == {"bf16"}
+    page = " ".join((ROOT / "docs" / "limits.md").read_text(encoding="utf-8").split())
+    assert "with all named recipes, their products run in bf16, on every GPU" in page
+    assert all(f'`"{gemm}"`' in page for gemm in GEMMS if gemm != "bf16")
 
 
 @pytest.mark.parametrize("target", ["a100", "h100", "b200", "mi300x"])

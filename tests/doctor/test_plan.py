@@ -1,10 +1,12 @@
 import json
+import re
+from dataclasses import fields
 
 import pytest
 from tiny_models import KINDS, tiny_config
 
 from launchers import write_config
-from megalowbit.doctor.plan import plan_run
+from megalowbit.doctor.plan import RunPlan, plan_run
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.config import load_config
@@ -81,3 +83,8 @@ def test_a_mistake_of_the_recipe_is_a_user_error(tiny):
 def test_a_tokenizer_with_more_tokens_than_the_model_is_a_user_error(tiny):
     with pytest.raises(UserError, match="the tokenizer has 256 tokens, the model's vocab_size is only 128"):
         tiny(model={"vocab_size": 128})
+
+
+def test_the_docstring_of_a_plan_names_its_fields():
+    documented = re.findall(r"^ {8}(\w+): ", RunPlan.__doc__.partition("Attributes:")[2], flags=re.MULTILINE)
+    assert documented == [each.name for each in fields(RunPlan)]

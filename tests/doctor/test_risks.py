@@ -91,6 +91,7 @@ def test_a_long_run_must_save(good):
     assert codes(good(), seconds=600.0) == set()
     (found,) = check_risks(good(), H100, 20 * 86400.0)
     assert (found.level, found.code) == ("warning", "no-checkpoints")
+    assert "the run of 20d00:00 saves only after its last step" in found.text
     two_hosts = check_risks(good(processes=16), H100, 20 * 86400.0)
     assert [(each.level, each.code) for each in two_hosts] == [("problem", "no-checkpoints")]
     assert codes(good("megalowbit.run.steps=5000"), seconds=None) == {"no-checkpoints"}

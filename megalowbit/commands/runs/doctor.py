@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.durable_files import atomic_file
+from megalowbit.durable_files import atomic_file, refuse_special_file
 from megalowbit.errors import UserError, shown
 from megalowbit.one_line_parser import OneLineParser
 from megalowbit.pretrain.command_line import SHUTDOWN_SECONDS, prepare_environment, run_command
@@ -154,8 +154,12 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(
                 f"--run-dir {shown(str(options.run_dir))} is not a valid path ({error}): name another"
             ) from None
-    if options.json is not None and str(options.json) != "-" and not options.json.absolute().parent.is_dir():
-        raise UserError(f"--json {shown(str(options.json))} is in no folder that exists: name another file")
+    if options.json is not None and str(options.json) != "-":
+        refuse_special_file(options.json, "--json")
+        if not options.json.absolute().parent.is_dir():
+            raise UserError(
+                f"--json {shown(str(options.json))} is in no folder that exists: name another file"
+            )
 
 
 def _config(options: argparse.Namespace, identity: ProcessIdentity) -> PretrainConfig:
@@ -173,6 +177,7 @@ def _together(options: argparse.Namespace, identity: ProcessIdentity, config: Pr
     from megalowbit.engine.process_start import import_deepspeed, start_process_group, stop_process_group
     from megalowbit.pretrain.run import report_lost_ranks
 
+    is_job = identity.world_size > 1
     is_cpu_chosen = os.environ.get("DS_ACCELERATOR") == "cpu"  # the import below may set it
     import_deepspeed(is_checked=False)  # before any other import of deepspeed, because this one sets it up
     request = Request(
@@ -183,8 +188,13 @@ def _together(options: argparse.Namespace, identity: ProcessIdentity, config: Pr
         measures=not options.no_measurements,
         is_cpu_chosen=is_cpu_chosen,
     )
-    if identity.world_size == 1:
-        return _report(options, examine(request, look_around(request)))
+    if identity.is_main and sys.stderr.isatty():
+        to_stderr("start     looking at software, kernels and disk" + ", and measuring the network" * is_job)
+    if not is_job:
+        around = look_around(request)
+        if config is not None and sys.stderr.isatty():
+            to_stderr("start     building the model without weights, and estimating its memory and time")
+        return _report(options, examine(request, around))
     with report_lost_ranks(identity):
         start_process_group(identity, timeout=timedelta(seconds=COLLECTIVE_SECONDS), checks_versions=False)
         around = look_around(request)

@@ -22,6 +22,7 @@ from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknow
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
 from megalowbit.pretrain.command_line import prepare_environment
 from megalowbit.pretrain.estimate.collector import collector_paused
+from megalowbit.pretrain.estimate.host_memory import host_memory
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.estimate.starting_config import Machine
@@ -80,7 +81,7 @@ def _init(options: argparse.Namespace) -> None:
 def _numbers_of(text: str) -> tuple[int, float, bool]:
     """Processes, GiB and whether they are CPUs, of `--machine`."""
     if text == "cpu":
-        return (1, _memory_of_host(), True)
+        return (1, host_memory() / 2**30, True)
     found = re.fullmatch(r"(\d{1,5})[x×](\d{1,4}(?:\.\d+)?)", text)
     if found is None or int(found[1]) < 1 or float(found[2]) < 1:
         raise UserError(f"--machine {shown(text)} is neither GPUSxGIB nor cpu: write for example 8x80")
@@ -98,7 +99,3 @@ def this_machine() -> Machine:
         return Machine(*_numbers_of("cpu"))
     sizes = [torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count())]
     return Machine(len(sizes), min(sizes) / 2**30)
-
-
-def _memory_of_host() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

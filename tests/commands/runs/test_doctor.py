@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -34,13 +35,21 @@ def _environment_as_before(monkeypatch, tmp_path):
         (["--set", "a=1"], "--set is about a run"),
         (["--target", "h101", "--ds-config", "X"], "unknown target 'h101': did you mean 'h100'"),
         (["--json", "/nowhere/out.json"], "--json '/nowhere/out.json' is in no folder that exists"),
+        (["--json", "/"], "--json / is a folder: name a file"),
+        (["--json", "PIPE"], "is not a regular file: name another"),
         (["--ds-config", "gpt2_tiny_fp5"], "did you mean 'gpt2_tiny_fp4'"),
         (["--ds-config", "nowhere.json"], "nowhere.json"),
         (["--assume-mfu", "x"], "invalid float value: 'x'"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
-    code = main(words)
+def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys, monkeypatch, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(
+        "megalowbit.commands.runs.doctor._together", lambda *_: pytest.fail("refused too late")
+    )
+    code = main([str(pipe) if word == "PIPE" else word for word in words])
+    assert pipe.is_fifo()
     printed = capsys.readouterr()
     check_refusal(subprocess.CompletedProcess(words, code, printed.out, printed.err), message)
 
@@ -65,6 +74,17 @@ def test_a_fine_run_and_one_that_does_not_fit(tmp_path, capsys):
     assert "doctor: 1 problem (gemm-units)" in capsys.readouterr().out
     assert [each["code"] for each in json.loads(file.read_text())["findings"]][:1] == ["gemm-units"]
     assert not list(tmp_path.glob("runs*"))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_slow_parts_are_announced_on_a_terminal_only(tmp_path, capsys, monkeypatch, is_terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    words = ["--ds-config", str(write_config(tmp_path)), "--target", "h100", "--no-measurements"]
+    assert main([*words, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["verdict"] == "fine"
+    for line in ("start     looking at software", "start     building the model without weights"):
+        assert (line in printed.err) == is_terminal
 
 
 def test_every_target_is_named_in_the_help():
