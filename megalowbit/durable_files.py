@@ -31,7 +31,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, NamedTuple
 
-from megalowbit.errors import TRANSIENT_ERRNOS, TransientError, UserError, file_system_error
+from megalowbit.errors import TRANSIENT_ERRNOS, TransientError, UserError, file_system_error, shown
 from megalowbit.json_text import parse_json, read_text
 
 MANIFEST = "manifest.json"
@@ -103,6 +103,31 @@ def open_regular(path: Path, mode: Literal["a", "a+", "w"], *, buffering: int = 
     if mode == "w":
         file.truncate(0)
     return file
+
+
+def refuse_special_file(path: Path, option: str) -> None:
+    """Refuse an output of the command line that `atomic_file` would replace, or fail on, after the work.
+
+    A link to a regular file is accepted, and so is a path that does not exist. As root, renaming a file onto
+    a device such as `/dev/full` removes the device.
+
+    Args:
+        path: as the user gave it.
+        option: that named it, for the message.
+
+    Raises:
+        UserError: `path` is a folder, or exists and is not a regular file; or it cannot be looked at.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:  # a long name; a null byte
+        raise file_system_error(f"{option} {shown(str(path))} is no valid path ({error})", error) from error
+    if stat.S_ISDIR(mode):
+        raise UserError(f"{option} {path} is a folder: name a file")
+    if not stat.S_ISREG(mode):
+        raise UserError(f"{option} {path} is not a regular file: name another")
 
 
 def _not_regular(path: Path) -> UserError:

@@ -19,6 +19,7 @@ from megalowbit.durable_files import (
     is_step_name,
     open_regular,
     read_manifest,
+    refuse_special_file,
     sha256_of,
     step_name,
     steps_in,
@@ -55,6 +56,22 @@ def test_a_file_is_opened_in_place_and_created_if_missing(tmp_path, mode):
         with open_regular(tmp_path / "a", mode) as file:
             file.write(text)
     assert (tmp_path / "a").read_text(encoding="utf-8") == ("onezwölf" if mode == "a" else "zwölf")
+
+
+def test_an_output_that_is_no_regular_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    (tmp_path / "file").write_text("old")
+    for name in ("file", "new", "file/below"):
+        refuse_special_file(tmp_path / name, "--json")
+    for name in ("pipe", "link"):
+        with pytest.raises(UserError, match=f"^--json .*/{name} is not a regular file: name another$"):
+            refuse_special_file(tmp_path / name, "--json")
+    with pytest.raises(UserError, match="^--out / is a folder: name a file$"):
+        refuse_special_file(Path("/"), "--out")
+    for name in ("a" * 300, "nu\0ll"):
+        with pytest.raises(UserError, match="is no valid path"):
+            refuse_special_file(tmp_path / name, "--json")
 
 
 @pytest.mark.parametrize("mode", ["a", "w"])
