@@ -24,6 +24,7 @@ from megalowbit.json_text import read_json_object, read_text
 from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, BEGUN, ENDED, RANK_ATTEMPTS
 from megalowbit.pretrain.run_folder.folder import CONFIG, LOCK, METRICS, run_folder_of
 
+SUMMARY, DONE = "summary.json", "DONE"
 LARGEST_REFUSAL = 2**20  # bytes
 MOST_PROCESSES = 2**31
 LAST_SECOND = 253402300799.0  # of the year 9999
@@ -49,6 +50,7 @@ class RunFiles:
         refusals: lines of user errors that a job script has kept since the last attempt began, by file.
         rollbacks: reasons of rollbacks in summary.json; those lines of metrics.jsonl are gone.
         summary_steps: steps trained, of summary.json; 0 if it does not say.
+        done_step: the step after which it finished, of `DONE`, or else of the configuration; 0: it has not.
         notes: what could not be read.
     """
 
@@ -65,6 +67,7 @@ class RunFiles:
     refusals: dict[str, str]
     rollbacks: list[str]
     summary_steps: int = 0
+    done_step: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -130,15 +133,16 @@ def read_run(path: Path) -> RunFiles:
     notes: list[str] = []
     metrics = read_metrics(folder / METRICS, notes)
     attempts = _read_attempts(folder, notes)
-    summary = _read_summary(folder / "summary.json")
+    config = _read_config(folder / CONFIG, notes)
+    summary = _json_object(folder / SUMMARY)
     begun = [line["time"] for line in attempts if line["event"] == BEGUN]
     return RunFiles(
         folder=folder,
-        config=_read_config(folder / CONFIG, notes),
+        config=config,
         metrics=metrics,
         layers=read_layers(folder / LAYERS, notes),
         attempts=attempts,
-        is_done=(folder / "DONE").exists(),
+        is_done=(folder / DONE).exists(),
         is_running=_is_locked(folder / LOCK),
         damaged_checkpoints=damaged_in(folder / "checkpoints"),
         saved_steps=_saved_steps(folder / "checkpoints", notes),
@@ -146,6 +150,7 @@ def read_run(path: Path) -> RunFiles:
         refusals=_read_refusals(folder / "slurm", since=max(begun, default=0.0)),
         rollbacks=_rollbacks(summary),
         summary_steps=step_in({"step": summary.get("steps")}) or 0,
+        done_step=_done_step(folder / DONE, config),
         notes=notes,
     )
 
@@ -224,12 +229,22 @@ def _read_refusals(folder: Path, *, since: float) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _read_summary(path: Path) -> dict[str, Any]:
-    """summary.json; a run that has not ended has none."""
+def _json_object(path: Path) -> dict[str, Any]:
+    """A file's object; an empty one if there is none, as in runs that have not ended."""
     try:
         return read_json_object(path)
     except UserError:
         return {}
+
+
+def _done_step(path: Path, config: dict[str, Any]) -> int:
+    if not path.exists():
+        return 0
+    of_run: Any = config.get(BLOCK)
+    for key in ("run", "steps"):
+        of_run = of_run.get(key) if isinstance(of_run, dict) else None
+    step = step_in(_json_object(path))
+    return (step_in({"step": of_run}) if step is None else step) or 0
 
 
 def _rollbacks(summary: dict[str, Any]) -> list[str]:
