@@ -22,6 +22,7 @@ LOST_RANK, KILLED, HANG, NETWORK = "lost rank", "killed", "hang", "network"
 MEMORY, DISK, DEFECT, REFUSED = "out of memory", "disk full", "error", "user error"
 STOPPED, INTERRUPTED, OVERDUE, FOLDER = "stopped", "interrupted", "killed at the limit", "folder deleted"
 GUARD, CHECKPOINT, UNFINISHED = "stopped by the loss", "damaged checkpoint", "unfinished"
+RECORDS = "records missing or damaged"
 
 # What a cause may lead to. A later finding of these names is called its consequence.
 _NUMBERS = frozenset({GRADIENTS, LOSS, ROSE, JUMPED, LAYER, GUARD, RATE, NO_LEARNING})

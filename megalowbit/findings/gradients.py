@@ -16,7 +16,8 @@ import numpy as np
 
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
-from megalowbit.findings.run_files import LAYERS, METRICS, RunFiles
+from megalowbit.findings.layer_tables import LAYERS
+from megalowbit.findings.run_files import METRICS, RunFiles
 
 # A step's gradients differ by less than this factor from those of steps nearby: over 97 healthy runs of tiny
 # models, a scale that had worked was never too large by more than 2^3 (docs/diagnose.md).
@@ -148,7 +149,7 @@ def _rank_at_fault(run: RunFiles, rows: range) -> int | None:
     numbers = numbers[rows.start : rows.stop]
     begun, _ = run.last_attempt
     size = begun.get("processes") if begun is not None else None
-    if size is not None and size < 2:
+    if size == 1:
         return None
     if not np.isfinite(ranks).all() or len(set(ranks)) != 1 or not (numbers == 1).all():
         return None

@@ -104,7 +104,7 @@ def _fall(values: Array, window: int, limit: float) -> Change | None:
     for row in range(SHORTEST, len(values) - 2):
         before = float(np.min(values[max(0, row - window) : row]))
         after = float(np.max(values[row : row + 3]))
-        # twice the limit, and more than half of the loss in a step: learning is not that fast
+        # twice the limit, and more than a third of the loss in a step: learning is not that fast
         if before - after > max(2 * limit, np.log(1.5)):
             return Change(row - 1, row, after - before, is_sudden=True, limit=limit)
     return None

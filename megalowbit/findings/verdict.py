@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megalowbit.findings import endings, gradients, layers, losses, ranks
+from megalowbit.findings import endings, gradients, layers, losses, ranks, records
 from megalowbit.findings.base import Finding
 from megalowbit.findings.run_files import RunFiles
 from megalowbit.values import counted
@@ -63,6 +63,7 @@ class Verdict:
 def diagnosis_of(run: RunFiles) -> Verdict:
     """Diagnose a run."""
     found = [*layers.findings(run), *ranks.findings(run), *gradients.findings(run), *endings.findings(run)]
+    found += records.findings(run)
     found += losses.findings(run, known=found)
     return _ordered(run, found)
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from megalowbit.durable_files import atomic_file
+from megalowbit.durable_files import atomic_file, refuse_special_file
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.report.drawing.chart import NUM_STYLES
 from megalowbit.report.drawing.document import document, paragraphs, part
@@ -21,6 +21,7 @@ from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.head import head
 
 REPORT = "report.html"
+DOCTYPE = b"<!doctype html"  # a page begins with it
 MOST_RUNS = NUM_STYLES  # more lines could not be told apart
 
 
@@ -36,24 +37,38 @@ def write_report(folders: Sequence[Path], out: Path | None = None, *, spectra: s
         the page.
 
     Raises:
-        UserError: a folder is not that of a run with recorded steps, there are too many, or the page cannot
-            be written.
+        UserError: a folder is not that of a run with recorded steps, there are too many, the page cannot be
+            written, or there is a file in its place that is no page.
     """
     if len(folders) > MOST_RUNS:
         raise UserError(f"{len(folders)} runs are too many for one page: name at most {MOST_RUNS}")
     if out is None and len(folders) > 1:
         raise UserError("the page of several runs belongs to none of their folders: name it with --out FILE")
-    path = folders[0] / REPORT if out is None else out
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: name a file, such as {path / REPORT}")
+    path = _checked(folders[0] / REPORT if out is None else out)
     text = page(read_runs(folders), spectra=spectra)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # JSON may have halves of characters
     try:
-        with atomic_file(path) as file:
+        with atomic_file(path.resolve()) as file:  # the target of a link, which stays
             file.write(text)
     except OSError as error:
         remedy = "name another file with --out" if error.errno else "free space"
         raise file_system_error(f"{path} cannot be written ({error.strerror}): {remedy}", error) from error
+    return path
+
+
+def _checked(path: Path) -> Path:
+    """The path of a page; what is there may be replaced only if it is a page, not a run's records."""
+    refuse_special_file(path, "--out")
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(DOCTYPE))
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        message = f"{path} cannot be read ({error.strerror}): name another file with --out"
+        raise file_system_error(message, error) from error
+    if head.lower() != DOCTYPE:
+        raise UserError(f"{path} exists and is no HTML page: name another file with --out, or remove it")
     return path
 
 

@@ -86,3 +86,13 @@ def test_a_loss_that_is_not_finite_in_an_applied_step_has_no_known_cause(records
     records.rows[9]["loss"] = math.inf
     (found,) = findings(records.read(tmp_path / "run"))
     assert (found.name, found.step, found.role) == (base.LOSS, 10, "symptom")
+
+
+@pytest.mark.parametrize("processes", ["8", [8], 10**400, -2, None, True])
+def test_a_number_of_processes_that_is_none_is_not_known(records, tmp_path, processes):
+    scaled(records)
+    skip(records, 40, 60, **{"skipped/rank": 3})
+    records.attempts[0]["processes"] = processes
+    (found,) = findings(records.read(tmp_path / "run"))
+    assert (found.name, found.step) == (base.GRADIENTS, 40)
+    assert "on rank" not in found.title

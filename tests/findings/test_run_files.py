@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from megalowbit.errors import UserError
-from megalowbit.findings.run_files import TABLES_KEPT, read_run
+from megalowbit.findings.layer_tables import TABLES_KEPT
+from megalowbit.findings.run_files import read_run
 from megalowbit.findings.verdict import diagnosis_of
 
 
@@ -72,6 +73,42 @@ def test_tables_are_counted_since_the_one_before_also_after_counts_begin_again(r
     with path.open("a") as file:
         file.write(json.dumps({**line, "step": 70, "elements": 5}) + "\n")
     assert read_run(tmp_path / "run").layers.counts["elements"][-1][0] == 5
+
+
+def test_totals_that_began_again_are_recognised_by_row_and_not_by_count(records, tmp_path):
+    """A count that is now higher than before the restart has begun again as well."""
+    path = records.write(tmp_path / "run") / "overflow_layers.jsonl"
+    line = {"layer": "h.0", "role": "weight", "underflow": 0}
+    tables = ((10, 1000, 50), (20, 1500, 40), (30, 2500, 60))
+    path.write_text(
+        "".join(
+            json.dumps({"step": step, **line, "elements": elements, "saturated": saturated}) + "\n"
+            for step, elements, saturated in tables
+        )
+    )
+    counts = read_run(tmp_path / "run").layers.counts
+    assert counts["elements"][:, 0].tolist() == [1000, 1500, 1000]
+    assert counts["saturated"][:, 0].tolist() == [50, 40, 20]
+
+
+def test_the_last_line_of_a_step_counts_as_in_the_report(records, tmp_path):
+    records.rows[30:30] = [{**records.rows[10], "loss": 9.0, "skipped/tensor": "wte"}]
+    run = records.read(tmp_path / "run")
+    assert run.metrics["loss"][10] == 9.0
+    assert run.metrics.tensors[10] == "wte"
+    assert run.metrics.steps.tolist() == list(range(1, 61))
+    assert run.metrics["loss"][30] == records.rows[31]["loss"]
+    assert run.notes == ["metrics.jsonl: 1 step occurred twice; the last line of each counts"]
+
+
+def test_steps_that_no_run_can_have_are_damaged_lines(records, tmp_path):
+    path = records.write(tmp_path / "run") / "metrics.jsonl"
+    with path.open("a") as file:
+        for step in ("9" * 400, str(2**53), "-1", "61.0", "true"):
+            file.write('{"step": ' + step + ', "loss": 3.0}\n')
+    verdict = diagnosis_of(read_run(tmp_path / "run"))
+    assert verdict.steps == (60, 60)
+    assert verdict.notes == ("metrics.jsonl: 5 damaged lines are left out, the first is 61",)
 
 
 @pytest.mark.parametrize("name", ["nothing", "empty", "file"])
@@ -151,7 +188,10 @@ def test_lines_of_any_form_are_diagnosed_without_an_exception(records, tmp_path,
     assert json.loads(json.dumps(verdict.to_dict(), allow_nan=False))["state"] in ("healthy", "troubled")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "attempts.jsonl", "config.json", "summary.json", ".lock"])
+@pytest.mark.parametrize(
+    "name",
+    ["metrics.jsonl", "overflow_layers.jsonl", "attempts.jsonl", "config.json", "summary.json", ".lock"],
+)
 def test_a_fifo_or_folder_in_the_place_of_a_file_does_not_block(records, tmp_path, name):
     for kind in (os.mkfifo, os.mkdir):
         run = records.write(tmp_path / kind.__name__)

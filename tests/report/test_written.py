@@ -223,6 +223,30 @@ def test_mistakes_are_one_message_each_and_write_nothing(tmp_path):
     assert not (tmp_path / "out.html").exists()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", ".lock", "pipe", "link to metrics"])
+def test_only_a_page_is_replaced_by_a_page(tmp_path, name):
+    run = write_run(tmp_path / "run", 20)
+    (run / ".lock").touch()
+    os.mkfifo(run / "pipe")
+    (run / "link to metrics").symlink_to("metrics.jsonl")
+    before = {each.name: each.lstat() for each in run.iterdir()}
+    with pytest.raises(UserError, match=r"is no HTML page|is not a regular file"):
+        write_report([run], run / name)
+    assert {each.name: (each.lstat().st_ino, each.lstat().st_size) for each in run.iterdir()} == {
+        key: (value.st_ino, value.st_size) for key, value in before.items()
+    }
+
+
+def test_a_page_replaces_an_earlier_one_and_a_link_stays_a_link(tmp_path):
+    run, other = write_run(tmp_path / "run", 20), tmp_path / "other.html"
+    other.write_text("<!DOCTYPE HTML><p>old</p>")
+    (tmp_path / "link.html").symlink_to(other)
+    assert write_report([run], tmp_path / "link.html") == tmp_path / "link.html"
+    assert (tmp_path / "link.html").is_symlink()
+    assert "Training loss" in other.read_text()
+    write_report([run], other)
+
+
 def test_a_folder_that_cannot_be_written_to_needs_another_file(full_run, tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.durable_files import open_regular, sync
@@ -130,9 +130,16 @@ class AttemptRecord:
         rank, is_main = self._identity.rank, self._identity.is_main
         path = self._folder / (ATTEMPTS if is_main else RANK_ATTEMPTS.replace("*", str(rank)))
         record = {"event": event, "time": round(time.time(), 3), "host": socket.gethostname(), "rank": rank}
-        with open_regular(path, "a") as file:
-            file.write(json.dumps({**record, **facts}) + "\n")
+        with open_regular(path, "a+") as file:
+            end = "\n" if _is_torn(file) else ""  # a kill within a write must not cost the next line
+            file.write(end + json.dumps({**record, **facts}) + "\n")
         sync(path)
+
+
+def _is_torn(file: IO[str]) -> bool:
+    """Whether a file has a last line without an end."""
+    size = os.fstat(file.fileno()).st_size
+    return size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
 
 
 def _how(error: BaseException) -> str:

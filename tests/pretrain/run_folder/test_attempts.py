@@ -27,7 +27,7 @@ def lines(folder, name=ATTEMPTS):
 def failed(folder, identity, error, reported=None):
     """Record an attempt that begins and ends by `error`; the watchdog may report another error first."""
     with attempt(folder, identity) as record:
-        record.begin(is_resumed=False)
+        record.begin(is_resumed=False, facts={})
         if reported is not None:
             record.fail(reported)
         raise error
@@ -43,7 +43,7 @@ def test_a_start_and_an_end_are_recorded_by_the_main_process_only(tmp_path, monk
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     for identity in (FIRST, SECOND):
         with attempt(tmp_path, identity) as record:
-            record.begin(is_resumed=True)
+            record.begin(is_resumed=True, facts={})
     begun, ended = lines(tmp_path)
     assert (begun["event"], begun["step"], begun["is_resumed"], begun["processes"], begun["job"]) == (
         "begun", 7, True, 2, "4711"
@@ -76,10 +76,21 @@ def test_an_error_of_all_ranks_or_of_another_is_recorded_by_the_main_process_onl
         setattr(error, attribute, True)
         for identity in (FIRST, SECOND):
             record = attempt(tmp_path, identity)
-            record.begin(is_resumed=False)
+            record.begin(is_resumed=False, facts={})
             record.fail(error)
     assert [line["event"] for line in lines(tmp_path)] == ["begun", "ended"] * 2
     assert [path.name for path in tmp_path.iterdir()] == [ATTEMPTS]
+
+
+@pytest.mark.parametrize(("identity", "name"), [(FIRST, ATTEMPTS), (SECOND, "attempts-rank1.jsonl")])
+def test_a_line_that_a_kill_has_torn_does_not_swallow_the_next_one(tmp_path, identity, name):
+    (tmp_path / name).write_text('{"event": "begun", "ti')
+    with pytest.raises(KeyError):
+        failed(tmp_path, identity, KeyError("x"))
+    torn, *whole = (tmp_path / name).read_text().splitlines()
+    assert torn == '{"event": "begun", "ti'
+    assert [json.loads(line)["event"] for line in whole] == ["begun", "ended"][-len(whole) :]
+    assert len(whole) == (2 if identity.is_main else 1)
 
 
 def test_nothing_is_recorded_before_the_records_of_the_run_are_open(tmp_path):
@@ -97,11 +108,11 @@ def test_an_end_is_recorded_once_and_a_full_disk_hides_no_error(tmp_path, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     record = attempt(tmp_path)
-    record.begin(is_resumed=False)
+    record.begin(is_resumed=False, facts={})
     monkeypatch.setattr("megalowbit.pretrain.run_folder.attempts.open_regular", full)
     record.fail(KeyError("first"))  # raises nothing in its place
     with pytest.raises(UserError, match=r"attempts\.jsonl cannot be written \(No space left on device\)"):
-        attempt(tmp_path).begin(is_resumed=False)
+        attempt(tmp_path).begin(is_resumed=False, facts={})
 
 
 def test_a_run_and_its_continuation_are_two_attempts(resolve, finished):
