@@ -36,8 +36,9 @@ from megalowbit.errors import (
     printed,
     shown,
 )
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.one_line_parser import escape_unprintable_output
 from megalowbit.pretrain.estimate.collector import collector_paused
+from megalowbit.pretrain.metis_flags import PretrainParser
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import (
     STOP_SIGNALS,
@@ -58,20 +59,6 @@ MAIN_RANK_HEAD_START_SECONDS = 5.0
 SHUTDOWN_SECONDS = 60.0
 BENCHMARK_STEPS = 20
 PROFILE = "megalowbit.profile"
-# the table in docs/spectral.md, without "--"
-METIS_FLAGS = """
-    enable-lowbit q-forward-input q-forward-weight q-backward-input q-backward-weight q-backward-outputgrad
-    q-scalar enable-backward-svd backward-lowrank-svd backward-lowrank-niter backward-longtail-schedule
-    backward-broadcast-dim enable-activation-svd activation-lowrank-svd activation-lowrank-niter
-    activation-longtail-schedule activation-broadcast-dim gradacc-broadcast gradacc-broadcast-steps
-    use-power-iter activation-metis-mode gout-metis-mode enable-forward-svd forward-svd-rank
-    forward-svd-warmup-steps forward-svd-merge-steps merged-lr enable-forward-svd-intime
-    forward-lowrank-svd-intime enable-nv-recipe reg-lambda reg-alpha1 reg-alpha2 grad-clipping lr
-    lr-warmup-steps weight-decay adam-beta1 adam-beta2 grad-acc batch-size train-steps save-steps seed
-    win-size model layers embed-dim heads vocab-size dropout-prob n-kv-heads norm-eps rope-theta multiple-of
-    ffn-dim-multiplier dataset-path tokenizer-path chkpt-dir log-dir tag new-tag load-from load-args-from
-    tp-simulate enable-te max-epochs shuffle dataset-workers device reg-beta
-"""
 HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or by itself.
 
     megalowbit pretrain --ds-config gpt2_tiny_fp4 --run-dir runs/first
@@ -80,22 +67,6 @@ HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, s
     deepspeed --module megalowbit pretrain --ds-config X.json
     torchrun --nproc-per-node 8 -m megalowbit pretrain --ds-config X.json
 """
-
-
-class PretrainParser(OneLineParser):
-    """Says of a flag of Metis where its setting is here."""
-
-    def error(self, message: str) -> NoReturn:
-        """As the base class, but for a flag of Metis."""
-        if message.startswith("unrecognized arguments: "):
-            for word in message.split():
-                flag = word.partition("=")[0]
-                if flag.startswith("--") and flag[2:] in METIS_FLAGS.split():
-                    raise UserError(
-                        f"{flag} is a key of the configuration here: docs/spectral.md names it, in the table "
-                        "of Metis's command line"
-                    )
-        super().error(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
