@@ -1,5 +1,6 @@
 """`megalowbit init`: mistakes, and that it never overwrites; tests/pretrain/estimate has what it chooses."""
 
+import shlex
 import subprocess
 
 import pytest
@@ -39,3 +40,14 @@ def test_it_writes_a_folder_and_says_what_it_chose(tmp_path, monkeypatch, capsys
     line = capsys.readouterr().out
     assert line.startswith("megalowbit-0.8M/run.json: 0.8M on CPUs with ")
     assert "ZeRO stage 0, micro-batch 4" in line
+
+
+def test_the_commands_of_the_page_work_where_the_user_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["0.8M", "--machine", "cpu", "--out", "my runs/first"]) == 0
+    page = (tmp_path / "my runs" / "first" / "README.md").read_text()
+    commands = [shlex.split(line) for line in page.splitlines() if line.startswith("megalowbit pretrain")]
+    assert len(commands) == 2
+    for words in commands:
+        assert words[words.index("--ds-config") + 1] == "my runs/first/run.json"
+        assert (tmp_path / words[words.index("--ds-config") + 1]).is_file()
