@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalowbit.distributed.process_group import ProcessIdentity, identify, local_size
 from megalowbit.durable_files import atomic_file
@@ -36,9 +36,8 @@ from megalowbit.errors import (
     printed,
     shown,
 )
-from megalowbit.one_line_parser import escape_unprintable_output
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
 from megalowbit.pretrain.estimate.collector import collector_paused
-from megalowbit.pretrain.metis_flags import PretrainParser
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import (
     STOP_SIGNALS,
@@ -59,6 +58,20 @@ MAIN_RANK_HEAD_START_SECONDS = 5.0
 SHUTDOWN_SECONDS = 60.0
 BENCHMARK_STEPS = 20
 PROFILE = "megalowbit.profile"
+# the table in docs/spectral.md, without "--": keys of the configuration, and others
+METIS_FLAGS = """
+    enable-lowbit q-forward-input q-forward-weight q-backward-input q-backward-weight q-backward-outputgrad
+    q-scalar enable-backward-svd backward-lowrank-svd backward-lowrank-niter backward-longtail-schedule
+    backward-broadcast-dim enable-activation-svd activation-lowrank-svd activation-lowrank-niter
+    activation-longtail-schedule activation-broadcast-dim gradacc-broadcast gradacc-broadcast-steps
+    use-power-iter activation-metis-mode gout-metis-mode enable-forward-svd forward-svd-rank
+    forward-svd-warmup-steps forward-svd-merge-steps merged-lr enable-forward-svd-intime
+    forward-lowrank-svd-intime enable-nv-recipe reg-lambda reg-alpha1 reg-alpha2 grad-clipping lr
+    lr-warmup-steps weight-decay adam-beta1 adam-beta2 grad-acc batch-size train-steps save-steps seed
+    win-size model layers embed-dim heads vocab-size dropout-prob n-kv-heads norm-eps rope-theta multiple-of
+    ffn-dim-multiplier dataset-path tokenizer-path chkpt-dir log-dir tag new-tag load-from load-args-from
+"""
+WITHOUT_COUNTERPART = "tp-simulate enable-te max-epochs shuffle dataset-workers device reg-beta"
 HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or by itself.
 
     megalowbit pretrain --ds-config gpt2_tiny_fp4 --run-dir runs/first
@@ -67,6 +80,23 @@ HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, s
     deepspeed --module megalowbit pretrain --ds-config X.json
     torchrun --nproc-per-node 8 -m megalowbit pretrain --ds-config X.json
 """
+
+
+class PretrainParser(OneLineParser):
+    """Says of a flag of Metis where its setting is here, before it asks for `--ds-config`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base class, but for a flag of Metis."""
+        for flag in (word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)):
+            name = flag[2:].replace("_", "-") if flag.startswith("--") else ""
+            if name in METIS_FLAGS.split():
+                what = "is a key of the configuration here: docs/spectral.md names it"
+            elif name in WITHOUT_COUNTERPART.split():
+                what = "has no key in the configuration here: docs/spectral.md says what replaces it"
+            else:
+                continue
+            raise UserError(f"{flag} {what}, in the table of Metis's command line")
+        return super().parse_known_args(args, namespace)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -11,8 +11,7 @@ import pytest
 from launchers import ROOT, write_config
 from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.pretrain import command_line
-from megalowbit.pretrain.command_line import build_parser, main
-from megalowbit.pretrain.metis_flags import METIS_FLAGS, WITHOUT_COUNTERPART
+from megalowbit.pretrain.command_line import METIS_FLAGS, WITHOUT_COUNTERPART, build_parser, main
 
 START = "start     importing torch and DeepSpeed\n"
 
