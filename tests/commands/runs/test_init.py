@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from launchers import check_refusal
+from megalowbit.commands.runs import init
 from megalowbit.commands.runs.init import main
 
 
@@ -16,6 +17,8 @@ from megalowbit.commands.runs.init import main
         (["7B"], "unknown size '7B': did you mean"),
         (["124M", "--machine", "8"], "--machine '8' is neither GPUSxGIB nor cpu: write for example 8x80"),
         (["124M", "--machine", "0x80"], "--machine '0x80' is neither GPUSxGIB nor cpu"),
+        (["124M", "--machine", "8xH1000"], "unknown target 'H1000': did you mean"),
+        (["124M", "--machine", "0xH100"], "--machine '0xH100' is neither GPUSxGIB nor cpu"),
         (["124M", "--machine", "8x80GB"], "--machine '8x80GB' is neither GPUSxGIB nor cpu"),
         (
             ["124M", "--out", "taken"],
@@ -30,6 +33,14 @@ def test_a_mistake_is_one_line_and_nothing_is_written(arguments, message, tmp_pa
     printed = capsys.readouterr()
     check_refusal(subprocess.CompletedProcess(arguments, code, printed.out, printed.err), message)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_machine_may_be_named_by_the_kind_of_its_gpus():
+    assert [init._numbers_of(each) for each in ("8xH100", "4xgb200", "8x80")] == [
+        (8, 79.1, False),
+        (4, 184.0, False),
+        (8, 80.0, False),
+    ]
 
 
 def test_it_writes_a_folder_and_says_what_it_chose(tmp_path, monkeypatch, capsys):
