@@ -61,8 +61,19 @@ def as_rst(text: str) -> str:
         code = " ".join(found[1].split())  # a span may go over the end of a line
         return f"``{code}``\\ {found[2]}" if found[2] else f"``{code}``"
 
-    parts = re.split(r"(``[^`]+``(?:\\ \w)?)", CODE.sub(literal, text))
-    return "".join(part if part.startswith("``") else re.sub(r"\*(?=\S)", r"\*", part) for part in parts)
+    def in_prose(prose: str) -> str:
+        parts = re.split(r"(``[^`]+``(?:\\ \w)?)", CODE.sub(literal, prose))
+        return "".join(part if part.startswith("``") else re.sub(r"\*(?=\S)", r"\*", part) for part in parts)
+
+    parts = FENCE.split(text)
+    return "".join(code_block(part) if part.startswith("```") else in_prose(part) for part in parts)
+
+
+def code_block(fence: str) -> str:
+    """A Markdown fence as a directive of reStructuredText, Python unless the fence names a language."""
+    first, *lines, _ = fence.split("\n")
+    indented = "".join(f"    {line}\n" if line.strip() else "\n" for line in lines)
+    return f".. code-block:: {first.strip('` ') or 'python'}\n\n{indented}"
 
 
 def read_docstring(

@@ -148,14 +148,15 @@ def check_values(config: Mapping[str, Any]) -> None:
 
 def _check_monitor(key: str, block: Any, package: str) -> None:
     is_on = block.get("enabled") if isinstance(block, Mapping) else None
-    if is_on not in (None, False) and not _is_installed(package):
+    if is_on not in (None, False) and not is_installed(package):
         raise UserError(
             f"{key}.enabled = {shown(is_on)} needs the package {package}: pip install {package}, "
             "or set it to false"
         )
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
+    """Whether a package is there, without importing it."""
     spec = importlib.util.find_spec(package)
     # without an origin it is a mere folder of that name, such as the ./wandb of earlier runs
     return spec is not None and spec.origin is not None

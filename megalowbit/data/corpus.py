@@ -283,6 +283,12 @@ class DocumentShare(Corpus):
             if (hash_of(text) < self._share) == self._is_held_out:
                 found += 1
                 yield text
+        if not found and total == 1:
+            raise UserError(
+                f"data.validation.share = {self._share:g} cannot divide corpus {self._corpus.name}: a text "
+                "file is one document, which no share can divide: name other text in data.validation.corpus, "
+                "or a folder of files"
+            )
         if not found:
             problem = "holds out none" if self._is_held_out else "holds out all"
             remedy = "raise" if self._is_held_out else "lower"

@@ -437,7 +437,9 @@ class BitLinear(SplitLinear):
         name = self.layer_name
         if self.siblings and role in INPUT_ROLES and shares_input(self._recipe):
             name = self.siblings[0]  # the same numbers for all siblings, so the same codes
-        return stream.key(name, role, step=use.step, use=use.number, is_shared=is_shared, shard=shard)
+        is_repeatable = role.endswith("_split") and not use.is_training
+        number = 0 if is_repeatable else use.number  # evaluations of one input start splits alike
+        return stream.key(name, role, step=use.step, use=number, is_shared=is_shared, shard=shard)
 
     def _observe(self, observer: Observer, role: str, counts: Tensor, error: Tensor) -> None:
         if self.shards is None or self.shards.is_reported(role):

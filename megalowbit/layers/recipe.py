@@ -106,18 +106,20 @@ class Recipe:
     keep_if_present: tuple[str, ...] = ()
 
     def __new__(cls, *args: Any, **values: Any) -> Recipe:
-        """Check the arguments' names; a dataclass only raises TypeErrors. A copy passes no arguments."""
+        """Check the arguments' names; a dataclass only raises TypeErrors."""
         if args:
             value = shown(args[0])
             raise UserError(f"Recipe takes fields by name, not {value}: did you mean mlb.recipe({value})?")
         for key in values.keys() - cls.__dataclass_fields__:
             raise unknown_name("recipe key", key, cls.__dataclass_fields__)
-        missing = [field for field in ("name", *OPERAND_FIELDS) if field not in values]
-        if values and missing:
+        if missing := [field for field in ("name", *OPERAND_FIELDS) if field not in values]:
             raise UserError(
                 f"recipe block lacks {', '.join(missing)}: add them, or a base ({', '.join(recipes())})"
             )
         return super().__new__(cls)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(Recipe, **{each.name: getattr(self, each.name) for each in fields(self)}), ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -159,9 +161,8 @@ class Recipe:
     @property
     def transformed_products(self) -> tuple[str, ...]:
         """The products whose operands are transformed."""
-        if isinstance(self.hadamard, bool):
-            return ("grad_weight",) if self.hadamard else ()
-        return self.hadamard
+        of_true = ("grad_weight",) if self.hadamard else ()
+        return of_true if isinstance(self.hadamard, bool) else self.hadamard
 
     @property
     def redraws_signs(self) -> bool:
@@ -186,11 +187,12 @@ class Recipe:
         Raises:
             UserError: a key is unknown, a value is invalid, or fields are missing and there is no base.
         """
-        known = [field.name for field in fields(Recipe)]
+        if not isinstance(values, Mapping):
+            raise UserError(f"a recipe block must be a mapping, not {shown(values)}")
+        known = ["base", *(field.name for field in fields(Recipe))]
         problems = Problems()
-        for key in values:
-            if key not in known and key != "base":
-                problems.add(unknown_name("recipe key", key, ["base", *known]))
+        for key in (each for each in values if each not in known):
+            problems.add(unknown_name("recipe key", key, known))
         problems.raise_any()
         changes = {key: value for key, value in values.items() if key != "base"}
         if "base" in values:
@@ -209,10 +211,8 @@ class Recipe:
 
     def __str__(self) -> str:
         forward = f"input {self.q_forward_input}, weight {self.q_forward_weight}"
-        backward = (
-            f"input {self.q_backward_input}, weight {self.q_backward_weight}, "
-            f"grad_output {self.q_backward_outputgrad}"
-        )
+        backward = f"input {self.q_backward_input}, weight {self.q_backward_weight}, "
+        backward += f"grad_output {self.q_backward_outputgrad}"
         if self.outputgrad_for_weight != self.q_backward_outputgrad:
             backward += f", grad_output for weight {self.outputgrad_for_weight}"
         extra = "".join(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megalowbit.config.values import is_installed
 from megalowbit.data.settings import DataSettings
 from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems, UserError
@@ -52,7 +53,8 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
 
     Args:
         config: the configuration.
-        has_model: whether the model's files can be read on this machine; if not, they are not checked.
+        has_model: whether this machine has the model's files and the run's packages; if not, they are not
+            checked.
 
     Raises:
         UserError: a line for each mistake.
@@ -71,9 +73,21 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
                     raise UserError(f"{BLOCK}.{component.key}: {error}") from None
     if has_model:
         with problems.collect():
+            _check_trackio(config)
+        with problems.collect():
             model = read_config(settings.model)
             check_attention(model, settings.data, config.parts.settings.precision)
     problems.raise_any()
+
+
+def _check_trackio(config: PretrainConfig) -> None:
+    """Reject `trackio` without its package, as DeepSpeed's blocks are for theirs."""
+    trackio = config.settings.trackio
+    if trackio is not None and trackio.enabled and not is_installed("trackio"):
+        raise UserError(
+            f"{BLOCK}.trackio is enabled but trackio is not installed: pip install 'megalowbit[trackio]', or "
+            f"set {BLOCK}.trackio.enabled=false"
+        )
 
 
 def check_attention(model: PretrainedConfig, data: DataSettings, precision: str) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from megalowbit.distributed.process_group import ProcessIdentity, identify, local_size
 from megalowbit.durable_files import atomic_file
@@ -58,7 +58,7 @@ MAIN_RANK_HEAD_START_SECONDS = 5.0
 SHUTDOWN_SECONDS = 60.0
 BENCHMARK_STEPS = 20
 PROFILE = "megalowbit.profile"
-# the table in docs/spectral.md, without "--"
+# the table in docs/spectral.md, without "--": keys of the configuration, and others
 METIS_FLAGS = """
     enable-lowbit q-forward-input q-forward-weight q-backward-input q-backward-weight q-backward-outputgrad
     q-scalar enable-backward-svd backward-lowrank-svd backward-lowrank-niter backward-longtail-schedule
@@ -70,8 +70,8 @@ METIS_FLAGS = """
     lr-warmup-steps weight-decay adam-beta1 adam-beta2 grad-acc batch-size train-steps save-steps seed
     win-size model layers embed-dim heads vocab-size dropout-prob n-kv-heads norm-eps rope-theta multiple-of
     ffn-dim-multiplier dataset-path tokenizer-path chkpt-dir log-dir tag new-tag load-from load-args-from
-    tp-simulate enable-te max-epochs shuffle dataset-workers device reg-beta
 """
+WITHOUT_COUNTERPART = "tp-simulate enable-te max-epochs shuffle dataset-workers device reg-beta"
 HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, srun or by itself.
 
     megalowbit pretrain --ds-config gpt2_tiny_fp4 --run-dir runs/first
@@ -83,19 +83,20 @@ HELP = """Pretrain a language model in FP4. Start it with deepspeed, torchrun, s
 
 
 class PretrainParser(OneLineParser):
-    """Says of a flag of Metis where its setting is here."""
+    """Says of a flag of Metis where its setting is here, before it asks for `--ds-config`."""
 
-    def error(self, message: str) -> NoReturn:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As the base class, but for a flag of Metis."""
-        if message.startswith("unrecognized arguments: "):
-            for word in message.split():
-                flag = word.partition("=")[0]
-                if flag.startswith("--") and flag[2:] in METIS_FLAGS.split():
-                    raise UserError(
-                        f"{flag} is a key of the configuration here: docs/spectral.md names it, in the table "
-                        "of Metis's command line"
-                    )
-        super().error(message)
+        for flag in (word.partition("=")[0] for word in (sys.argv[1:] if args is None else args)):
+            name = flag[2:].replace("_", "-") if flag.startswith("--") else ""
+            if name in METIS_FLAGS.split():
+                what = "is a key of the configuration here: docs/spectral.md names it"
+            elif name in WITHOUT_COUNTERPART.split():
+                what = "has no key in the configuration here: docs/spectral.md says what replaces it"
+            else:
+                continue
+            raise UserError(f"{flag} {what}, in the table of Metis's command line")
+        return super().parse_known_args(args, namespace)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -554,6 +554,19 @@ def test_text_that_cannot_be_used_is_refused_in_one_line(documents, tmp_path, na
     assert str(refused.value).count("data.validation: ") == 1
 
 
+@pytest.mark.parametrize("share", [1e-9, 1 - 1e-12])
+def test_a_share_of_one_text_file_is_refused_with_a_remedy_that_helps(tmp_path, share):
+    corpus = tmp_path / "book.txt"
+    corpus.write_text("all of it is one document. " * 10)
+    given = data(corpus, tmp_path, validation={"share": share})
+    with pytest.raises(
+        UserError, match=r"which no share can divide: name other text in data\.valid"
+    ) as found:
+        open_validation(given, BYTES) if share < 0.5 else count_samples(given)
+    assert "raise it" not in str(found.value)
+    assert "\n" not in str(found.value)
+
+
 def test_text_is_described_without_reading_it(documents, tmp_path):
     held = tmp_path / "held.txt"
     held.write_text("short")

@@ -134,3 +134,11 @@ def test_a_docstring_is_turned_into_restructured_text(pages):
         pages.as_rst("`a\nb`s, f(*args), ``x*y`` and 2 * 3") == "``a b``\\ s, f(\\*args), ``x*y`` and 2 * 3"
     )
     assert pages.as_rst("* a list\n* of `two`") == "* a list\n* of ``two``"
+
+
+def test_a_fence_in_a_docstring_becomes_a_directive_with_its_lines_unchanged(pages):
+    text = "Do `it`:\n\n```\nf(*a,\n    b=`1`)\n\ng()\n```\n\nThen."
+    assert pages.as_rst(text) == (
+        "Do ``it``:\n\n.. code-block:: python\n\n    f(*a,\n        b=`1`)\n\n    g()\n\n\nThen."
+    )
+    assert pages.as_rst("```json\n{}\n```").startswith(".. code-block:: json\n\n    {}\n")

@@ -1,4 +1,7 @@
+import copy
+import dataclasses
 import json
+import pickle
 
 import pytest
 
@@ -320,3 +323,27 @@ def test_recipes_with_splits_can_be_rebuilt_from_json(name):
 def test_a_conversion_report_describes_the_splits():
     text = str(recipe("metis-seed"))
     assert "split_grad_output (method svd_lowrank, rank 60, niter 0, order seed" in text
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "metis-qb", "quartet"])
+def test_copies_and_pickles_are_equal(name):
+    original = recipe(name)
+    copies = [copy.copy(original), copy.deepcopy(original), dataclasses.replace(original)]
+    copies += [pickle.loads(pickle.dumps(original, each)) for each in range(pickle.HIGHEST_PROTOCOL + 1)]
+    for each in copies:
+        assert each == original
+        assert hash(each) == hash(original)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Recipe, r"^recipe block lacks name, q_forward_input, .*: add them, or a base \("),
+        (lambda: Recipe.from_dict(None), r"^a recipe block must be a mapping, not None"),
+        (lambda: Recipe.from_dict([1]), r"^a recipe block must be a mapping, not \[1\]"),
+    ],
+)
+def test_a_recipe_of_nothing_is_refused_in_one_line(make, message):
+    with pytest.raises(UserError, match=message) as found:
+        make()
+    assert "\n" not in str(found.value)

@@ -9,6 +9,7 @@ from forks import run_script
 from launchers import ROOT, write_config
 from megalowbit.commands.runs import submit
 from megalowbit.errors import UserError, lines_of
+from megalowbit.pretrain import checks
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.command_line import main
 from megalowbit.pretrain.sweep.runs import Run
@@ -48,6 +49,16 @@ def test_all_entry_points_reject_a_value_with_the_same_message(override, word, c
         run.resolved()
     assert lines_of(caught.value) == expected
     assert not run_dir.exists(), "nothing is written before a configuration is known to be right"
+
+
+def test_trackio_without_its_package_is_refused_before_a_model_is_built(config, monkeypatch):
+    on = ["megalowbit.trackio.enabled=true"]
+    monkeypatch.setattr(checks, "is_installed", lambda package: package != "trackio")
+    with pytest.raises(UserError, match=r"^megalowbit.trackio is enabled but .*set megalowbit.trackio.ena"):
+        load_checked_config(config, on, world_size=1)
+    load_checked_config(config, [], world_size=1)
+    monkeypatch.setattr(checks, "is_installed", lambda package: True)
+    load_checked_config(config, on, world_size=1)
 
 
 THREE_AT_ONCE = ["megalowbit.checkpoint.keep=true", "communication_data_type=fp99", "megalowbit.recipe={}"]

@@ -11,7 +11,7 @@ import pytest
 from launchers import ROOT, write_config
 from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.pretrain import command_line
-from megalowbit.pretrain.command_line import METIS_FLAGS, build_parser, main
+from megalowbit.pretrain.command_line import METIS_FLAGS, WITHOUT_COUNTERPART, build_parser, main
 
 START = "start     importing torch and DeepSpeed\n"
 
@@ -242,12 +242,23 @@ def test_a_flag_of_metis_points_to_the_page_that_translates_it(capsys):
     rows = [row.partition(" | ")[0] for row in table.splitlines()]
     documented = {flag for row in rows for flag in re.findall(r"`(--[a-z0-9-]+)", row)}
     known = {f"--{name}" for name in METIS_FLAGS.split()}
-    assert known == documented - {"--local-rank"} | {"--reg-beta"}  # a launcher's; without a row
-    for flag in known:
-        assert main(["--ds-config", "x.json", flag, "1"]) == 2
-        printed = capsys.readouterr().err
-        assert printed.startswith(f"error: {flag} is a key of the configuration here: docs/spectral.md ")
-        assert printed.count("\n") == 1
+    others = {f"--{name}" for name in WITHOUT_COUNTERPART.split()}
+    assert known | others == documented - {"--local-rank"} | {"--reg-beta"}  # a launcher's; without a row
+    without = next(row for row in table.splitlines() if "no counterpart" in row).partition(" | ")[0]
+    assert others == set(re.findall(r"`(--[a-z-]+)", without)) - {"--local-rank"} | {"--reg-beta"}
+    for flag in known | others:
+        sentence = "is a key of the configuration here: docs/spectral.md names it"
+        if flag in others:
+            sentence = "has no key in the configuration here: docs/spectral.md says what replaces it"
+        with_underscores = "--" + flag[2:].replace("-", "_")
+        for given in ([flag, "1"], [f"{flag}=1"], [with_underscores], ["--ds-config", "x.json", flag]):
+            assert main(given) == 2
+            word = next(each for each in given if each.startswith("--") and each != "--ds-config")
+            word = word.partition("=")[0]
+            table_name = "in the table of Metis's command line"
+            assert capsys.readouterr().err == f"error: {word} {sentence}, {table_name}\n"
+    assert main(["--tag-of-mine"]) == 2
+    assert "required: --ds-config" in capsys.readouterr().err
     assert main(["--ds-config", "x.json", "--enable-low"]) == 2
     assert capsys.readouterr().err == "error: unrecognized arguments: --enable-low; see --help\n"
 

@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--machine",
         metavar="GPUSxGIB",
-        help="number of GPUs and memory of each, such as 8x80; or cpu (default: this machine)",
+        help="GPUs and memory or kind of each, such as 8x80 or 8xH100; or cpu (default: this machine)",
     )
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="new folder for the files (default: megalowbit-SIZE)"
@@ -82,9 +82,16 @@ def _numbers_of(text: str) -> tuple[int, float, bool]:
     """Processes, GiB and whether they are CPUs, of `--machine`."""
     if text == "cpu":
         return (1, host_memory() / 2**30, True)
+    named = re.fullmatch(r"(\d{1,5})[x×]([A-Za-z]+\d+[A-Za-z]?)", text)
+    if named is not None and int(named[1]) >= 1:
+        from megalowbit.doctor.target import named_target
+
+        return (int(named[1]), named_target(named[2]).memory, False)
     found = re.fullmatch(r"(\d{1,5})[x×](\d{1,4}(?:\.\d+)?)", text)
     if found is None or int(found[1]) < 1 or float(found[2]) < 1:
-        raise UserError(f"--machine {shown(text)} is neither GPUSxGIB nor cpu: write for example 8x80")
+        raise UserError(
+            f"--machine {shown(text)} is neither GPUSxGIB nor cpu: write for example 8x80 or 8xH100"
+        )
     return (int(found[1]), float(found[2]), False)
 
 

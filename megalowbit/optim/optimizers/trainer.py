@@ -90,6 +90,7 @@ def trainer_optimizers(
         adam_beta1=args.adam_beta1,
         adam_beta2=args.adam_beta2,
         adam_eps=args.adam_epsilon,
+        sgd_momentum=0.0,  # as Trainer's SGD, for which `args` have no momentum
         params_have_main_grad=args.world_size == 1,
     )
     optimizer = get_megatron_optimizer(

@@ -10,6 +10,7 @@ chosen.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,7 +78,7 @@ class StartingConfig:
         """
         with new_folder(folder) as draft:
             write_files(draft, self.content, self.model)
-            (draft / "README.md").write_text(readme(self), encoding="utf-8")
+            (draft / "README.md").write_text(readme(self, folder), encoding="utf-8")
 
 
 def starting_config(size: str, machine: Machine, scratch: Path) -> StartingConfig:
@@ -165,7 +166,7 @@ def _fits(memory: MemoryEstimate, machine: Machine) -> bool:
     return _needed(memory, machine) <= USABLE * machine.gib * GIB
 
 
-def readme(config: StartingConfig) -> str:
+def readme(config: StartingConfig, folder: Path) -> str:
     """What the keys of the configuration mean, why they have these values, and how to start."""
     block, batch = config.content[BLOCK], config.content["train_batch_size"]
     tokens, steps = batch * block["data"]["sequence_length"], block["run"]["steps"]
@@ -202,13 +203,14 @@ def readme(config: StartingConfig) -> str:
     start = f"deepspeed --num_gpus {processes} --module megalowbit pretrain"
     if processes == 1:
         start = "megalowbit pretrain"
+    path = shlex.quote(str(folder / CONFIG))
     return f"""# {config.size} on {config.machine}
 
 `{CONFIG}` is a DeepSpeed configuration with a `"megalowbit"` block, made by `megalowbit init {config.size}`.
 
 ```
-megalowbit pretrain --ds-config {CONFIG} --dry-run --processes {processes}   # what will run, and its memory
-{start} --ds-config {CONFIG} --run-dir runs/first
+megalowbit pretrain --ds-config {path} --dry-run --processes {processes}   # what will run, and its memory
+{start} --ds-config {path} --run-dir runs/first
 ```
 
 | key | value | why |

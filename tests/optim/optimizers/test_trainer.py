@@ -70,6 +70,20 @@ def test_the_weights_are_those_of_a_plain_loop(tmp_path, dtype):
     assert differing(weights(trainer), model.state_dict()) == []
 
 
+def test_sgd_takes_the_steps_of_trainers_own(tmp_path):
+    settings = {"optim": "sgd", "learning_rate": 0.1, "weight_decay": 0.0}
+    ours = make_ours(tmp_path / "ours", torch.float32, **settings)
+    own = make(tmp_path / "own", llama(dtype=torch.float32), **settings)
+    for each in (ours, own):
+        each.train()
+    assert type(own.optimizer.optimizer) is torch.optim.SGD
+    expected = own.model.state_dict()
+    start = llama(dtype=torch.float32).state_dict()
+    for name, value in ours.model.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+    assert any(not torch.allclose(value, start[name], atol=1e-4) for name, value in expected.items())
+
+
 def test_a_resumed_run_ends_with_the_same_weights_and_masters(whole, tmp_path):
     folder, expected, expected_masters = whole
     resumed = make_ours(tmp_path)

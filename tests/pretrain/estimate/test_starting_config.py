@@ -57,7 +57,7 @@ def test_stage_and_micro_batch_fit_and_the_next_ones_do_not(size, machine, tmp_p
 def test_the_page_has_the_values_of_the_configuration_and_the_files_stay_together(tmp_path):
     found, path = made("0.8M", Machine(1, 16, is_cpu=True), tmp_path)
     page = (path.parent / "README.md").read_text()
-    assert page == readme(found)
+    assert page == readme(found, path.parent)
     for key, value in (("megalowbit.run.steps", "700"), ("train_batch_size", "4")):
         assert f"| `{key}` | `{value}` |" in page
     assert str(found.memory) in page

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from megalowbit.data.tokenize import FolderTokenizer, Tokenizer
     from megalowbit.layers.recipe import Recipe
     from megalowbit.telemetry.sinks.jsonl import JsonlFile
+
+logger = logging.getLogger(__name__)
 
 KEY = "megalowbit.samples"
 LINE_WIDTH = 100
@@ -110,6 +113,8 @@ class Samples(Component):
         self._decoder: FolderTokenizer | None = None
         self._file: JsonlFile | None = None  # on the main process
         self._written: list[list[int]] = []  # tokens of the texts of this step
+        self._nonfinite: set[int] = set()  # numbers of those texts that logits with inf or NaN have ended
+        self._has_warned = False
 
     @classmethod
     def check_recipe(cls, settings: SamplesSettings, recipe: Recipe) -> None:
@@ -142,7 +147,7 @@ class Samples(Component):
 
     def evaluate(self, step: int, progress: Callable[[], None]) -> Facts:
         """Write the texts of this step; the metrics get nothing."""
-        self._written = []
+        self._written, self._nonfinite = [], set()
         if step != self._total_steps and step % self._settings.every:
             return {}
         from megalowbit.layers.conversion.evaluation import evaluation
@@ -172,6 +177,9 @@ class Samples(Component):
             output = engine(input_ids=input, past_key_values=cache, use_cache=True)
             cache = output.past_key_values
             token = self._choose(output.logits[0, -1], generator)
+            if token is None and not has_ended:
+                self._nonfinite.add(number)
+            token = self._end if token is None else token
             has_ended = has_ended or token == self._end
             if not has_ended:
                 new.append(token)
@@ -180,13 +188,13 @@ class Samples(Component):
             input = torch.tensor([[token]], device=device)
         return new
 
-    def _choose(self, logits: Tensor, generator: Any) -> int:
-        """A token from logits (vocabulary,); the end of the document if they are not finite."""
+    def _choose(self, logits: Tensor, generator: Any) -> int | None:
+        """A token from logits (vocabulary,); None if they are not finite."""
         import torch
 
         logits = logits[: self._tokenizer.vocab_size].double().cpu()  # others are padding
         if not torch.isfinite(logits).all():
-            return self._end
+            return None
         if not self._settings.temperature:
             return int(logits.argmax())
         shares = torch.softmax((logits - logits.max()) / self._settings.temperature, dim=0)
@@ -198,8 +206,16 @@ class Samples(Component):
             return ()
         samples = self._samples()
         for sample, tokens in zip(samples, self._written, strict=True):
-            self._file.append(
-                {"step": step, "prompt": sample.prompt, "text": sample.text, "tokens": len(tokens)}
+            record = {"step": step, "prompt": sample.prompt, "text": sample.text, "tokens": len(tokens)}
+            self._file.append(record | ({"nonfinite": True} if sample.number in self._nonfinite else {}))
+        if self._nonfinite and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "samples after step %d: the model's logits are inf or NaN and ended %d of %d texts; "
+                '"nonfinite" marks them in samples.jsonl',
+                step,
+                len(self._nonfinite),
+                len(samples),
             )
         return (sample_line(step, samples),)
 

@@ -109,7 +109,7 @@ def test_the_same_numbers_are_drawn_for_a_text_only():
     assert all(0 <= seed < 2**56 for seed in seeds)
 
 
-def test_the_end_of_the_document_and_logits_that_are_not_finite_end_a_text(build_job, tmp_path):
+def test_the_end_of_the_document_and_logits_that_are_not_finite_end_a_text(build_job, tmp_path, caplog):
     job = build_job(samples(every=1))
     found = job.find(Samples)
     outputs = iter([[0.0, 3.0, 1.0], [0.0, 1.0, 3.0], [9.0, 1.0, 2.0]])
@@ -139,8 +139,20 @@ def test_the_end_of_the_document_and_logits_that_are_not_finite_end_a_text(build
 
     found._engine = engine_with(outputs)
     assert found._write([5], 1, 1, lambda: None) == [1, 2]  # then 0 ends it
+    assert found._nonfinite == set()
     found._engine = engine_with(iter([[0.0, 3.0, 1.0], [float("nan"), 1.0, 3.0]]))
     assert found._write([5], 1, 1, lambda: None) == [1]
+    assert found._nonfinite == {1}
+    found.open_records(tmp_path, None)
+    found._written = [[1], [1, 2]]
+    for step in (1, 2):
+        list(found.after_step(step, {}))
+    found.close_records()
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row.get("nonfinite") for row in rows] == [True, None] * 2
+    assert [each.getMessage()[:42] for each in caplog.records if each.levelname == "WARNING"] == [
+        "samples after step 1: the model's logits a"
+    ]
 
 
 @pytest.mark.parametrize(
