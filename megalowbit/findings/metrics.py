@@ -21,6 +21,13 @@ NUMBERS = (
     "ranks/other_loss",
 )  # fmt: skip
 
+# of them, those that count or name a rank
+WHOLE = (
+    "skipped_steps", "skipped/rank", "skipped/ranks", "skipped/tensors", "rollbacks", "ranks/slowest",
+    "ranks/highest_loss_rank",
+)  # fmt: skip
+MOST_WHOLE = 2**31
+
 
 @dataclass(frozen=True)
 class Metrics:
@@ -98,4 +105,6 @@ def read_metrics(path: Path, notes: list[str]) -> Metrics:
         repeated = counted(len(steps) - len(kept), "step")
         notes.append(f"{path.name}: {repeated} occurred twice; the last line of each counts")
     columns = {name: np.array(column, dtype=np.float64)[kept] for name, column in values.items()}
+    for name in WHOLE:
+        columns[name][~((columns[name] >= 0) & (columns[name] < MOST_WHOLE))] = np.nan
     return Metrics(unique, columns, [tensors[row] for row in kept], num_damaged, first_damaged)

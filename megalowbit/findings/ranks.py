@@ -120,7 +120,9 @@ def _speed(speed: Array, first: int, step: int) -> list[Evidence]:
 
 def _apart(run: RunFiles) -> list[Finding]:
     metrics = run.metrics
-    gap = metrics["ranks/highest_loss"] - metrics["ranks/other_loss"]
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gap = metrics["ranks/highest_loss"] - metrics["ranks/other_loss"]
+    gap = np.where(np.isfinite(gap), gap, np.nan)
     known = gap[np.isfinite(gap)]
     if len(known) < 8:
         return []

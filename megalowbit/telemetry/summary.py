@@ -204,12 +204,12 @@ class RunSummary:
         if 0 < self.timed_steps < totals.steps - 1:
             speed += f" (last {self.timed_steps:,} steps)"
         rows = [
-            ("steps", steps, "time", columns.duration_text(totals.seconds)),
+            ("steps", steps, "time in steps", columns.duration_text(totals.seconds)),
             ("final loss", columns.loss_text(totals.final_loss), "best loss", best_loss),
             ("tokens", f"{totals.tokens:,}", "tokens/s", speed),
             *self.rows,
         ]
-        return "\n".join(f"{a:<12}{b:<28}{c:<12}{d}".rstrip() for a, b, c, d in rows)
+        return "\n".join(f"{a:<12}{b:<28}{c:<15}{d}".rstrip() for a, b, c, d in rows)
 
 
 def worst_layers(layers: Sequence[LayerOverflow]) -> tuple[WorstLayer, ...]:

@@ -64,7 +64,8 @@ def test_a_speed_of_a_part_of_the_run_says_so():
     for _ in range(30):
         totals.add_step(loss=1.0, tokens=100, seconds=0.5, is_skipped=False)
     of_a_part = RunSummary(totals=totals, tokens_per_second=200.0, timed_steps=8).render()
-    assert "tokens/s    200 (last 8 steps)" in of_a_part
+    assert "tokens/s       200 (last 8 steps)" in of_a_part
+    assert "time in steps  " in of_a_part
     assert "last" not in RunSummary(totals=totals, tokens_per_second=200.0, timed_steps=29).render()
 
 
@@ -89,7 +90,7 @@ def test_what_parts_of_a_run_add_is_in_the_file_and_on_the_screen(tmp_path):
     assert {name: stored[name] for name in entries} == entries
     assert list(stored)[-4:] == ["worst_layers", "overflows", *entries]
     (row,) = [line for line in summary.render().splitlines() if line.startswith("low bits")]
-    assert row == "low bits    71.25% of products          verified    12,000, 75.00% hits"
+    assert row == "low bits    71.25% of products          verified       12,000, 75.00% hits"
     RunSummary(totals=RunTotals()).write(path)
     assert list(json.loads(path.read_text()))[-2:] == ["worst_layers", "overflows"]
     assert "low bits" not in RunSummary(totals=RunTotals()).render()
