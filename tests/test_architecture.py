@@ -96,6 +96,7 @@ SMALL = 100  # lines: such files may share a test file
 FRAGMENT = 60  # a shorter file with a single importer belongs into that importer
 ONE_FILE_EACH = {  # registries, whose entries may be as short as they are
     "megalowbit.families.registry",
+    "megalowbit.findings.verdict",
     "megalowbit.optim.loss_scale.registry",
     "megalowbit.pretrain.components.registry",
 }

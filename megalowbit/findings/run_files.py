@@ -42,7 +42,7 @@ class RunFiles:
         metrics: see there.
         layers: None if nothing was counted.
         attempts: lines of attempts.jsonl and of those of other ranks, by time.
-        is_done: whether the run has finished.
+        is_done: whether the run has finished, and was not continued with more steps.
         is_running: whether a process holds the folder's lock.
         damaged_checkpoints: names of folders that were renamed because of damage.
         saved_steps: steps with a checkpoint.
@@ -136,13 +136,14 @@ def read_run(path: Path) -> RunFiles:
     config = _read_config(folder / CONFIG, notes)
     summary = _json_object(folder / SUMMARY)
     begun = [line["time"] for line in attempts if line["event"] == BEGUN]
+    done_step = _done_step(folder / DONE, config)
     return RunFiles(
         folder=folder,
         config=config,
         metrics=metrics,
         layers=read_layers(folder / LAYERS, notes),
         attempts=attempts,
-        is_done=(folder / DONE).exists(),
+        is_done=(folder / DONE).exists() and not _is_extended(metrics, done_step),
         is_running=_is_locked(folder / LOCK),
         damaged_checkpoints=damaged_in(folder / "checkpoints"),
         saved_steps=_saved_steps(folder / "checkpoints", notes),
@@ -150,7 +151,7 @@ def read_run(path: Path) -> RunFiles:
         refusals=_read_refusals(folder / "slurm", since=max(begun, default=0.0)),
         rollbacks=_rollbacks(summary),
         summary_steps=step_in({"step": summary.get("steps")}) or 0,
-        done_step=_done_step(folder / DONE, config),
+        done_step=done_step,
         notes=notes,
     )
 
@@ -235,6 +236,11 @@ def _json_object(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except UserError:
         return {}
+
+
+def _is_extended(metrics: Metrics, done_step: int) -> bool:
+    """Whether a finished run was continued with more steps; `DONE` is then of its earlier end."""
+    return bool(len(metrics.steps)) and 0 < done_step < int(metrics.steps[-1])
 
 
 def _done_step(path: Path, config: dict[str, Any]) -> int:

@@ -74,3 +74,10 @@ def test_a_run_without_any_record_says_so(tmp_path):
     verdict = diagnosis_of(read_run(folder))
     assert (verdict.state, verdict.first.name) == (TROUBLED, base.UNFINISHED)
     assert verdict.first.role == "symptom"
+
+
+def test_a_finished_run_that_is_continued_and_killed_is_not_done(records, tmp_path):
+    records.attempts = [begun(step=0), ended("finished", step=40), begun(step=40) | {"time": 9e9}]
+    folder = records.write(tmp_path / "run")
+    (folder / "DONE").write_text('{"step": 40}')
+    assert diagnosis_of(read_run(folder)).first.name == base.KILLED
