@@ -144,7 +144,9 @@ def test_completion_without_shtab_names_the_remedy_and_with_it_every_command(she
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
-@pytest.mark.parametrize("start", [["-m", "megalowbit", "study"], ["tools/study.py"]])
+@pytest.mark.parametrize(
+    "start", [["-m", "megalowbit", "study"], pytest.param(["tools/study.py"], marks=pytest.mark.slow)]
+)
 def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(start, tmp_path):
     words = [*start, "configs/studies/gap.json", "--out", str(tmp_path), "--list"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quick_cases import slow_except
 
 from megalowbit.data import hub
 from megalowbit.data.hub import HubCorpus, splits_overlap
@@ -158,7 +159,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("after", [0, 700, 4999])
+@pytest.mark.parametrize("after", slow_except([700], [0, 700, 4999]))
 def test_a_killed_build_leaves_no_cache_and_the_next_one_continues(tmp_path, library, after, caplog):
     folder, cache = write(tmp_path / "set"), tmp_path / "cache"
     (tmp_path / "program.py").write_text("if True:" + KILLED)

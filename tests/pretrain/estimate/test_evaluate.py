@@ -82,6 +82,7 @@ def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path,
     assert figures(trained_on) == recorded[4]
 
 
+@pytest.mark.slow
 def test_recorded_inputs_are_used_where_they_are_and_make_the_batch_size_unimportant(tmp_path, capsys):
     recorded = trained(tmp_path, recipe="metis-nvfp4", run={"steps": 4})
     run = tmp_path / "run"
@@ -157,7 +158,7 @@ def test_packing_and_padding_are_those_of_the_run(tmp_path):
         assert abs(found["validation/loss"] - recorded[4]["validation/loss"]) > 1e-4
 
 
-@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("is_padded", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_checkpoint_keeps_its_padding_under_another_configuration(tmp_path, is_padded):
     for name, multiple in (("padded", 96), ("plain", None)):
         (tmp_path / name).mkdir()

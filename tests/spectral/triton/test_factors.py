@@ -6,8 +6,8 @@ from triton_comparison import compare_in_a_process
 pytest.importorskip("triton", reason="Triton is not installed")
 
 PROGRAM = Path(__file__).parent.parent / "triton_factors.py"
-SLOW = ["rows", "many", "order", "factors"]
-FAST = ["dependent", "codes"]
+SLOW = ["rows", "many", "order", "factors", "dependent"]
+FAST = ["codes"]
 
 
 @pytest.mark.parametrize(
