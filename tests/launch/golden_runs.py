@@ -65,7 +65,7 @@ NOT_COMPARED = {
 }
 LINES_NOT_COMPARED = {
     r"^ *\d+/\d+ ": "rows of the table of steps, with speed and time left; metrics.jsonl has their figures",
-    r"\btime +\d": "the summary's duration",
+    r"\btime (in steps)? *\d": "the summary's duration",
     r"tokens/s|TFLOP/s": "the summary's speeds",
     r"^done: ": "has the duration of the run",
     r"^\[\d{4}-|^\[rank\d|\.(py|cpp):\d+": "the libraries' own log lines, with times or numbers of lines",
