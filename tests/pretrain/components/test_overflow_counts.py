@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.pretrain.components.overflow_counts import OverflowCounts, is_counted
@@ -87,7 +88,7 @@ def test_a_run_resumed_within_an_interval_counts_the_same_steps(resolve, tmp_pat
         for name in ("DONE", "summary.json"):
             (folder / name).unlink()
         run(config, folder, is_resume=True)
-        timed = {"tokens_per_second", "tflops_per_device", "host_memory_gib", "seconds"}
+        timed = {*SPEEDS, "seconds"}
         for name in ("metrics.jsonl", "overflow_layers.jsonl"):
             found, expected = rows(folder, name), rows(tmp_path / "whole", name)
             assert [{k: v for k, v in row.items() if k not in timed} for row in found] == [
