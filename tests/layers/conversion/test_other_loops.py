@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import accelerate.state  # noqa: F401  # a test replaces its functions
 import pytest
 import torch
+from checked_loops import net, refusal
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -14,20 +15,6 @@ import megalowbit as mlb
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.conversion.other_loops import _stream_problems, check_training, find_engine
-
-
-def net(recipe="nvfp4", **arguments):
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    if recipe is not None:
-        mlb.convert(model, recipe, **arguments)
-    return model
-
-
-def refusal(model, **arguments):
-    with pytest.raises(UserError) as seen:
-        check_training(model, **arguments)
-    assert "\n" not in str(seen.value)
-    return str(seen.value)
 
 
 def test_a_converted_model_with_a_plain_optimizer_passes():
