@@ -7,7 +7,7 @@ finished run (`DONE`) is written last. The training loop is in `loop.py`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -96,21 +96,13 @@ def pretrain(
         folder = _lock_folder(stack, config, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart)
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         attempt = stack.enter_context(AttemptRecord(folder.path, identity))
-        stack.enter_context(report_lost_ranks(identity))
+        stack.enter_context(report_lost_ranks(identity))  # again: the record gets the error with its line
         with reported_builds(partial(print, flush=True)):  # on the rank that builds files, once for a cache
             job = assemble(config, identity, folder, is_resume=is_resume)
         attempt.step = lambda: job.step
         consoles: list[Console] = []
-
-        def report_and_record(error: UserError) -> None:
-            attempt.name_folder(error)
-            for console in consoles:
-                console.release()
-            report(error)  # first: writing to a disk may hang
-            attempt.fail(error)
-
-        settings = config.parts.settings.watchdog
-        watchdog = Watchdog(settings, identity, folder=folder.path, report=report_and_record)
+        settings, end = config.parts.settings.watchdog, partial(_end_by_watchdog, attempt, consoles, report)
+        watchdog = Watchdog(settings, identity, folder=folder.path, report=end)
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
@@ -137,6 +129,20 @@ def pretrain(
         export(job, console)
         watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
+
+
+def _end_by_watchdog(
+    attempt: AttemptRecord,
+    consoles: Sequence[Console],
+    report: Callable[[UserError], None],
+    error: UserError,
+) -> None:
+    """Say and record why the watchdog ends this process; `consoles` is empty before the console is there."""
+    attempt.name_folder(error)
+    for console in consoles:
+        console.release()
+    report(error)  # before the record: writing to a disk may hang
+    attempt.fail(error)
 
 
 def _train(
