@@ -26,6 +26,8 @@ FP8 = {"base": "mxfp4", "name": "mxfp4, FP8 products", "gemm": "fp8"}
 SPLIT = {"base": "nvfp4", "name": "a split", "split_grad_output": {"rank": 8}}
 DRAWING = {"base": "nvfp4", "name": "drawing", "q_forward_input": "nvfp4e2m1b"}
 REFUSED = {  # by recipe: what the error names
+    "hif4": "random numbers that no Triton kernel draws",
+    "metis-qb": "the choice of a split's factors",
     "metis-seed": "random numbers that no Triton kernel draws",
     "quartet-2": "signs of the Hadamard transform",
     SPLIT["name"]: "the choice of a split's factors",
