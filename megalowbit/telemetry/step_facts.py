@@ -2,9 +2,9 @@
 
 The loss needs an all-reduce anyway, and the overflow headline is part of the same one. It sums eight float64
 numbers: loss·weight, weight, and six of the tracker. Numbers of a caller follow (`sums`): times and losses of
-single ranks, losses of data sources. Telemetry communicates nothing else during a step. `PendingFacts` leaves the host read to a caller that reads other numbers too. A
-rank that was asked to stop (by a signal or a time limit) adds a large number to a count, so all ranks stop
-after the same step without additional bytes.
+single ranks, losses of data sources. Telemetry communicates nothing else during a step. `PendingFacts` leaves
+the host read to a caller that reads other numbers too. A rank that was asked to stop (by a signal or a time
+limit) adds a large number to a count, so all ranks stop after the same step without additional bytes.
 """
 
 from __future__ import annotations
