@@ -112,7 +112,7 @@ class Soak:
     def undisturbed(self, name):
         config = write_run(self.folder / name, name, self.options.steps)
         watched = Watched(config, self.folder / name / "undisturbed", self.options.steps)
-        self.finish(watched, is_forked=False)
+        self.finish(watched)
         return watched
 
     def kill_until_done(self, undisturbed, name):
@@ -122,7 +122,7 @@ class Soak:
         most = min(self.options.kills, before + math.ceil(self.options.kills / len(self.options.runs)))
         while not watched.is_done:
             if self.kills >= most:
-                self.finish(watched, is_forked=True)
+                self.finish(watched)
             else:
                 self.start_and_kill(watched)
         found = compare(watched.path, undisturbed.path)
@@ -130,11 +130,11 @@ class Soak:
         verdict = "bitwise the undisturbed run" if not found else f"{len(found)} DIFFERENCES"
         print(f"{name}: {self.kills - before} kills, {verdict}", *found, sep="\n   ", flush=True)
 
-    def start(self, watched, *, is_forked):
+    def start(self, watched, *, is_forked=True):
         return Ranks(self.folder, *watched.arguments, is_forked=is_forked)
 
-    def finish(self, watched, *, is_forked):
-        with self.start(watched, is_forked=is_forked) as ranks:
+    def finish(self, watched):
+        with self.start(watched) as ranks:
             assert ranks.wait(), f"hangs\n{ranks.output()}"
             assert ranks.codes == [0, 0], ranks.output()
             assert watched.is_done, ranks.output()

@@ -62,8 +62,13 @@ class ForkedCell(Forked):
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """Path of a study of two recipes and two seeds, whose cells are forked."""
-    path = write_study(tmp_path, steps=STEPS)
-    env = environment(tmp_path / "cache") | {"PYTHONPATH": str(ROOT)}
+    fork_cells(tmp_path, monkeypatch)
+    return write_study(tmp_path, steps=STEPS)
+
+
+def fork_cells(folder, monkeypatch):
+    """Let studies of this test fork their cells, with caches in this folder."""
+    env = environment(folder / "cache") | {"PYTHONPATH": str(ROOT)}
 
     def starter(tool, study_file):
         def start(cell, log):
@@ -73,6 +78,5 @@ def study(tmp_path, monkeypatch):
         return start
 
     monkeypatch.setattr(execution, "starter", starter)
-    monkeypatch.setenv("MEGALOWBIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("MEGALOWBIT_CACHE", str(folder / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return path

@@ -53,13 +53,13 @@ def test_a_killed_run_resumes_with_bitwise_equal_losses(finished, tmp_path):
     kill(process)
     before = metrics(tmp_path / "run")
     assert len(before) < 24
-    done = run("deepspeed", *arguments, cwd=folder, processes=2)
+    done = run_ranks(*arguments, cwd=folder, processes=2)
     assert done.code == 0, done.output
     assert "resumed after step" in done.output
     keys = ("step", "loss", "lr", "grad_norm", "loss_scale", "gradient_overflow/total_overflow_elements")
     undisturbed = [[row[key] for key in keys] for row in metrics(folder / "run")]
     assert [[row[key] for key in keys] for row in metrics(tmp_path / "run")] == undisturbed
-    again = run("deepspeed", *arguments, cwd=folder, processes=2)
+    again = run_ranks(*arguments, cwd=folder, processes=2)
     assert again.code == 0
     assert "nothing left to do" in again.output
 

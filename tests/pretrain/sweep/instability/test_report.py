@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 from programs import call_main
-from studies import RESULT, write_study
+from studies import RESULT, fork_cells, write_study
 
-from launchers import environment
 from megalowbit.pretrain.sweep.instability.report import write_instability
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.results import LossMeans
@@ -156,8 +155,7 @@ def test_a_real_study_reports_a_learning_rate_that_breaks_a_run(tmp_path, capsys
     }
     raw |= {"seeds": [1], "instability": {"window": 5, "bucket": 5}}
     path.write_text(json.dumps(raw))
-    for name, value in environment(tmp_path / "cache").items():
-        monkeypatch.setenv(name, value)
+    fork_cells(tmp_path, monkeypatch)
     done = call_main("tools/study.py", path, "--out", tmp_path / "out", capsys=capsys)
     assert done.returncode == 0, done.stderr
     data = json.loads((tmp_path / "out" / "instability.json").read_text())
