@@ -231,7 +231,7 @@ class ClusterSettings(SettingsModel):
                 raise UserError(f"{shown(str(folder))} cannot be mounted, because of its colon: rename it")
             if not any(_mounts_in_place(mount, folder) for mount in mounts):
                 mounts.append(f"{folder}:{folder}")
-        kind = given.get("kind", "apptainer" if image.endswith(".sif") else "pyxis")
+        kind = given.get("kind", "apptainer" if image.lower().endswith(".sif") else "pyxis")
         container = {**given, "kind": kind, "image": image, "mounts": mounts}
         changes = {"container": container, "script": self.script or IMAGE_SCRIPT}
         try:

@@ -51,6 +51,7 @@ ENGINE_KEYS = tuple(EngineSettings.model_fields)
 FILE_KEYS = ("model.config", "model.checkpoint", "data.cache_dir")
 NAME_OR_FILE_KEYS = ("data.corpus", "data.tokenizer", "data.validation.corpus")
 NOT_PATHS = {"stdlib", "blend", "byte", "bpe", "none"}
+MOST_PROCESSES = 2**20  # estimates list them
 LARGE_VOCABULARY = 2**16  # from here on, the loss is computed in chunks by default
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -232,6 +233,8 @@ def load_config(
 def _grid_of(raw: Mapping[str, Any], world_size: int | None) -> ProcessGrid:
     if world_size is None:
         return ProcessGrid.smallest(raw, data_size_of(raw))
+    if world_size > MOST_PROCESSES:
+        raise UserError(f"{world_size:,} processes are not supported: at most {MOST_PROCESSES:,}")
     return ProcessGrid.from_config(raw, 0, world_size)
 
 

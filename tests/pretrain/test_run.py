@@ -37,6 +37,10 @@ def test_resuming_a_finished_run_does_nothing_unless_it_was_extended(resolve, tm
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=False)
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=True)
     assert "nothing left to do" in capsys.readouterr().out
+    attempts = [json.loads(line) for line in (folder / "attempts.jsonl").read_text().splitlines()]
+    assert [(each["event"], each["step"]) for each in attempts] == [
+        ("begun", 0), ("ended", 2), ("begun", 2), ("ended", 2)
+    ]  # fmt: skip
     first = torch.load(folder / "checkpoints" / "step-00000002" / "mp_rank_00_model_states.pt")["module"]
     pretrain(resolve("megalowbit.run.steps=3"), ProcessIdentity(), run_dir=folder, is_resume=True)
     assert "megalowbit.run.steps: 2 → 3" in capsys.readouterr().out

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from datetime import timedelta
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from megalowbit.pretrain.config import PretrainConfig
 
 EXIT_PROBLEMS = 1
+LEAST_MFU = 1e-4
 UNFINISHED = "the end of the examination"
 NEEDED = ("torch", "deepspeed", "transformers")
 COLLECTIVE_SECONDS = 600.0  # a rank that is later than this is lost; rank 0 reads a model meanwhile
@@ -128,9 +128,9 @@ def _examine(options: argparse.Namespace, identity: ProcessIdentity) -> bool:
 
 def _check(options: argparse.Namespace) -> None:
     mfu, processes = options.assume_mfu, options.processes
-    if mfu is not None and not (math.isfinite(mfu) and 0 < mfu <= 1):
+    if mfu is not None and not LEAST_MFU <= mfu <= 1:
         hint = f"; {mfu:g} % is {mfu / 100:g}" if 1 < mfu <= 100 else ""
-        raise UserError(f"--assume-mfu {mfu:g} must be above 0 and at most 1{hint}")
+        raise UserError(f"--assume-mfu {mfu:g} must be at least {LEAST_MFU:g} and at most 1{hint}")
     if processes is not None and processes < 1:
         raise UserError(f"--processes {processes} must be at least 1")
     needing = {

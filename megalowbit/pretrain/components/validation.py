@@ -14,6 +14,7 @@ the file `best` names it. After a rollback, or with other text, the search start
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 KEY = "megalowbit.validation"
 BEST = "best"  # beside the checkpoints; names the one with the lowest loss
+LONG = 60.0  # seconds of a validation, which schedulers may not wait for when they stop a job
 BATCHES_PER_CALL = 16  # of a pipeline, which is idle at the beginning and end of a call
 
 
@@ -107,6 +109,8 @@ class Validation(Component):
         self._num_bytes, self._size, self._total_steps = num_bytes, size, total_steps
         self.last: dict[str, Fact] | None = None
         self._last_step = 0
+        self._seconds = 0.0  # of the newest validation
+        self._longest = 0.0  # of those that were said to be long
         self._best: dict[str, float] | None = None  # step and loss
 
     @classmethod
@@ -147,7 +151,9 @@ class Validation(Component):
     def evaluate(self, step: int, progress: Callable[[], None]) -> Facts:
         if not self.is_due(step):
             return {}
+        started = time.monotonic()
         self.last, self._last_step = self.measure(progress), step
+        self._seconds = time.monotonic() - started
         loss = columns.number(self.last["validation/loss"])
         is_lower = loss is not None and (self._best is None or loss < self._best["loss"])
         if self._settings.keep_best and loss is not None and math.isfinite(loss) and is_lower:
@@ -185,7 +191,14 @@ class Validation(Component):
         if self.last is None or step != self._last_step:
             return ()
         is_best = self._best is not None and self._best["step"] == step
-        return (f"validation after step {step}: {describe(self.last, is_lowest=is_best)}",)
+        lines = [f"validation after step {step}: {describe(self.last, is_lowest=is_best)}"]
+        if self._settings.every and self._seconds > max(LONG, 2 * self._longest):
+            self._longest = self._seconds
+            lines.append(
+                f"a validation takes {columns.duration_text(self._seconds)}, and a stop signal waits for it: "
+                "give jobs more time between the signal and their end, or set validation.tokens"
+            )
+        return lines
 
     def named_checkpoints(self) -> Mapping[str, int | None]:
         return {BEST: None if self._best is None else int(self._best["step"])}

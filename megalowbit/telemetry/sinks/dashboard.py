@@ -27,7 +27,7 @@ from megalowbit.telemetry.sinks.dashboard_frame import RunState, frame, one_line
 from megalowbit.telemetry.sinks.terminal_rows import TerminalRows
 
 MOST_OF_TIME = 0.01  # that drawing may take
-NO_TERMINAL = "--ui rich: standard output is not a terminal; plain lines follow"
+NO_TERMINAL = "--ui rich: standard output is no terminal that can move its cursor; plain lines follow"
 
 
 class Dashboard(Console):

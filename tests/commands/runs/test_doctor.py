@@ -26,10 +26,11 @@ def _environment_as_before(monkeypatch, tmp_path):
     [
         (
             ["--assume-mfu", "35", "--ds-config", "X"],
-            "must be above 0 and at most 1; 35 % is 0.35",
+            "must be at least 0.0001 and at most 1; 35 % is 0.35",
         ),
         (["--assume-mfu", "nan", "--ds-config", "X"], "--assume-mfu nan must be"),
         (["--assume-mfu", "0", "--ds-config", "X"], "--assume-mfu 0 must be"),
+        (["--assume-mfu", "1e-300", "--ds-config", "X"], "--assume-mfu 1e-300 must be at least 0.0001"),
         (["--processes", "0", "--ds-config", "X"], "--processes 0 must be at least 1"),
         (["--target", "h100"], "--target is about a run: name its configuration with --ds-config"),
         (["--set", "a=1"], "--set is about a run"),
@@ -58,6 +59,8 @@ def test_a_mistake_in_the_configuration_is_exit_code_2(tmp_path, capsys):
     path = write_config(tmp_path)
     assert main(["--ds-config", str(path), "--set", "megalowbit.run.stepz=3"]) == 2
     assert "unknown key 'megalowbit.run.stepz'" in capsys.readouterr().err
+    assert main(["--ds-config", str(path), "--processes", "1000000000", "--no-measurements"]) == 2
+    assert "1,000,000,000 processes are not supported: at most 1,048,576" in capsys.readouterr().err
     assert main(["--ds-config", str(path), "--no-measurements", "--set", "megalowbit.recipe=nvfp5"]) == 2
     assert "unknown recipe 'nvfp5'" in capsys.readouterr().err
 

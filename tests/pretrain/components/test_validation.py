@@ -1,8 +1,10 @@
 """Validation of one process: figures and records, the best checkpoint, resumes, rollbacks, refusals."""
 
+import itertools
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,6 +172,18 @@ def test_the_best_checkpoint_is_saved_named_and_kept(resolve, held, tmp_path, mo
     run(longer, tmp_path / "run", is_resume=True)
     assert best(tmp_path / "run") == 14
     assert checkpoints(tmp_path / "run") == [14]
+
+
+def test_a_long_validation_is_said_because_stops_wait(resolve, held, monkeypatch, tmp_path, capsys):
+    clock = itertools.accumulate([0, 59, 0, 61, 0, 100, 0, 200, 0, 5])  # each validation begins and ends
+    module = "megalowbit.pretrain.components.validation.time"
+    monkeypatch.setattr(module, SimpleNamespace(monotonic=clock.__next__))
+    prescribed(monkeypatch, [4.0, 3.0, 3.5, 3.2, 3.1])
+    run(resolve(*held, "megalowbit.run.steps=10"), tmp_path / "run")
+    said = [line for line in capsys.readouterr().out.splitlines() if "a stop signal waits for it" in line]
+    assert [line.split(",")[0] for line in said] == [
+        "a validation takes 0:01:01", "a validation takes 0:03:20"
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
