@@ -31,6 +31,12 @@ TRANSIENT_ERRNOS = {
     errno.EHOSTDOWN,
     errno.ENOTCONN,
 }
+# Kinds of faults that end a run; stable, they are in attempts.jsonl. A rank does not answer; its main thread
+# does not move, moves too slowly, or has left training; all ranks wait in one collective, or in several
+# places; a rank has raised an exception; SIGTERM came and no step ended.
+FAULTS = LOST, HUNG, SLOW, LEFT, NO_DATA, NO_PROGRESS, FAILED, OVERDUE = (
+    "lost", "hung", "slow", "left", "no data", "no progress", "failed", "overdue",
+)  # fmt: skip
 LONGEST_REASON = 400  # characters of another library's message
 LONGEST_VALUE = 80  # characters of a value quoted in a message
 SEPARATOR = "\n  - "  # precedes each of several mistakes in one message
@@ -57,7 +63,16 @@ class UserError(ValueError):
 
 
 class TransientError(UserError):
-    """A fault that may be gone at the next attempt: a lost rank, a network failure. Exit code 75."""
+    """A fault that may be gone at the next attempt: a lost rank, a network failure. Exit code 75.
+
+    Attributes:
+        fault: what kind of fault ends a run, one of `FAULTS`; None: another one. Recorded in attempts.jsonl.
+        culprit: who is at fault, as the message names it: `"rank 1 (host n2)"`; None: nobody is named.
+    """
+
+    def __init__(self, message: str = "", *, fault: str | None = None, culprit: str | None = None) -> None:
+        super().__init__(message)
+        self.fault, self.culprit = fault, culprit
 
 
 class Problems:

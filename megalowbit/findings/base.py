@@ -19,7 +19,9 @@ GRADIENTS, LOSS = "non-finite gradients", "non-finite loss"
 ROSE, JUMPED = "loss rose", "loss jumped"
 SLOW_RANK, REPLICAS = "slow rank", "replicas differ"
 LOST_RANK, KILLED, HANG, NETWORK = "lost rank", "killed", "hang", "network"
-MEMORY, DISK, DEFECT, REFUSED = "out of memory", "disk full", "error", "user error"
+MEMORY, DISK, DEFECT, REFUSED, TRANSIENT = (
+    "out of memory", "disk full", "error", "user error", "transient error",
+)  # fmt: skip
 STOPPED, INTERRUPTED, OVERDUE, FOLDER = "stopped", "interrupted", "killed at the limit", "folder deleted"
 GUARD, CHECKPOINT, UNFINISHED = "stopped by the loss", "damaged checkpoint", "unfinished"
 RECORDS = "records missing or damaged"

@@ -1,8 +1,8 @@
 """How the last attempt ended: killed, out of memory, a full disk, a lost or hung rank, a stop on request.
 
-The line of the attempt's end decides, and without one the lack of it: an attempt that has begun, has not
-ended, and whose folder nobody has locked, was killed. What killed it is not recorded anywhere in the folder,
-so the finding says where to look.
+The fault that the attempt's end names decides, or its line if it names none. An attempt that has begun, has
+not ended, and whose folder nobody has locked, was killed. What killed it is not recorded anywhere in the
+folder, so the finding says where to look.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 import datetime
 import re
 import shlex
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+from megalowbit.errors import FAILED, HUNG, LEFT, LOST, NO_DATA, NO_PROGRESS, OVERDUE, SLOW
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
 from megalowbit.findings.run_files import METRICS, RunFiles
@@ -19,7 +22,9 @@ from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, FINISHED
 from megalowbit.pretrain.run_folder.attempts import DEFECT as HOW_DEFECT
 from megalowbit.pretrain.run_folder.attempts import INTERRUPTED as HOW_INTERRUPTED
 from megalowbit.pretrain.run_folder.attempts import STOPPED as HOW_STOPPED
+from megalowbit.pretrain.run_folder.attempts import TRANSIENT as HOW_TRANSIENT
 
+OF_LIBRARIES = (None, FAILED, NO_DATA, NO_PROGRESS)  # faults whose line may quote a library: out of memory …
 RESUME = "continue from the newest checkpoint: the same command with --resume auto"
 DISK = re.compile(r"No space left on device|File too large|Disk quota exceeded")
 MEMORY = re.compile(
@@ -27,7 +32,25 @@ MEMORY = re.compile(
     re.IGNORECASE,
 )
 RANKS = r"(?P<ranks>ranks? \d[\d, …-]*(?: ?\([^)]*\))*)"
-# in this order; each with the finding's name and its title, into which the match's groups are put
+# what supervision has found to be at fault: the finding's name, its title and role
+OF_FAULTS: Mapping[str, tuple[str, str, base.Role]] = MappingProxyType(
+    {
+        LOST: (base.LOST_RANK, "{culprit} no longer answered", "cause"),
+        HUNG: (base.HANG, "{culprit} hung", "cause"),
+        SLOW: (base.HANG, "{culprit} did not finish in time", "cause"),
+        LEFT: (base.HANG, "{culprit} left training while others went on", "symptom"),
+        NO_DATA: (base.NETWORK, "no data passed between the ranks", "cause"),
+        NO_PROGRESS: (base.HANG, "no rank made progress", "symptom"),
+        FAILED: (base.DEFECT, "an exception on {culprit} ended the run", "cause"),
+        OVERDUE: (base.OVERDUE, "SIGTERM came, and no step ended in time to save", "cause"),
+    }
+)
+# Of other endings, and of all in records of versions without `fault`, the message decides: in this order,
+# each with the finding's name and its title, into which the match's groups are put.
+LIBRARIES: tuple[tuple[re.Pattern[str], str, str], ...] = (
+    (DISK, base.DISK, "a disk was full, or a limit of file sizes was reached"),
+    (MEMORY, base.MEMORY, "a process had no memory left"),
+)
 LINES: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (re.compile(rf"{RANKS} do(?:es)? not answer"), base.LOST_RANK, "{ranks} no longer answered"),
     (re.compile(r"the main process \(rank 0.*?(?:has ended|cannot be reached)"), base.LOST_RANK,
@@ -59,6 +82,9 @@ REMEDIES = {
     ),
     base.FOLDER: ("put a moved folder back, or continue from the checkpoint that was saved: --resume auto",),
     base.GUARD: (),
+    base.REFUSED: ("do what the line says",),
+    base.DEFECT: ("the traceback is in the log of that rank: it names file and line", RESUME),
+    base.TRANSIENT: ("look at what the line names", RESUME),
     base.MEMORY: (
         "compare with the estimate: megalowbit pretrain --ds-config … --dry-run",
         "halve train_micro_batch_size_per_gpu and double gradient_accumulation_steps", RESUME,
@@ -125,28 +151,35 @@ def _of_line(run: RunFiles, line: dict[str, Any], ended: list[dict[str, Any]]) -
             name=base.INTERRUPTED, step=step, role="ending", is_failure=False, evidence=evidence,
             title=f"interrupted with Ctrl-C after step {step}", remedy=(RESUME,),
         )  # fmt: skip
-    whole = f"{kind} {text}"
-    for pattern, name, title in (
-        (DISK, base.DISK, "a disk was full, or a limit of file sizes was reached"),
-        (MEMORY, base.MEMORY, "a process had no memory left"),
-        *LINES,
-    ):
-        match = pattern.search(whole)
-        if match is not None:
-            return Finding(
-                name=name, step=step, role="symptom" if name == base.GUARD else "cause", evidence=evidence,
-                title=f"{title.format(**match.groupdict())}, after step {step}", remedy=REMEDIES[name],
-            )  # fmt: skip
-    if how == HOW_DEFECT or re.search(r"failed in .+?: \w+(?:Error|Exception)", text):
-        return Finding(
-            name=base.DEFECT, step=step, evidence=evidence,
-            title=f"{kind if how == HOW_DEFECT else 'an exception'} ended the run after step {step}",
-            remedy=("the traceback is in the log of that rank: it names file and line", RESUME),
-        )  # fmt: skip
+    name, title, role = _failure(line, how, f"{kind} {text}")
     return Finding(
-        name=base.REFUSED, step=step, title=f"the run ended itself after step {step}", evidence=evidence,
-        remedy=("do what the line says",),
+        name=name, step=step, title=f"{title}, after step {step}", role=role,
+        evidence=evidence, remedy=REMEDIES[name],
     )  # fmt: skip
+
+
+def _failure(line: dict[str, Any], how: str, text: str) -> tuple[str, str, base.Role]:
+    """Name, title and role of the finding for an error: by its fault, or by its message."""
+    fault = line.get("fault")
+    known = OF_FAULTS.get(fault) if isinstance(fault, str) else None
+    if known is None or fault in OF_LIBRARIES:
+        for pattern, name, title in LIBRARIES:
+            if pattern.search(text):
+                return name, title, "cause"
+    if known is not None:
+        name, title, role = known
+        return name, title.format(culprit=line.get("culprit") or "another rank"), role
+    for pattern, name, title in LINES:
+        match = pattern.search(text)
+        if match is not None:
+            return name, title.format(**match.groupdict()), "symptom" if name == base.GUARD else "cause"
+    if how == HOW_DEFECT:
+        return base.DEFECT, f"{line.get('error') or ''} ended the run", "cause"
+    if re.search(r"failed in .+?: \w+(?:Error|Exception)", text):
+        return base.DEFECT, "an exception ended the run", "cause"
+    if how == HOW_TRANSIENT:
+        return base.TRANSIENT, "a fault that may pass ended the run", "symptom"
+    return base.REFUSED, "the run ended itself", "cause"
 
 
 def _said(line: dict[str, Any]) -> str:

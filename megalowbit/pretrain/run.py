@@ -29,7 +29,7 @@ from megalowbit.engine.run_checks.ranks_agree import (
     configuration_facts,
     installation_facts,
 )
-from megalowbit.errors import TransientError, UserError, file_system_error
+from megalowbit.errors import LOST, TransientError, UserError, file_system_error
 from megalowbit.hf.folders.model_card import model_card
 from megalowbit.hf.generation import store_generation, stored_generation
 from megalowbit.hf.model import random_model, save_hf
@@ -252,7 +252,8 @@ def report_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
             raise
         raise TransientError(
             f"rank {identity.rank} has lost another rank in {trace_of_error(error).text}, at the start or "
-            "end of the run: the cause is above, or in the log of that rank's node"
+            "end of the run: the cause is above, or in the log of that rank's node",
+            fault=LOST,
         ) from error
 
 

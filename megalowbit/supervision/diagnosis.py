@@ -23,10 +23,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+from megalowbit.errors import (
+    FAILED,
+    HUNG,
+    LEFT,
+    LOST,
+    NO_DATA,
+    NO_PROGRESS,
+    SLOW,
+    TransientError,
+    UserError,
+)
 from megalowbit.supervision.heartbeat import HeartbeatThread, StoreSilentError
 from megalowbit.supervision.heartbeat_store import (
+    DEFECT,
     DIAGNOSES,
+    INTERRUPT,
     LOSS,
+    MISTAKE,
     Heartbeat,
     HeartbeatSnapshot,
     PublishedDiagnosis,
@@ -52,6 +66,7 @@ class Diagnosis(NamedTuple):
         is_local: this rank made the diagnosis and prints it; no other rank does.
         is_hang: a rank answers but is not where the others wait, so its stack is worth reading.
         is_open: no rank is at fault, so the error that was raised is added to the line.
+        fault, culprit: as in `TransientError`.
     """
 
     line: str
@@ -59,10 +74,23 @@ class Diagnosis(NamedTuple):
     is_local: bool = True
     is_hang: bool = False
     is_open: bool = False
+    fault: str | None = None
+    culprit: str | None = None
 
     def with_note(self, note: str) -> Diagnosis:
         """The same diagnosis with a note in parentheses at the end of its line."""
         return self._replace(line=f"{self.line} ({note})")
+
+    def error(self) -> UserError | KeyboardInterrupt:
+        """The exception that a rank raises for it."""
+        if self.kind == INTERRUPT:
+            return KeyboardInterrupt(self.line)
+        error = UserError(self.line)
+        if self.kind != MISTAKE:
+            line = f"{self.line}; continue from the last checkpoint"
+            error = TransientError(line, fault=self.fault, culprit=self.culprit)
+        error.is_reported = not self.is_local
+        return error
 
 
 def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat], *, rank: int) -> Diagnosis:
@@ -75,8 +103,8 @@ def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat]
             return _publish(thread, rank)
         return _read(thread, describe, rank)
     except StoreSilentError as silence:
-        line = _describe_silent_store(thread, str(silence), describe().host)
-        return Diagnosis(f"{line}; {describe_rank(rank, describe())}")
+        who, what = _describe_silent_store(thread, str(silence), describe().host)
+        return Diagnosis(f"{who} {what}; {describe_rank(rank, describe())}", fault=LOST, culprit=who)
 
 
 def wait_for_readers(thread: HeartbeatThread) -> None:
@@ -99,14 +127,16 @@ def _publish(thread: HeartbeatThread, rank: int) -> Diagnosis:
     while (failure := thread.execute(lambda store: store.failure())) is None and time.monotonic() < end:
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
     if failure is not None:
-        diagnosis, num_alive = Diagnosis(str(failure), failure.kind), len(first)
+        fault = FAILED if failure.kind == DEFECT else None
+        diagnosis = Diagnosis(str(failure), failure.kind, fault=fault, culprit=failure.culprit)
+        num_alive = len(first)
     else:
         snapshot = thread.execute(lambda store: store.snapshot(first))
-        is_hang = has_stragglers(snapshot)
-        is_open = not (is_hang or snapshot.silent)
-        diagnosis = Diagnosis(diagnose(snapshot, observer=rank), is_hang=is_hang, is_open=is_open)
+        diagnosis = diagnose(snapshot, observer=rank)
         num_alive = len(snapshot.alive)
-    published = PublishedDiagnosis(diagnosis.line, diagnosis.kind, num_alive)
+    published = PublishedDiagnosis(
+        diagnosis.line, diagnosis.kind, num_alive, diagnosis.fault, diagnosis.culprit
+    )
     thread.execute(lambda store: store.publish_diagnosis(published))
     return diagnosis
 
@@ -118,12 +148,20 @@ def _read(thread: HeartbeatThread, describe: Callable[[], Heartbeat], rank: int)
     while time.monotonic() < end:
         published = thread.execute(lambda store: store.read_diagnosis())
         if published is not None:
-            return Diagnosis(published.line, published.kind, is_local=False)
+            return Diagnosis(
+                published.line,
+                published.kind,
+                is_local=False,
+                fault=published.fault,
+                culprit=published.culprit,
+            )
         time.sleep(thread.interval / POLLS_AN_INTERVAL)
     other = thread.execute(lambda store: store.claimed_by(DIAGNOSES))
     return Diagnosis(
         f"rank {other} was diagnosing the failure but ended before it finished; "
-        f"{describe_rank(rank, describe())}"
+        f"{describe_rank(rank, describe())}",
+        fault=LOST,
+        culprit=f"rank {other}",
     )
 
 
@@ -132,44 +170,46 @@ def describe_rank(rank: int, heartbeat: Heartbeat) -> str:
     return f"rank {rank} (host {heartbeat.host}) {_describe_wait(heartbeat)} since {heartbeat.mark}"
 
 
-def _describe_silent_store(thread: HeartbeatThread, silence: str, host: str) -> str:
+def _describe_silent_store(thread: HeartbeatThread, silence: str, host: str) -> tuple[str, str]:
+    """Who serves the store, and why it does not answer."""
     address = thread.store.address
     if address is None:
-        return f"the store of the process group does not answer ({silence})"
+        return "the store of the process group", f"does not answer ({silence})"
     is_main = address.is_main_process
     who = f"the main process (rank 0, at {address})" if is_main else f"the launcher's store (at {address})"
     try:
         socket.create_connection((address.number, address.port), SECONDS_TO_CONNECT).close()
     except ConnectionRefusedError:
-        return f"{who} has ended: its port refuses connections"
+        return who, "has ended: its port refuses connections"
     except OSError as error:
-        return (
-            f"{who} cannot be reached ({error.strerror or error}): this machine (host {host}) or that one is "
+        return who, (
+            f"cannot be reached ({error.strerror or error}): this machine (host {host}) or that one is "
             "down or cut off the network"
         )
     if thread.lost is not None:
-        return f"{who} has ended: it has closed its connections"
-    return f"{who} does not answer, though its machine does ({silence}): it is stopped, hung or far too busy"
+        return who, "has ended: it has closed its connections"
+    return who, f"does not answer, though its machine does ({silence}): it is stopped, hung or far too busy"
 
 
-def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> str:
-    """Describe what has happened.
+def diagnose(snapshot: HeartbeatSnapshot, *, observer: int) -> Diagnosis:
+    """Find out what has happened.
 
     The line ends with where `observer`, the rank that noticed, waits, or another rank if it does not wait.
 
     Returns:
-        A line without a full stop: `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
+        Its line is like `"rank 1 (host n2) does not answer: silent since step 7 (…); rank 0 …"`.
     """
-    line = (
+    found = (
         _describe_silent(snapshot, observer)
         or _describe_stragglers(snapshot)
         or _describe_common_wait(snapshot)
     )
     waiting = [rank for rank in snapshot.alive if snapshot.second[rank].is_waiting]
-    if not waiting or line.startswith("all ranks"):
-        return line
+    if not waiting or found.is_open:
+        return found
     witness = observer if observer in waiting else waiting[0]
-    return f"{line}; {name_ranks([witness], snapshot.second)} {_describe_wait(snapshot.second[witness])}"
+    seen = f"{name_ranks([witness], snapshot.second)} {_describe_wait(snapshot.second[witness])}"
+    return found._replace(line=f"{found.line}; {seen}")
 
 
 def _describe_wait(heartbeat: Heartbeat) -> str:
@@ -177,12 +217,7 @@ def _describe_wait(heartbeat: Heartbeat) -> str:
     return f"{'waited' if heartbeat.is_waiting else 'was'} {heartbeat.seconds:.0f} s in {heartbeat.place}"
 
 
-def has_stragglers(snapshot: HeartbeatSnapshot) -> bool:
-    """Whether every rank answers, but some are not where the others wait."""
-    return not snapshot.silent and bool(_stragglers(snapshot))
-
-
-def _describe_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
+def _describe_silent(snapshot: HeartbeatSnapshot, observer: int) -> Diagnosis | None:
     silent = snapshot.silent
     if not silent:
         return None
@@ -190,25 +225,27 @@ def _describe_silent(snapshot: HeartbeatSnapshot, observer: int) -> str | None:
     # all ranks take each step together, and a silent rank's last heartbeat may be from an earlier step
     since = f"silent since {known[observer].mark}" if observer in known else "silent"
     verb = "does" if len(silent) == 1 else "do"
-    return f"{name_ranks(silent, known)} {verb} not answer: {since} (killed, stopped, or cut off the network)"
+    who = name_ranks(silent, known)
+    line = f"{who} {verb} not answer: {since} (killed, stopped, or cut off the network)"
+    return Diagnosis(line, fault=LOST, culprit=who)
 
 
-def _describe_stragglers(snapshot: HeartbeatSnapshot) -> str | None:
+def _describe_stragglers(snapshot: HeartbeatSnapshot) -> Diagnosis | None:
     stragglers = _stragglers(snapshot)
     if not stragglers:
         return None
     rank = stragglers[0]
     heartbeat = snapshot.second[rank]
     who, have = name_ranks(stragglers, snapshot.second), "have" if len(stragglers) > 1 else "has"
+    is_one, place, mark = len(stragglers) == 1, heartbeat.place, heartbeat.mark
     if heartbeat.is_done:
-        return f"{who} {have} left training after {heartbeat.mark}, but the others have not"
-    if snapshot.is_stuck(rank):
-        where = f"in {heartbeat.place}" if len(stragglers) == 1 else f"rank {rank} in {heartbeat.place}"
-        return f"{who} {have} hung since {heartbeat.mark}, {where}"
-    where = (
-        f"now in {heartbeat.place}" if len(stragglers) == 1 else f"rank {rank} is now in {heartbeat.place}"
-    )
-    return f"{who} {have} been working since {heartbeat.mark} ({heartbeat.seconds:.0f} s), {where}"
+        fault, what = LEFT, f"left training after {mark}, but the others have not"
+    elif snapshot.is_stuck(rank):
+        fault, what = HUNG, f"hung since {mark}, {f'in {place}' if is_one else f'rank {rank} in {place}'}"
+    else:
+        where = f"now in {place}" if is_one else f"rank {rank} is now in {place}"
+        fault, what = SLOW, f"been working since {mark} ({heartbeat.seconds:.0f} s), {where}"
+    return Diagnosis(f"{who} {have} {what}", is_hang=True, fault=fault, culprit=who)
 
 
 def _stragglers(snapshot: HeartbeatSnapshot) -> list[int]:
@@ -227,7 +264,7 @@ def _stragglers(snapshot: HeartbeatSnapshot) -> list[int]:
     return [rank for rank, heartbeat in heartbeats.items() if heartbeat.place != places[0][0]]
 
 
-def _describe_common_wait(snapshot: HeartbeatSnapshot) -> str:
+def _describe_common_wait(snapshot: HeartbeatSnapshot) -> Diagnosis:
     """Describe a run in which no rank is silent and none is a straggler."""
     heartbeats = {rank: snapshot.second[rank] for rank in snapshot.alive}
     places: dict[str, list[int]] = {}
@@ -237,17 +274,19 @@ def _describe_common_wait(snapshot: HeartbeatSnapshot) -> str:
     since = f"since {heartbeat.mark} ({heartbeat.seconds:.0f} s)"
     if len(places) == 1:
         if not heartbeat.is_waiting:
-            single = f"{name_ranks(heartbeats, heartbeats)} has"
-            who = "all ranks have" if len(heartbeats) > 1 else single
-            return f"{who} hung {since}, in {heartbeat.place}"
-        return (
+            who = "all ranks" if len(heartbeats) > 1 else name_ranks(heartbeats, heartbeats)
+            line = f"{who} {'have' if len(heartbeats) > 1 else 'has'} hung {since}, in {heartbeat.place}"
+            return Diagnosis(line, is_open=True, fault=HUNG, culprit=who)
+        line = (
             f"all ranks answer and have waited in {heartbeat.place} {since}: no data passes between them "
             "(check NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME and the network links)"
         )
+        return Diagnosis(line, is_open=True, fault=NO_DATA)
     shown = list(places.items())[:SHOWN_PLACES]
     parts = [f"{name_ranks(ranks, heartbeats)} in {place}" for place, ranks in shown]
     more = "" if len(places) <= SHOWN_PLACES else f", and {counted(len(places) - SHOWN_PLACES, 'more place')}"
-    return f"all ranks answer, but none has made progress {since}: {', '.join(parts)}{more}"
+    line = f"all ranks answer, but none has made progress {since}: {', '.join(parts)}{more}"
+    return Diagnosis(line, is_open=True, fault=NO_PROGRESS)
 
 
 def name_ranks(ranks: Iterable[int], known: Mapping[int, Heartbeat]) -> str:

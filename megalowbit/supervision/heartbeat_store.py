@@ -100,9 +100,14 @@ class FailureReport(NamedTuple):
     line: str
     kind: str  # one of `KINDS`
 
+    @property
+    def culprit(self) -> str:
+        """The rank, as messages name it."""
+        return f"rank {self.rank} (host {self.host})"
+
     def __str__(self) -> str:
         where = " (its own output says where)" if self.kind == DEFECT else ""
-        return f"rank {self.rank} (host {self.host}) failed in {self.mark}: {self.line}{where}"
+        return f"{self.culprit} failed in {self.mark}: {self.line}{where}"
 
 
 class PublishedDiagnosis(NamedTuple):
@@ -111,6 +116,8 @@ class PublishedDiagnosis(NamedTuple):
     line: str
     kind: str  # one of `KINDS`
     num_alive: int  # ranks that are expected to read it, including the one that publishes it
+    fault: str | None = None  # as in `TransientError`
+    culprit: str | None = None
 
 
 class StoreAddress(NamedTuple):

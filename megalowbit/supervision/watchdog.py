@@ -39,7 +39,7 @@ from typing import NamedTuple
 from megalowbit.distributed import process_group
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.durable_files import open_regular
-from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError
+from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, HUNG, OVERDUE, TransientError, UserError
 from megalowbit.supervision.collective_trace import is_failed_collective, trace_of_error, trace_of_frame
 from megalowbit.supervision.diagnosis import (
     Diagnosis,
@@ -223,14 +223,14 @@ class Watchdog:
         if diagnosis.is_open:
             diagnosis = diagnosis.with_note(_one_line(error))
         wait_for_readers(self._heartbeat_thread)
-        raise _error(diagnosis) from error
+        raise diagnosis.error() from error
 
     def _raise_alarm(self) -> None:
         """Raise the diagnosis if another rank has failed."""
         if self._heartbeat_thread is None or not self._alarmed.is_set():
             return
         self._leaving.set()
-        self._raised = error = _error(self._diagnose())
+        self._raised = error = self._diagnose().error()
         wait_for_readers(self._heartbeat_thread)
         raise error
 
@@ -333,7 +333,8 @@ class Watchdog:
         if self._heartbeat_thread is None:
             own = self._describe(0)
             who = name_ranks([self._rank], {self._rank: own})
-            self._end(Diagnosis(f"{who} has hung since {own.mark} ({own.seconds:.0f} s), in {own.place}"))
+            line = f"{who} has hung since {own.mark} ({own.seconds:.0f} s), in {own.place}"
+            self._end(Diagnosis(line, fault=HUNG, culprit=who))
         else:
             self._end_after_alarm()
 
@@ -363,7 +364,7 @@ class Watchdog:
         self._arm_backstop(ANSWERS_TO_END * self._settings.seconds_to_answer)
         since = f"no step has ended for {self._settings.termination_seconds:g} s"
         what = self._state_since(self._sigterm.heartbeats or {})
-        error = TransientError(f"ended by SIGTERM without a checkpoint: {since}; {what}")
+        error = TransientError(f"ended by SIGTERM without a checkpoint: {since}; {what}", fault=OVERDUE)
         error.is_reported = self._sigterm.heartbeats is None
         self._report(error)
         os._exit(EXIT_TERMINATED)
@@ -374,16 +375,15 @@ class Watchdog:
         if self._heartbeat_thread is None or not first:
             return own
         try:
-            return diagnose(
-                self._heartbeat_thread.execute(lambda store: store.snapshot(first)), observer=self._rank
-            )
+            snapshot = self._heartbeat_thread.execute(lambda store: store.snapshot(first))
+            return diagnose(snapshot, observer=self._rank).line
         except StoreSilentError:
             return own
 
     def _end(self, diagnosis: Diagnosis) -> None:
         # printing to a terminal or writing to a disk may hang as well
         self._arm_backstop(ANSWERS_TO_END * self._settings.seconds_to_answer)
-        error = _error(diagnosis)
+        error = diagnosis.error()
         if isinstance(error, UserError):
             self._report(error)
         trace = trace_of_frame(sys._current_frames().get(self._main_thread))
@@ -409,15 +409,3 @@ def _kind_of(error: BaseException) -> str:
     if isinstance(error, TransientError):
         return LOSS
     return MISTAKE if isinstance(error, UserError) else DEFECT
-
-
-def _error(diagnosis: Diagnosis) -> UserError | KeyboardInterrupt:
-    """The exception this rank raises for a failure on another rank."""
-    if diagnosis.kind == INTERRUPT:
-        return KeyboardInterrupt(diagnosis.line)
-    if diagnosis.kind == MISTAKE:
-        error = UserError(diagnosis.line)
-    else:
-        error = TransientError(f"{diagnosis.line}; continue from the last checkpoint")
-    error.is_reported = not diagnosis.is_local
-    return error

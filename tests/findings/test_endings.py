@@ -1,10 +1,26 @@
 """How an attempt ended, from its lines."""
 
+import socket
+from types import SimpleNamespace
+
 import pytest
 from small_runs import begun, ended
 
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.errors import FAULTS, TransientError
 from megalowbit.findings import base
-from megalowbit.findings.endings import findings
+from megalowbit.findings.endings import OF_FAULTS, findings
+from megalowbit.findings.run_files import read_run
+from megalowbit.pretrain.run_folder.attempts import AttemptRecord
+from megalowbit.supervision.diagnosis import diagnose, diagnose_together
+from megalowbit.supervision.heartbeat import StoreSilentError
+from megalowbit.supervision.heartbeat_store import (
+    DEFECT,
+    FailureReport,
+    Heartbeat,
+    HeartbeatSnapshot,
+    StoreAddress,
+)
 
 SILENT = "rank 5 (host n2) does not answer: silent since step 12 (killed, stopped, or cut off the network)"
 
@@ -43,6 +59,8 @@ def ending(records, tmp_path):
          "stopped itself"),
         (ended("transient error", "ended by SIGTERM without a checkpoint: no step has ended"), base.OVERDUE,
          "no step ended in time"),
+        (ended("transient error", "nobody knows this line"), base.TRANSIENT, "a fault that may pass"),
+        (ended("transient error", "nobody knows this line", fault=["lost"]), base.TRANSIENT, "may pass"),
         (ended("user error", "nobody knows this line"), base.REFUSED, "ended itself"),
     ],
 )  # fmt: skip
@@ -53,6 +71,114 @@ def test_the_line_of_the_end_names_the_reason(ending, line, name, title):
     assert found.step == 12
     assert line["line"] in found.evidence[0].text
     assert found.remedy or name in (base.GUARD, base.REFUSED)
+
+
+def heartbeat(count, place="all_reduce (a.py:1 f)", *, is_waiting=True, is_done=False):
+    return Heartbeat(
+        count=count,
+        mark="step 7",
+        seconds=20.0,
+        place=place,
+        is_waiting=is_waiting,
+        is_done=is_done,
+        host="n2",
+    )
+
+
+def diagnosis_of(*ranks):
+    """Of ranks with a first and a second heartbeat each."""
+    first, second = ({rank: pair[each] for rank, pair in enumerate(ranks)} for each in (0, 1))
+    return diagnose(HeartbeatSnapshot(first, second, len(ranks)), observer=0)
+
+
+def without_a_store(address, lost=None):
+    """The diagnosis of a rank whose store does not answer."""
+
+    def execute(request):
+        raise StoreSilentError("no answer for 9 s")
+
+    thread = SimpleNamespace(execute=execute, store=SimpleNamespace(address=address), lost=lost)
+    return diagnose_together(thread, lambda: heartbeat(1), rank=1)
+
+
+def of_a_busy_main_process():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return without_a_store(StoreAddress("n1", "127.0.0.1", server.getsockname()[1], True))
+
+
+def of_a_rank_whose_diagnosis_ended():
+    """The diagnosis of rank 0, which waits in vain for that of rank 1."""
+    answers = iter([False, 1])  # whether it may diagnose, and who does
+    thread = SimpleNamespace(execute=lambda request: next(answers), interval=0.0, seconds_to_answer=0.0)
+    return diagnose_together(thread, lambda: heartbeat(1), rank=0)
+
+
+def of_a_failure(line):
+    report = FailureReport(1, "n2", "step 7", line, DEFECT)
+    store = SimpleNamespace(
+        claim=lambda task: True, raise_alarm=lambda: None, heartbeats=dict, failure=lambda: report,
+        publish_diagnosis=lambda published: None,
+    )  # fmt: skip
+    thread = SimpleNamespace(execute=lambda request: request(store), interval=0.0)
+    return diagnose_together(thread, lambda: heartbeat(1), rank=0)
+
+
+WAITS, LOADS = [(heartbeat(1), heartbeat(4))], [
+    tuple(heartbeat(count, "loader.py:8 next", is_waiting=False) for count in (1, 4))
+]  # fmt: skip
+DONE = [(heartbeat(3, is_waiting=False, is_done=True),) * 2]
+MOVES = [tuple(heartbeat(count, f"a.py:{count} f", is_waiting=False) for count in (1, 4))]
+LAUNCHER = StoreAddress("n1", "127.0.0.1", 1, False)
+MAIN = LAUNCHER._replace(is_main_process=True)
+
+
+@pytest.mark.parametrize(
+    ("diagnose_it", "name", "role", "title"),
+    [
+        (lambda: diagnosis_of(*WAITS, (heartbeat(1), heartbeat(1))), base.LOST_RANK, "cause",
+         "rank 1 (host n2) no longer answered"),
+        (lambda: diagnosis_of(*WAITS, *LOADS), base.HANG, "cause", "rank 1 (host n2) hung"),
+        (lambda: diagnosis_of(*LOADS, *LOADS), base.HANG, "cause", "all ranks hung"),
+        (lambda: diagnosis_of(*WAITS, *MOVES), base.HANG, "cause", "rank 1 (host n2) did not finish in time"),
+        (lambda: diagnosis_of(*WAITS, *DONE), base.HANG, "symptom", "rank 1 (host n2) left training"),
+        (lambda: diagnosis_of(*WAITS, *WAITS), base.NETWORK, "cause", "no data passed"),
+        (lambda: diagnosis_of(*WAITS, (heartbeat(1, "b"), heartbeat(4, "b"))), base.HANG, "symptom",
+         "no rank made progress"),
+        (lambda: without_a_store(LAUNCHER), base.LOST_RANK, "cause", "the launcher's store (at n1:1) no"),
+        (lambda: without_a_store(MAIN), base.LOST_RANK, "cause", "the main process (rank 0, at n1:1) no"),
+        (of_a_busy_main_process, base.LOST_RANK, "cause", "the main process (rank 0, at n1:"),
+        (lambda: without_a_store(None), base.LOST_RANK, "cause", "the store of the process group no longer"),
+        (of_a_rank_whose_diagnosis_ended, base.LOST_RANK, "cause", "rank 1 no longer answered"),
+        (lambda: of_a_failure("KeyError: 'x'"), base.DEFECT, "cause", "an exception on rank 1 (host n2)"),
+        (lambda: of_a_failure("RuntimeError: CUDA out of memory"), base.MEMORY, "cause", "no memory left"),
+    ],
+)  # fmt: skip
+def test_what_supervision_has_found_is_a_finding_whatever_its_words(
+    records, tmp_path, diagnose_it, name, role, title
+):
+    diagnosis = diagnose_it()
+    for line in (diagnosis.line, "other words"):
+        if name == base.MEMORY and line != diagnosis.line:
+            continue  # a library's words
+        (found,) = findings(ended_by(records, tmp_path / line[:5], diagnosis._replace(line=line).error()))
+        assert (found.name, found.role) == (name, role)
+        assert title in found.title
+        assert any("--resume auto" in each for each in found.remedy)
+
+
+def ended_by(records, folder, error):
+    """A run whose only attempt ended by an error."""
+    records.is_done, records.attempts = False, []
+    attempt = AttemptRecord(records.write(folder), ProcessIdentity())
+    attempt.begin(is_resumed=False)
+    attempt.fail(error)
+    return read_run(folder)
+
+
+def test_every_fault_has_a_finding(records, tmp_path):
+    assert set(OF_FAULTS) == set(FAULTS)
+    (found,) = findings(ended_by(records, tmp_path / "run", TransientError("x", fault="of another version")))
+    assert (found.name, found.role) == (base.TRANSIENT, "symptom")
 
 
 def test_an_attempt_without_an_end_was_killed_and_by_what_is_not_known(ending):
@@ -92,7 +218,5 @@ def test_another_ranks_line_counts_if_the_main_process_left_none(ending):
 def test_a_damaged_checkpoint_is_found_in_a_run_that_has_finished(records, tmp_path):
     run = records.write(tmp_path / "run")
     (run / "checkpoints" / "step-00000040.damaged").mkdir(parents=True)
-    from megalowbit.findings.run_files import read_run
-
     (found,) = findings(read_run(run))
     assert (found.name, found.step, found.role) == (base.CHECKPOINT, 40, "cause")

@@ -4,6 +4,7 @@ import time
 import pytest
 from small_stores import heartbeat, stores
 
+from megalowbit.errors import LOST
 from megalowbit.supervision.diagnosis import diagnose_together, wait_for_readers
 from megalowbit.supervision.heartbeat import HeartbeatThread
 from megalowbit.supervision.heartbeat_store import (
@@ -69,6 +70,7 @@ def test_one_rank_diagnoses_and_all_ranks_get_the_result(start):
     assert sum(diagnosis.is_local for diagnosis in diagnoses.values()) == 1
     (line,) = {diagnosis.line for diagnosis in diagnoses.values()}
     assert line.startswith("rank 2 (host n2) does not answer: silent since step 7 ")
+    assert {(each.fault, each.culprit) for each in diagnoses.values()} == {(LOST, "rank 2 (host n2)")}
     assert f"waited 20 s in {REDUCE}" in line
     assert opened[2].is_alarmed()
 

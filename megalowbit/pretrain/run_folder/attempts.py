@@ -98,7 +98,7 @@ class AttemptRecord:
         if not self.has_begun or (is_of_another and not self._identity.is_main):
             return
         self.name_folder(error)
-        self._end(how=_how(error), line=_line(error), error=type(error).__name__)
+        self._end(how=_how(error), line=_line(error), error=type(error).__name__, **_fault(error))
 
     def name_folder(self, error: BaseException) -> None:
         """Give a user error the folder of the run that it has ended, for `diagnose_hint`."""
@@ -148,6 +148,14 @@ def _how(error: BaseException) -> str:
     if isinstance(error, TransientError):
         return TRANSIENT
     return USER_ERROR if isinstance(error, UserError) else DEFECT
+
+
+def _fault(error: BaseException) -> dict[str, str]:
+    """What was at fault and who, of a transient error that says so."""
+    if not isinstance(error, TransientError):
+        return {}
+    facts = {"fault": error.fault, "culprit": error.culprit}
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _line(error: BaseException) -> str:
