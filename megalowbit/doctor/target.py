@@ -12,8 +12,8 @@ GB200 and GB300 (memory, NVLink, compute links); NVIDIA's data sheets of A100 80
 the README has 3.2) and H200; AMD's data sheets of the Instinct MI300 and MI350 series. `network` is one
 adapter of 400 Gbit/s for each device, 800 for B300 and GB300, 200 for A100 (DGX A100).
 
-Not covered: devices with PCIe or NVL, which are slower, and consumer GPUs. Of those that are in this machine,
-capability and memory are known, and no times are estimated.
+Not covered: devices with PCIe or NVL, which are slower, the A100 with 40 GB, and consumer GPUs. Of those that
+are in this machine, capability and memory are known, and no times are estimated.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from types import MappingProxyType
 from megalowbit.errors import unknown_name
 from megalowbit.telemetry.peak_tflops import OTHER_DEVICES, peak_tflops
 
+# in the names of slower devices that share a row's words
+OTHER_WORDS = {*OTHER_DEVICES, "PCIE", "40GB"}
 BF16, FP8, FP4 = (8, 0), (8, 9), (10, 0)  # least compute capability with units for them
 DEVICES_OF_HOST = 8
 
@@ -161,7 +163,7 @@ def target_of_device(name: str, *, capability: tuple[int, int] | None, memory: f
     """
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
     known = next((each for each in TARGETS.values() if words >= set(each.device.split())), None)
-    if known is None or words & OTHER_DEVICES:
+    if known is None or words & OTHER_WORDS:
         known = Target(name=name, device=name, memory=memory)
     return replace(known, capability=capability, memory=memory, devices_of_host=count)
 

@@ -50,6 +50,19 @@ def test_other_gpus_have_a_capability_and_no_bandwidth(name):
     assert "24 GiB" in found.describe()
 
 
+@pytest.mark.parametrize("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB"])
+def test_a100s_with_pcie_or_40_gb_have_the_peak_and_not_the_bandwidth_of_the_80_gb_sxm(name):
+    found = target_of_device(name, capability=(8, 0), memory=39.4, count=8)
+    assert (found.name, found.bandwidth, found.link, found.network) == (name, None, None, None)
+    assert found.peak("bf16") == TARGETS["a100"].peak("bf16")
+    assert found.units == ("bf16",)
+
+
+def test_the_a100_of_the_table_is_that_with_sxm_and_80_gb():
+    found = target_of_device("NVIDIA A100-SXM4-80GB", capability=(8, 0), memory=79.1, count=8)
+    assert (found.name, found.bandwidth, found.link) == ("a100", 2039, 300)
+
+
 def test_cpus_have_no_matrix_units_and_amd_is_no_cpu():
     assert cpu_target(64.0).units == ()
     assert not cpu_target(64.0).is_amd
