@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megalowbit.doctor.gemms import ProductFormat, product_format
+from megalowbit.doctor.gemms import ProductFormat, product_format, product_formats
 from megalowbit.doctor.plan import Projection, RunPlan
 from megalowbit.doctor.target import Target
 from megalowbit.families.registry import family
@@ -312,6 +312,18 @@ def _messages(plan: RunPlan, target: Target, computing: float) -> float:
     return max(0.0, exposed - computing) if is_hidden else exposed
 
 
+def _unknown_peaks(plan: RunPlan, target: Target) -> list[str]:
+    """One line if the plan has products in formats whose peak is unknown."""
+    formats = [found for phase in plan.phases for found in product_formats(plan, target, phase.recipe)]
+    units = sorted({found.unit for found in formats if peak_of(plan, target, found.unit) is None})
+    if not units:
+        return []
+    names = " and ".join(units)
+    return [
+        f"the peak of {target.name} in {names} is unknown: such products count at that of {plan.precision}"
+    ]
+
+
 def assumptions(plan: RunPlan, target: Target, assumed_mfu: float | None) -> list[str]:
     """The assumptions behind the time, one line each."""
     peak = peak_of(plan, target, plan.precision)
@@ -328,6 +340,7 @@ def assumptions(plan: RunPlan, target: Target, assumed_mfu: float | None) -> lis
         shares = ", ".join(f"{name} {value:.0%}" for name, value in EFFICIENCY.items())
         lines += [
             f"roofline at these shares of the peaks: {shares}",
+            *_unknown_peaks(plan, target),
             f"memory {target.bandwidth:,.0f} GB/s; element-wise operations of a model that is not compiled",
             "nothing overlaps but messages of ZeRO 3 and overlap_comm; no launches, data loader, saves or "
             "failures",

@@ -10,7 +10,9 @@ computes fp32 products there unless TF32 is allowed. Sources:
   all. An A100 with SXM has the same bf16 figure as one with PCIe (arXiv:2104.04473, section 5).
 - AMD, rocm.docs.amd.com, "AMD Instinct MI300 series microarchitecture", table of peak performance: MI300X.
 - AMD, github.com/AMD-AGI/Primus: MI325X in primus/core/projection/simulation_backends/sdpa_simulator.py,
-  MI350X and MI355X in primus/backends/torchtitan/patches/peak_flops_patches.py.
+  MI350X and MI355X in primus/backends/torchtitan/patches/peak_flops_patches.py. FP8 of MI300X and MI325X in
+  the former file. Each of the 256 compute units of MI350X and MI355X has 8192 FP8 operations a clock (AMD,
+  ISSCC 2026), twice those in bf16: 4.6 PFLOP/s at 2.2 GHz and 5.0 at 2.4 GHz (AMD, Hot Chips 2025).
 
 Not covered: devices without such a source, among them H100 and H200 with NVL or PCIe, which are slower; power
 limits below the vendor's; parts of a device (MIG); CPUs. `telemetry.peak_tflops` sets the peak there.
@@ -43,10 +45,10 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     ("H200", _H100_SXM),
     ("H100 HBM3", _H100_SXM),  # "NVIDIA H100 80GB HBM3"
     ("A100", Peak(half=312.0, tf32=156.0, fp32=19.5)),  # "A100-SXM4-80GB", "A100 80GB PCIe"
-    ("MI355X", Peak(half=2500.0)),
-    ("MI350X", Peak(half=2300.0)),
-    ("MI325X", Peak(half=1307.0)),
-    ("MI300X", Peak(half=1307.4, tf32=653.7, fp32=163.4)),
+    ("MI355X", Peak(half=2500.0, fp8=5000.0)),
+    ("MI350X", Peak(half=2300.0, fp8=4600.0)),
+    ("MI325X", Peak(half=1307.0, fp8=2614.0)),
+    ("MI300X", Peak(half=1307.4, tf32=653.7, fp32=163.4, fp8=2614.9)),
 )
 COLUMN_OF = {"bf16": "half", "fp16": "half", "fp32": "fp32", "tf32": "tf32", "fp8": "fp8", "fp4": "fp4"}
 # in the names of parts of a device, and of slower devices that share a row's words

@@ -217,6 +217,16 @@ def test_a_measured_bandwidth_is_named_among_the_assumptions(large):
     assert "network 30 GB/s (measured)" in measured.describe()
 
 
+def test_an_unknown_peak_of_a_format_that_is_multiplied_is_named_among_the_assumptions(tiny):
+    plan = tiny('megalowbit.recipe={"base": "mxfp4", "gemm": "fp8"}', "megalowbit.telemetry.peak_tflops=1000")
+    known, bf16 = TARGETS["mi355x"], tiny("megalowbit.telemetry.peak_tflops=1000")
+    unknown = replace(known, name="new", device="another device")
+    lines = [line for line in assumptions(plan, unknown, None) if "is unknown" in line]
+    assert lines == ["the peak of new in fp8 is unknown: such products count at that of bf16"]
+    for every in (assumptions(plan, known, None), assumptions(bf16, unknown, None)):
+        assert not any("unknown" in line for line in every)
+
+
 def test_element_wise_operations_of_a_rank_are_on_its_share_of_the_mlp(large):
     plan = large("tensor_parallel.autotp_size=4", processes=4, micro_batch=1, batch=8)
     (time,) = step_times(plan, H100, None)
