@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather
-from megalowbit.doctor.disk import Disk, measure_disk
+from megalowbit.doctor.disk import Disk, is_shared, measure_disk
 from megalowbit.doctor.findings import Finding, by_level, note
 from megalowbit.doctor.fits import check_memory, check_room, save_seconds
 from megalowbit.doctor.gemms import check_formats
@@ -26,10 +26,19 @@ from megalowbit.doctor.machine import Machine, inspect_machine
 from megalowbit.doctor.network import Network, check_bandwidth, check_network, measure_network
 from megalowbit.doctor.plan import RunPlan, plan_run
 from megalowbit.doctor.risks import check_risks
-from megalowbit.doctor.roofline import EFFICIENCY, StepTime, bus, run_seconds, step_times, why_unknown
+from megalowbit.doctor.roofline import (
+    EFFICIENCY,
+    StepTime,
+    assumptions,
+    bus,
+    run_seconds,
+    step_times,
+    why_unknown,
+)
 from megalowbit.doctor.shapes import check_shapes
 from megalowbit.doctor.target import Target
 from megalowbit.pretrain.config import PretrainConfig
+from megalowbit.values import counted
 
 DEFAULT_FOLDER = Path("runs")
 
@@ -79,6 +88,7 @@ class Examination:
         why_no_time: the reason.
         assumed_mfu: as given.
         save_seconds: of a checkpoint; None: no configuration was given.
+        assumptions: behind the times, one line each.
         findings: problems first.
     """
 
@@ -91,6 +101,7 @@ class Examination:
     why_no_time: str | None = None
     assumed_mfu: float | None = None
     save_seconds: float | None = None
+    assumptions: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -154,7 +165,9 @@ def examine(request: Request, around: Surroundings) -> Examination:
         return replace(found, findings=by_level(findings))
     plan = plan_run(request.config)
     target = _with_processes(target, hosts, plan.processes)
-    speed = _disk_speed(hosts, target.hosts(plan.processes)) if request.is_disk_of_run else None
+    speed, of_speed = None, list[str]()
+    if request.is_disk_of_run:
+        speed, of_speed = _disk_speed(hosts, target.hosts(plan.processes))
     times = step_times(plan, target, request.assumed_mfu)
     why = why_unknown(plan, target, request.assumed_mfu)
     seconds = run_seconds(plan, times) if times else None
@@ -175,6 +188,7 @@ def examine(request: Request, around: Surroundings) -> Examination:
         why_no_time=why,
         assumed_mfu=request.assumed_mfu,
         save_seconds=save_seconds(plan, speed),
+        assumptions=[*assumptions(plan, target, request.assumed_mfu), *of_speed],
         findings=by_level(findings),
     )
 
@@ -198,10 +212,25 @@ def _check_disk(request: Request, plan: RunPlan, target: Target, hosts: list[Hos
     return found
 
 
-def _disk_speed(hosts: list[Host], planned: int) -> float | None:
-    """Bytes/s of all hosts of the run, from those that were measured; None: none was."""
+def _disk_speed(hosts: list[Host], planned: int) -> tuple[float | None, list[str]]:
+    """Bytes/s of all hosts of the run, and what that assumes; None: none was measured.
+
+    More hosts write faster only to disks of their own. What they reach on a shared file system is not known.
+    """
     speeds = [host.disk.write for host in hosts if host.disk.write is not None]
-    return sum(speeds) * max(1.0, planned / len(hosts)) if speeds else None
+    if not speeds:
+        return None, []
+    speed, kind, measured = sum(speeds), hosts[0].disk.file_system, counted(len(speeds), "host")
+    if planned <= len(speeds):
+        return speed, [f"checkpoints are written at {speed / 1e6:,.0f} MB/s, as measured on {measured}"]
+    if is_shared(kind) or kind == "unknown":
+        line = f"as measured on {measured}, although the run has {planned}: more may not be faster on {kind}"
+    else:
+        speed *= planned / len(speeds)
+        line = (
+            f"as measured on {measured}, times {planned}/{len(speeds)}: each host has its own disk ({kind})"
+        )
+    return speed, [f"checkpoints are written at {speed / 1e6:,.0f} MB/s, {line}"]
 
 
 def _measured(target: Target, hosts: list[Host], network: Network | None) -> Target:

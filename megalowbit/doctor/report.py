@@ -17,7 +17,7 @@ from megalowbit.doctor.gemms import ProductFormat, product_formats, to_dicts
 from megalowbit.doctor.hosts import Host
 from megalowbit.doctor.network import Network
 from megalowbit.doctor.plan import RunPlan
-from megalowbit.doctor.roofline import StepTime, assumptions, run_seconds
+from megalowbit.doctor.roofline import StepTime, run_seconds
 from megalowbit.doctor.shapes import sizes_of
 from megalowbit.doctor.target import Target
 from megalowbit.layers.recipe import PRODUCTS
@@ -100,7 +100,7 @@ def _time(found: Examination) -> dict[str, Any]:
         "days": None if seconds is None else seconds / DAY,
         "device_hours": None if seconds is None else seconds / 3600 * plan.processes,
         "save_seconds": found.save_seconds,
-        "assumptions": assumptions(plan, found.target, found.assumed_mfu),
+        "assumptions": found.assumptions,
     }
 
 
@@ -263,7 +263,7 @@ def _times(found: Examination) -> str:
     plan = found.plan
     assert plan is not None  # asked only of a run
     if not found.times:
-        return f"  unknown: {found.why_no_time}"
+        return "\n".join(f"  {line}" for line in (f"unknown: {found.why_no_time}", *_assumed(found)))
     lines = []
     for phase, each in zip(plan.phases, found.times, strict=True):
         title = "" if len(found.times) == 1 else f"{phase.recipe.name}, {phase.share:.0%} of the steps: "
@@ -276,8 +276,11 @@ def _times(found: Examination) -> str:
         f"{plan.steps:,} steps: {seconds / DAY:.3g} days, {seconds / 3600 * plan.processes:,.0f} device "
         "hours, without saves, validation and failures"
     )
-    lines += ["assumed:", *_indented(assumptions(plan, found.target, found.assumed_mfu))]
-    return "\n".join(f"  {line}" for line in lines)
+    return "\n".join(f"  {line}" for line in (*lines, *_assumed(found)))
+
+
+def _assumed(found: Examination) -> list[str]:
+    return ["assumed:", *_indented(found.assumptions)] if found.assumptions else []
 
 
 def _of_step(time: StepTime) -> str:

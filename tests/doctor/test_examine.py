@@ -59,6 +59,30 @@ def test_a_named_folder_is_that_of_the_run_on_any_target(config, around, tmp_pat
     assert "disk-not-shared" in codes(examine(request, around(file_system="ext4")))
 
 
+@pytest.mark.parametrize(
+    ("file_system", "hosts", "speed", "said"),
+    [
+        ("ext4", 1, 4e6, "measured on 1 host, times 4/1: each host has its own disk (ext4)"),
+        ("ext4", 4, 4e6, "4 MB/s, as measured on 4 hosts"),
+        ("lustre", 1, 1e6, "measured on 1 host, although the run has 4: more may not be faster on lustre"),
+        ("lustre", 2, 2e6, "measured on 2 hosts, although the run has 4: more may not be faster on lustre"),
+        ("unknown", 1, 1e6, "although the run has 4"),
+    ],
+)
+def test_only_disks_of_hosts_are_faster_on_more_of_them(config, around, file_system, hosts, speed, said):
+    surroundings = around(*[H100] * 8, hosts=hosts, write=1e6, file_system=file_system)
+    found = examine(Request(config=config(32)), surroundings)
+    assert found.save_seconds == pytest.approx(found.plan.checkpoint_bytes / speed)
+    (line,) = (line for line in found.assumptions if "checkpoints" in line)
+    assert said in line
+
+
+def test_a_disk_that_was_not_measured_has_no_assumption(config, around):
+    for request in (Request(config=config(8), target=TARGETS["h100"]), Request(config=config(8))):
+        found = examine(request, around(*[H100] * 8, write=None))
+        assert not any("checkpoints" in line for line in found.assumptions)
+
+
 def test_an_mfu_above_the_roofline_is_noted(config, around):
     request = Request(config=config(1), target=TARGETS["h100"])
     assert "mfu-above-roofline" in codes(examine(replace(request, assumed_mfu=1.0), around()))
