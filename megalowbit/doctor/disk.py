@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,14 +90,15 @@ def measure_disk(folder: Path, *, is_measured: bool = True) -> tuple[Disk, list[
     try:
         write, read = _speeds(place, disk.free)
     except OSError as error:
-        return disk, [
-            problem(
-                "disk-write", f"{place} cannot be written to ({error.strerror}): no run could save there",
-                "name a folder of yours with --run-dir",
-            )
-        ]  # fmt: skip
+        return disk, [not_writable(str(place), str(error.strerror))]
     disk = Disk(folder=disk.folder, file_system=disk.file_system, free=disk.free, write=write, read=read)
     return disk, list(_check(disk))
+
+
+def not_writable(folder: str, reason: str, hosts: Iterable[str] = ()) -> Finding:
+    """The finding about a folder that no run could save to; `hosts` see it, none: all do."""
+    text = f"{folder} cannot be written to ({reason}): no run could save there"
+    return problem("disk-write", text, "name a folder of yours with --run-dir", hosts)
 
 
 def _check(disk: Disk) -> Iterator[Finding]:

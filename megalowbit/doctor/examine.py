@@ -140,7 +140,7 @@ def look_around(request: Request) -> Surroundings:
     machine = replace(machine, findings=(*machine.findings, *of_disk))
     hosts = gather_hosts(machine, disk)
     findings = check_hosts(hosts)
-    if len(hosts) > 1:
+    if len(hosts) > 1 and request.is_disk_of_run:
         findings += check_folder(hosts, sees_marks(request.place), rank_hosts)
     network = None
     if request.measures and len(rank_hosts) > 1:

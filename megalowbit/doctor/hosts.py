@@ -12,7 +12,7 @@ from typing import Any
 
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather, share
-from megalowbit.doctor.disk import Disk, is_shared, nearest_folder
+from megalowbit.doctor.disk import Disk, is_shared, nearest_folder, not_writable
 from megalowbit.doctor.findings import Finding, merged, problem, warning
 from megalowbit.doctor.machine import LOCAL_FACTS, Machine
 
@@ -121,7 +121,11 @@ def _names_in(folder: Path) -> list[str]:
 
 def check_folder(hosts: Sequence[Host], seen: Sequence[bool], rank_hosts: Sequence[str]) -> Iterator[Finding]:
     """Whether all hosts share the run folder: each rank of ZeRO writes its part of a checkpoint there."""
-    if len(hosts) == 1 or not seen[0]:
+    if len(hosts) == 1:
+        return
+    if not seen[0]:
+        if all(each.code != "disk-write" for each in hosts[0].machine.findings):  # its disk was not measured
+            yield not_writable(hosts[0].disk.folder, "no file can be made and listed there", [hosts[0].name])
         return
     blind = dict.fromkeys(host for host, is_seen in zip(rank_hosts, seen, strict=True) if not is_seen)
     if blind:

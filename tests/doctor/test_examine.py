@@ -5,6 +5,8 @@ import pytest
 from launchers import write_config
 from megalowbit.doctor import examine as examine_module
 from megalowbit.doctor.examine import Request, examine, look_around
+from megalowbit.doctor.hosts import Host
+from megalowbit.doctor.machine import inspect_machine
 from megalowbit.doctor.roofline import bus
 from megalowbit.doctor.target import TARGETS
 from megalowbit.pretrain.config import load_config
@@ -81,6 +83,32 @@ def test_a_disk_that_was_not_measured_has_no_assumption(config, around):
     for request in (Request(config=config(8), target=TARGETS["h100"]), Request(config=config(8))):
         found = examine(request, around(*[H100] * 8, write=None))
         assert not any("checkpoints" in line for line in found.assumptions)
+
+
+@pytest.mark.parametrize("target", [None, "h100"])
+@pytest.mark.parametrize("is_folder_named", [True, False])
+def test_several_hosts_try_the_folder_of_the_run_only(tmp_path, monkeypatch, target, is_folder_named):
+    """As a job step with --target, the folder is not that of the run unless it is named."""
+    this = host_name()
+    monkeypatch.setattr(examine_module, "gather", lambda value: [this, "n2"])
+    monkeypatch.setattr(examine_module, "gather_hosts", two_hosts)
+    monkeypatch.setattr(examine_module, "sees_marks", lambda folder: [True, False])
+    monkeypatch.chdir(tmp_path)
+    request = Request(
+        target=TARGETS[target] if target else None,
+        folder=tmp_path if is_folder_named else None,
+        measures=False,
+    )
+    found = codes(look_around(request))
+    assert ("disk-not-shared" in found) == (is_folder_named or target is None)
+
+
+def host_name():
+    return inspect_machine(processes=1).host
+
+
+def two_hosts(machine, disk):
+    return [Host(machine=each, disk=disk, ranks=1) for each in (machine, replace(machine, host="n2"))]
 
 
 def test_an_mfu_above_the_roofline_is_noted(config, around):

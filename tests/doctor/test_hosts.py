@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalowbit.doctor.disk import Disk
+from megalowbit.doctor.disk import Disk, not_writable
 from megalowbit.doctor.findings import warning
 from megalowbit.doctor.hosts import (
     Host,
@@ -68,8 +68,16 @@ def test_hosts_that_do_not_see_the_file_of_rank_0_are_a_problem():
     (found,) = check_folder(hosts, [True, True, False, False], ["n1", "n1", "n2", "n2"])
     assert (found.level, found.code, found.hosts) == ("problem", "disk-not-shared", ("n2",))
     assert list(check_folder(hosts, [True] * 4, ["n1", "n1", "n2", "n2"])) == []
-    # rank 0 could not write it: another finding says so
-    assert list(check_folder(hosts, [False] * 4, ["n1", "n1", "n2", "n2"])) == []
+
+
+def test_a_folder_that_rank_0_cannot_write_to_is_a_problem_once():
+    ranks = ["n1", "n1", "n2", "n2"]
+    (found,) = check_folder([host("n1"), host("n2")], [False] * 4, ranks)
+    assert (found.level, found.code, found.hosts) == ("problem", "disk-write", ("n1",))
+    assert "/runs cannot be written to" in found.text
+    # a measurement of the disk has said it already
+    measured = host("n1", findings=[not_writable("/runs", "Permission denied")])
+    assert list(check_folder([measured, host("n2")], [False] * 4, ranks)) == []
 
 
 def test_from_one_host_a_local_disk_is_only_suspected():
