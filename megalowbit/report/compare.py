@@ -46,17 +46,20 @@ TEXT = {
     "eod_mask_loss": "masking of ends of documents",
 }
 SEEDS = (f"{BLOCK}.run.seed", f"{BLOCK}.data.seed")
-# Settings that do not change what a run computes.
-BESIDE = (
-    *(f"{BLOCK}.{name}" for name in ("run.name", "model.config", "data.cache_dir", "data.workers")),
-    *(f"{BLOCK}.{name}.*" for name in ("telemetry", "checkpoint", "watchdog", "validation")),
-    f"{BLOCK}.profile",
-    f"{BLOCK}.profile.*",
-    "steps_per_print",
-    "wall_clock_breakdown",
-    "tensorboard.*",
-    "wandb.*",
+# Settings and sections that do not change what a run computes: of this project's block, and of DeepSpeed's.
+_OF_BLOCK = (
+    "run.name", "model.config", "data.cache_dir", "data.workers", "data.build_timeout", "telemetry",
+    "trackio", "checkpoint", "watchdog", "validation", "profile", "samples", "histograms",
 )  # fmt: skip
+_OF_DEEPSPEED = (
+    "comet", "comms_logger", "csv_monitor", "disable_python_gc", "dump_state", "flops_profiler", "log_level",
+    "memory_breakdown", "steps_per_print", "tensorboard", "timers", "wall_clock_breakdown", "wandb",
+)  # fmt: skip
+BESIDE = tuple(
+    pattern
+    for name in (*(f"{BLOCK}.{name}" for name in _OF_BLOCK), *_OF_DEEPSPEED)
+    for pattern in (name, f"{name}.*")
+)
 
 
 @dataclass(frozen=True)

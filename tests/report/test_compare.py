@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 from made_runs import write_run
 
+from megalowbit.config.engine_settings import EngineSettings
+from megalowbit.config.keys import KNOWN_KEYS
+from megalowbit.pretrain.config import SETTINGS_MODEL
 from megalowbit.report.compare import (
+    BESIDE,
+    TEXT,
     cautions,
     differing_settings,
     gap_between,
@@ -121,6 +126,64 @@ def test_another_order_and_other_rates_are_said(tmp_path):
     said = " ".join(cautions(run, reference))
     assert "another order" in said
     assert "learning rates differ" in said
+
+
+# Settings that may change what a run computes: a run that differs in one of them is no repeat.
+COMPUTES = {
+    *(f"megalowbit.{name}" for name in EngineSettings.model_fields if name != "watchdog"),
+    *(
+        f"megalowbit.{name}"
+        for name in (
+            "model.checkpoint", "model.overrides", "model.pad_vocab_to_multiple_of", "model.outliers",
+            "data.max_bad_records", "data.seed", "data.validation", "run.steps", "run.seed",
+            "run.deterministic", "run.max_consecutive_skips", "run.overflow_retries", "loss_guard",
+            "static_inputs", "late_switch", "speculation", "oscillation_reset",
+        )
+    ),
+    "activation_checkpointing", "aio", "autotuning", "bf16", "bfloat16", "checkpoint",
+    "communication_data_type", "compile", "data_efficiency", "data_parallel_size", "data_types",
+    "dataloader_drop_last", "datastates_ckpt", "disable_allgather", "expert_parallel", "fp16",
+    "gradient_accumulation_steps", "gradient_allreduce_op", "gradient_clipping",
+    "gradient_predivide_factor", "hybrid_engine", "managed_gradient_accumulation", "optimizer", "pipeline",
+    "prescale_gradients", "scheduler", "seq_parallel_communication_data_type", "sequence_parallel_size",
+    "tensor_parallel", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu",
+    "use_data_before_expert_parallelism", "vocabulary_size", "weight_quantization",
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "zero_optimization",
+}  # fmt: skip
+MIXED = ("model", "data", "run")  # sections whose keys are classified one by one
+
+
+def settings_of_a_run():
+    """Every top-level key of a configuration, every section of its block, and the keys of some sections."""
+    sections = {*SETTINGS_MODEL.model_fields, *EngineSettings.model_fields} - {*MIXED}
+    keys = {
+        f"{section}.{name}"
+        for section in MIXED
+        for name in SETTINGS_MODEL.model_fields[section].annotation.model_fields
+    }
+    return {f"megalowbit.{name}" for name in sections | keys} | KNOWN_KEYS
+
+
+def test_every_setting_is_known_to_change_what_a_run_computes_or_not():
+    text, beside = {f"megalowbit.data.{name}" for name in TEXT}, set(BESIDE[::2])
+    assert text | beside | COMPUTES == settings_of_a_run()
+    assert len(text) + len(beside) + len(COMPUTES) == len(text | beside | COMPUTES)  # each is in one set
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"megalowbit.trackio": {"enabled": True, "project": "x"}},
+        {"megalowbit.samples": {"prompts": ["x"]}},
+        {"megalowbit.histograms": {"every": 10}},
+        {"megalowbit.data.build_timeout": 60},
+        {"megalowbit.telemetry": None, "wandb": {"enabled": True}},
+    ],
+)
+def test_a_repeat_may_differ_in_settings_that_compute_nothing(tmp_path, changes):
+    seed = {"megalowbit.run.seed": 7}
+    reference, repeat = runs_with(tmp_path, (noise(0), {}), (noise(1), {**seed, **changes}))
+    assert is_repeat(repeat, reference)
 
 
 def test_a_repeat_differs_in_seeds_only_and_gives_the_noise_floor(tmp_path):
