@@ -22,7 +22,6 @@ from megalowbit.findings.run_files import METRICS, RunFiles
 # A step's gradients differ by less than this factor from those of steps nearby: over 97 healthy runs of tiny
 # models, a scale that had worked was never too large by more than 2^3 (docs/diagnose.md).
 HOPELESS_FALL = 2.0**6
-SKIPS_WITHOUT_SCALE = 1  # without a loss scale, no skip is normal
 RANK_CHANCE = 1e-3  # a rank is at fault if chance names it that often or less
 
 
