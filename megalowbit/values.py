@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, JsonValue, Tag, Valid
 
 from megalowbit.errors import UserError, shown
 
+BLOCK = "megalowbit"  # the key of this project's block in a configuration
 LARGEST = 2**63 - 1
 SCALARS = frozenset({bool, int, float, str})
 

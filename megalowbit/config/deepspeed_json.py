@@ -29,8 +29,8 @@ from megalowbit.config.values import check_value, check_values, unknown_key
 from megalowbit.config.zero import check_parameter_split, check_zero, fill_zero
 from megalowbit.errors import Problems, UserError, invalid_settings
 from megalowbit.json_text import is_finite_number, read_json_object
+from megalowbit.values import BLOCK
 
-BLOCK = "megalowbit"
 # Read by the pretraining loop. An engine without the loop accepts them, because one file serves both.
 LOOP_SECTIONS = (
     "model", "data", "run", "checkpoint", "telemetry", "trackio", "loss_guard", "validation", "static_inputs",

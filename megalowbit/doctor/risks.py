@@ -17,7 +17,7 @@ from megalowbit.doctor.target import Target
 from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.optim.loss_scale.constant import ConstantSettings
 from megalowbit.pretrain.checks import recipe_advice
-from megalowbit.telemetry.columns import duration_text
+from megalowbit.telemetry.columns import clock_text
 
 HOUR = 3600.0
 # one node of Llama 3's 2,048 failed every 6,334 hours (arXiv:2407.21783, section 3.3.4; docs/scaling.md)
@@ -151,7 +151,7 @@ def _checkpoints(
     best = max(1, round(daly_interval(save, mtbf) / step))
     if not every:
         if is_long:
-            yield _never_saved(duration_text(seconds), hosts, setting_of=min(best, plan.steps))
+            yield _never_saved(clock_text(seconds), hosts, setting_of=min(best, plan.steps))
         return
     interval = min(every, plan.steps) * step
     lost = save / interval + interval / 2 / mtbf  # saves, and work since the last one
@@ -159,9 +159,9 @@ def _checkpoints(
     if lost > MOST_LOST and lost > 1.5 * least:
         yield warning(
             "checkpoint-interval",
-            f"a checkpoint every {every:,} steps ({duration_text(interval)}) costs about {lost:.0%} of the "
+            f"a checkpoint every {every:,} steps ({clock_text(interval)}) costs about {lost:.0%} of the "
             f"time: a save takes some {save:,.1f} s, and {hosts} host{'s fail' if hosts > 1 else ' fails'} "
-            f"every {duration_text(mtbf)} at Llama 3's rate",
+            f"every {clock_text(mtbf)} at Llama 3's rate",
             f"{setting('megalowbit.checkpoint.every', best)} (docs/scaling.md; megalowbit goodput simulates "
             "it)",
         )

@@ -25,8 +25,9 @@ from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.recipe import Recipe, named_recipes
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
+from megalowbit.pretrain.config import PretrainConfig, load_config
 from megalowbit.quantize.backends import backend_of
+from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

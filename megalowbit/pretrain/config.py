@@ -44,9 +44,8 @@ from megalowbit.telemetry.settings import (
     TrackioSettings,
     WandbSettings,
 )
-from megalowbit.values import LARGEST, SettingsModel, unit
+from megalowbit.values import BLOCK, LARGEST, SettingsModel, unit
 
-BLOCK = "megalowbit"
 ENGINE_KEYS = tuple(EngineSettings.model_fields)
 FILE_KEYS = ("model.config", "model.checkpoint", "data.cache_dir")
 NAME_OR_FILE_KEYS = ("data.corpus", "data.tokenizer", "data.validation.corpus")

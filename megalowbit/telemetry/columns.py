@@ -96,7 +96,7 @@ def amount_text(figure: float) -> str:
     return f"{figure:.{decimals}f}{unit}"
 
 
-def duration_text(seconds: float | None) -> str:
+def clock_text(seconds: float | None) -> str:
     """`0:02:13`, from a day on `3d04:05`."""
     if seconds is None or not math.isfinite(seconds):
         return UNKNOWN
@@ -140,5 +140,5 @@ def line(step: int, total_steps: int, facts: Facts, *, eta: float | None, is_ski
         " " + column.text(facts.get(column.fact)).rjust(column.width - 1) for column in columns_of(facts)
     )
     place = f"{step}/{total_steps}".rjust(_step_width(total_steps))
-    text = f"{place}{figures} {duration_text(eta).rjust(_ETA_WIDTH - 1)}"
+    text = f"{place}{figures} {clock_text(eta).rjust(_ETA_WIDTH - 1)}"
     return f"{text} {SKIP}" if is_skipped else text

@@ -204,7 +204,7 @@ class RunSummary:
         if 0 < self.timed_steps < totals.steps - 1:
             speed += f" (last {self.timed_steps:,} steps)"
         rows = [
-            ("steps", steps, "time in steps", columns.duration_text(totals.seconds)),
+            ("steps", steps, "time in steps", columns.clock_text(totals.seconds)),
             ("final loss", columns.loss_text(totals.final_loss), "best loss", best_loss),
             ("tokens", f"{totals.tokens:,}", "tokens/s", speed),
             *self.rows,

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from megalowbit.config.deepspeed_json import BLOCK
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, refuse_partitioned
 from megalowbit.optim.loss_scale.base import GradScaler
+from megalowbit.values import BLOCK
 
 
 def check_arguments(

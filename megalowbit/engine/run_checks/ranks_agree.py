@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from megalowbit.config.deepspeed_json import BLOCK, DeepSpeedConfigParts
+from megalowbit.config.deepspeed_json import DeepSpeedConfigParts
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather, gather_bytes, raised_on_all_ranks
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.errors import shown
 from megalowbit.layers.conversion.convert import random_stream
+from megalowbit.values import BLOCK
 
 Facts = Mapping[str, str]
 

@@ -28,11 +28,10 @@ from megalowbit.layers.conversion.loop_optimizer import name_of_dtype, optimizer
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.quantize.random_stream import own_rank
-from megalowbit.values import require_module
+from megalowbit.values import BLOCK, require_module
 
 logger = logging.getLogger(__name__)
 
-BLOCK = "megalowbit"
 # sections of launch/pretrain.py, which mlb.initialize ignores too
 OF_THE_RUN = frozenset({"model", "data", "run", "checkpoint", "telemetry", "loss_guard"})
 OFF: tuple[object, ...] = (None, False, {}, "global", {"enabled": False})

@@ -195,7 +195,7 @@ class Validation(Component):
         if self._settings.every and self._seconds > max(LONG, 2 * self._longest):
             self._longest = self._seconds
             lines.append(
-                f"a validation takes {columns.duration_text(self._seconds)}, and a stop signal waits for it: "
+                f"a validation takes {columns.clock_text(self._seconds)}, and a stop signal waits for it: "
                 "give jobs more time between the signal and their end, or set validation.tokens"
             )
         return lines

@@ -57,13 +57,14 @@ from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
 from megalowbit.pretrain.components.late_switch import AS_RECIPE, AS_STORED, LateSwitch
 from megalowbit.pretrain.components.validation import Validation, describe
-from megalowbit.pretrain.config import BLOCK, PretrainConfig, load_config
+from megalowbit.pretrain.config import PretrainConfig, load_config
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.records.lines import job_lines
 from megalowbit.pretrain.resume import unwritten_tokens
 from megalowbit.pretrain.run import report_lost_ranks, start_facts
 from megalowbit.pretrain.run_folder.folder import RunFolder, run_folder_of
 from megalowbit.telemetry.facts import Fact
+from megalowbit.values import BLOCK
 
 logger = logging.getLogger(__name__)
 

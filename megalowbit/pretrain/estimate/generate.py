@@ -46,8 +46,8 @@ from megalowbit.optim.precision.autocast import attach_autocast
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.pretrain.checks import check_kernels, this_device
 from megalowbit.pretrain.components.late_switch import AS_RECIPE, AS_STORED, LateSwitchSettings
-from megalowbit.pretrain.config import BLOCK
 from megalowbit.pretrain.run_folder.folder import RunFolder, run_folder_of
+from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -20,10 +20,11 @@ from megalowbit.errors import UserError
 from megalowbit.hf.folders.new_folder import new_folder
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.config import BLOCK, load_config
+from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.dry_run import estimate_run
 from megalowbit.pretrain.estimate.memory import GIB, MemoryEstimate
 from megalowbit.shipped_files import shipped_configs
+from megalowbit.values import BLOCK
 
 SIZES = {"0.8M": "gpt2_tiny_fp4", "124M": "gpt2_124m_fp4", "1B": "llama_1b_fp4", "8B": "llama3_8b_fp4"}
 USABLE = 0.9  # of the memory: the estimate leaves out fragmentation

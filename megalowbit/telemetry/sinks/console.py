@@ -137,7 +137,7 @@ class Console(Sink):
             return
         if self._live:
             self._live.stop()
-        seconds = columns.duration_text(self._clock() - self._started)
+        seconds = columns.clock_text(self._clock() - self._started)
         verb = "done" if exit_code == 0 and self._step >= self._total else "stopped"
         self.print(
             f"{verb}: step {self._step}/{self._total} after {seconds}",
@@ -169,7 +169,7 @@ class Console(Sink):
             ),
             Text(f"{share:.0%}", style="bold cyan"),
             Text(f"{columns.amount_text(self._facts.get('tokens_per_second'))} tok/s"),
-            Text(f"ETA {columns.duration_text(self._eta)}", style="bold"),
+            Text(f"ETA {columns.clock_text(self._eta)}", style="bold"),
         )
         figures = Text(no_wrap=True, overflow="crop")
         shown = [each for each in columns.columns_of(self._facts) if each.fact != "tokens_per_second"]

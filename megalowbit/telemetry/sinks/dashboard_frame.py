@@ -176,9 +176,7 @@ def _rule(state: RunState, width: int, is_ascii: bool) -> Text:
 def _progress(state: RunState, width: int, is_ascii: bool) -> Text:
     share = min(state.step / max(state.total_steps, 1), 1.0)
     text = Text().append(f"{state.step:,}/{state.total_steps:,}", style="bold")
-    rest = Text(f" {share:.0%}", style="bold cyan").append(
-        f"  ETA {columns.duration_text(state.eta)}", "bold"
-    )
+    rest = Text(f" {share:.0%}", style="bold cyan").append(f"  ETA {columns.clock_text(state.eta)}", "bold")
     room = width - text.cell_len - rest.cell_len - 1
     if room >= SHORTEST_BAR:
         done = round(share * room)
