@@ -6,14 +6,17 @@ Importable from anywhere, and light: commands build their parsers before anythin
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import os
 import select
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, ParamSpec
 
-from megalowbit.errors import UserError
+from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError, printed
+
+Arguments = ParamSpec("Arguments")
 
 
 def escape_unprintable_output() -> None:
@@ -36,6 +39,20 @@ def run_until_unread(main: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
         return EXIT_UNREAD
     return code
+
+
+def printing_user_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """`main` of a command line that prints a `UserError` on one line and returns the exit code for it."""
+
+    @functools.wraps(main)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {printed(error)}", file=sys.stderr)
+            return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
+
+    return run
 
 
 def _is_unread(descriptor: int) -> bool:

@@ -10,8 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, unknown_name
-from megalowbit.one_line_parser import OneLineParser
+from megalowbit.errors import UserError, unknown_name
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 
 CHANGELOG = Path(__file__).resolve().parent.parent / "CHANGELOG.md"
 HEADING = re.compile(r"^## (\S+)(?: \((.*)\))?$", re.MULTILINE)
@@ -46,15 +46,12 @@ def notes(version: str | None) -> str:
     return known[chosen]
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = OneLineParser.for_script(__doc__, "tools/release_notes.py")
     parser.add_argument("version", nargs="?", metavar="VERSION", help="default: the newest")
-    try:
-        print(notes(parser.parse_args(arguments).version), end="")
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    print(notes(parser.parse_args(arguments).version), end="")
     return 0
 
 

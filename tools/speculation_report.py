@@ -13,8 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.errors import UserError
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,25 +37,22 @@ def check_picture(path: Path) -> None:
         )
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        if options.picture is not None:
-            check_picture(options.picture)
-        from megalowbit.speculation.reports.history import read_history, table
+    options = build_parser().parse_args(arguments)
+    if options.picture is not None:
+        check_picture(options.picture)
+    from megalowbit.speculation.reports.history import read_history, table
 
-        history = read_history(options.run_dir)
-        print(table(history))
-        if options.picture is not None:
-            from megalowbit.speculation.reports.picture import draw_history
+    history = read_history(options.run_dir)
+    print(table(history))
+    if options.picture is not None:
+        from megalowbit.speculation.reports.picture import draw_history
 
-            draw_history(history, options.picture)
-            print(f"picture: {options.picture}")
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+        draw_history(history, options.picture)
+        print(f"picture: {options.picture}")
     return 0
 
 

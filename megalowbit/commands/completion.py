@@ -10,12 +10,11 @@ The script is made by shtab: pip install 'megalowbit[completion]'.
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.one_line_parser import OneLineParser
+from megalowbit.errors import UserError
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 
 SHELLS = ("bash", "zsh")
 
@@ -27,14 +26,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        options = build_parser().parse_args(arguments)
-        print(script(options.shell))
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    options = build_parser().parse_args(arguments)
+    print(script(options.shell))
     return 0
 
 

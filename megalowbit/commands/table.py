@@ -14,8 +14,8 @@ from itertools import takewhile
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, unknown_name
-from megalowbit.one_line_parser import run_until_unread
+from megalowbit.errors import UserError, unknown_name
+from megalowbit.one_line_parser import printing_user_errors, run_until_unread
 
 EXIT_INTERRUPTED = 130
 RANK_OPTIONS = ("--local_rank", "--local-rank")  # DeepSpeed's launcher puts one before all others
@@ -96,14 +96,11 @@ def start() -> None:
     sys.exit(program(main))
 
 
+@printing_user_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     words = _without_rank(sys.argv[1:] if arguments is None else arguments)
-    try:
-        name = _name_of(words)
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    name = _name_of(words)
     if name is None:
         return 0
     try:

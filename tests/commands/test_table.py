@@ -11,7 +11,10 @@ from programs import module_of
 
 from launchers import ROOT, check_refusal
 from megalowbit.commands.completion import SHELLS
+from megalowbit.commands.runs import diagnose
 from megalowbit.commands.table import COMMANDS, build_parser, listed, main
+from megalowbit.errors import TransientError, UserError
+from megalowbit.one_line_parser import printing_user_errors
 
 DOORS = {
     "pretrain": "launch/pretrain.py",
@@ -156,3 +159,33 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(start, tmp_
         listing.stdout.close()  # as head does; the list is longer than a pipe holds
         assert listing.stderr.read() == ""
     assert listing.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(UserError("2 mistakes:\n  - one\n  - two"), 2), (TransientError("a\nb"), 75)]
+)
+def test_a_user_error_of_a_command_is_printed_with_its_exit_code(capsys, error, code):
+    @printing_user_errors
+    def main(arguments):
+        raise error
+
+    assert main([]) == code
+    expected = "2 mistakes:\n  - one\n  - two" if code == 2 else "a b"
+    assert capsys.readouterr() == ("", f"error: {expected}\n")
+
+
+def test_results_and_other_errors_of_a_command_pass_through():
+    assert printing_user_errors(lambda arguments: arguments)(7) == 7
+    with pytest.raises(KeyError):
+        printing_user_errors({}.__getitem__)("x")
+
+
+def test_a_command_that_meets_a_passing_fault_says_with_75_that_a_retry_may_help(
+    monkeypatch, capsys, tmp_path
+):
+    def read_run(folder):
+        raise TransientError(f"{folder} does not answer")
+
+    monkeypatch.setattr(diagnose, "read_run", read_run)
+    assert diagnose.main([str(tmp_path)]) == 75
+    assert capsys.readouterr().err == f"error: {tmp_path} does not answer\n"

@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.unfinished import unfinished
 from megalowbit.layers.settings import DEFAULT_RECIPE
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.pretrain.command_line import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
@@ -120,9 +121,6 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"error: {_interrupted(options.folder)}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
     return 0
 
 

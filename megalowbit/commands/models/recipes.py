@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from importlib.resources import files
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, unknown_name
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.errors import unknown_name
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown
 
@@ -29,15 +28,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        print("\n".join(described()) if options.name is None else fields_of(options.name))
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    options = build_parser().parse_args(arguments)
+    print("\n".join(described()) if options.name is None else fields_of(options.name))
     return 0
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import textwrap
 from pathlib import Path
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.findings.base import Finding
 from megalowbit.findings.run_files import read_run
 from megalowbit.findings.verdict import HEALTHY, RUNNING, STOPPED, TROUBLED, Verdict, diagnosis_of
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 
 EXIT_TROUBLED = 1
 HEADINGS = {
@@ -40,15 +38,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        run = read_run(options.run)
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    options = build_parser().parse_args(arguments)
+    run = read_run(options.run)
     verdict = diagnosis_of(run)
     if options.json:
         content = {"run": str(run.folder), **verdict.to_dict()}

@@ -14,15 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from typing import NamedTuple
 
 from megalowbit.cluster.failures import NodeFailures
 from megalowbit.cluster.goodput import expected_events, failure_traces
 from megalowbit.cluster.goodput_report import GoodputRequest, duration, make_report, table
 from megalowbit.cluster.run_history import RunCosts
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.errors import UserError, shown
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 
 MOST_EVENTS = 400_000  # simulated for one interval: about a second; some thirty intervals are tried
 LONGEST_TRAINING = 3650 * 86400.0  # seconds
@@ -214,17 +213,14 @@ def check_amount(options: argparse.Namespace, request: GoodputRequest) -> None:
     )
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        request = request_of(options)
-        check_amount(options, request)
-        traces = failure_traces(request.failures, runs=options.runs, seed=options.seed)
-        found = make_report(request, traces)
-        print(json.dumps(found.to_dict(), indent=1) if options.json else table(found))
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    options = build_parser().parse_args(arguments)
+    request = request_of(options)
+    check_amount(options, request)
+    traces = failure_traces(request.failures, runs=options.runs, seed=options.seed)
+    found = make_report(request, traces)
+    print(json.dumps(found.to_dict(), indent=1) if options.json else table(found))
     return 0

@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown, unknown_name
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.errors import UserError, shown, unknown_name
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.pretrain.command_line import prepare_environment
 from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.estimate.host_memory import host_memory
@@ -43,16 +42,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        with collector_paused():
-            _init(options)
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    options = build_parser().parse_args(arguments)
+    with collector_paused():
+        _init(options)
     return 0
 
 

@@ -22,8 +22,8 @@ from megalowbit.data.token_files.build import Journal, Progress, batches_of
 from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.data.token_files.workers import encode_in_order
 from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer, Tokenizer
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.errors import UserError, shown
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.pretrain.command_line import EXIT_INTERRUPTED
 
 
@@ -162,6 +162,7 @@ def check_options(options: argparse.Namespace) -> None:
             raise UserError(f"--json-keys {shown(key)} is given {count} times: give it once")
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
@@ -172,9 +173,6 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer = tokenizer_of(options.tokenizer, parse_special_tokens=options.parse_special_tokens)
         for line in write_all(options, tokenizer):
             print(line)
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("interrupted before the end: not all files are written", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
+from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.pretrain.command_line import prepare_environment
 
 
@@ -44,15 +44,12 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        print(_report(options))
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    options = build_parser().parse_args(arguments)
+    print(_report(options))
     return 0
 
 

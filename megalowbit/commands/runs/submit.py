@@ -21,9 +21,9 @@ from pathlib import Path
 from megalowbit.cluster.script import STATE, JobRequest, all_overrides, render, template_names
 from megalowbit.cluster.settings import ClusterSettings, load_cluster
 from megalowbit.durable_files import atomic_file
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed, shown
+from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_text
-from megalowbit.one_line_parser import OneLineParser
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.config import PretrainConfig, load_config, working_folder
 from megalowbit.shipped_files import find_config, job_templates, pretrain_script
 
@@ -78,28 +78,25 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    try:
-        options = build_parser().parse_args(arguments)
-        options.ds_config = find_config(options.ds_config)
-        settings = load_cluster(options.cluster, options.slurm)
-        if options.container is not None:
-            settings = settings.in_image(options.container, folders_of(options))
-        request = build_request(options, settings)
-        check_runs(settings, request)
-        script = render(settings, request, read_templates(settings))
-        check_text(script)
-        check_syntax(script)
-        if options.dry_run:
-            print(script, end="")
-            return 0
-        if options.resume == "no":
-            refuse_started(request.folder)
-        print(submit(script, request.folder))
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    options = build_parser().parse_args(arguments)
+    options.ds_config = find_config(options.ds_config)
+    settings = load_cluster(options.cluster, options.slurm)
+    if options.container is not None:
+        settings = settings.in_image(options.container, folders_of(options))
+    request = build_request(options, settings)
+    check_runs(settings, request)
+    script = render(settings, request, read_templates(settings))
+    check_text(script)
+    check_syntax(script)
+    if options.dry_run:
+        print(script, end="")
+        return 0
+    if options.resume == "no":
+        refuse_started(request.folder)
+    print(submit(script, request.folder))
     return 0
 
 

@@ -11,11 +11,9 @@ with an allowed gap. To continue an interrupted calibration, run the same comman
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.shipped_files import find_config, pretrain_script
 
 SEEDS = (1, 2, 3)
@@ -83,27 +81,24 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-picture", action="store_true", help="only the table; needs no matplotlib")
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        options.ds_config = find_config(options.ds_config)
-        from megalowbit.pretrain.sweep.calibration import CalibrationPlan, calibrate
+    options = build_parser().parse_args(arguments)
+    options.ds_config = find_config(options.ds_config)
+    from megalowbit.pretrain.sweep.calibration import CalibrationPlan, calibrate
 
-        plan = CalibrationPlan(
-            config=options.ds_config.resolve(),
-            thresholds=tuple(options.threshold),
-            seeds=tuple(options.seed or SEEDS),
-            steps=options.steps,
-            last=options.last,
-            out=(options.out or Path("runs") / f"{options.ds_config.stem}-calibration").resolve(),
-            jobs=options.jobs,
-            max_gap=options.max_gap,
-            program=pretrain_script(),
-        )
-        calibrate(plan, has_picture=not options.no_picture)
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    plan = CalibrationPlan(
+        config=options.ds_config.resolve(),
+        thresholds=tuple(options.threshold),
+        seeds=tuple(options.seed or SEEDS),
+        steps=options.steps,
+        last=options.last,
+        out=(options.out or Path("runs") / f"{options.ds_config.stem}-calibration").resolve(),
+        jobs=options.jobs,
+        max_gap=options.max_gap,
+        program=pretrain_script(),
+    )
+    calibrate(plan, has_picture=not options.no_picture)
     return 0

@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 
-from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.errors import UserError
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.shipped_files import find_config
 
 
@@ -58,19 +57,16 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
-    try:
-        options = build_parser().parse_args(arguments)
-        if options.out is not None and options.out.exists():
-            raise UserError(f"--out {options.out} exists: choose another name")
-        if options.out is not None and not os.access(options.out.parent, os.W_OK | os.X_OK):
-            raise UserError(f"--out {options.out}: the folder does not exist or is read-only: name another")
-        _plan(options)
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_USER_ERROR
+    options = build_parser().parse_args(arguments)
+    if options.out is not None and options.out.exists():
+        raise UserError(f"--out {options.out} exists: choose another name")
+    if options.out is not None and not os.access(options.out.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--out {options.out}: the folder does not exist or is read-only: name another")
+    _plan(options)
     return 0
 
 

@@ -21,16 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalowbit.errors import (
-    EXIT_TRANSIENT,
-    EXIT_USER_ERROR,
-    TransientError,
-    UserError,
-    printed,
-    unknown_name,
-)
+from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import read_json_object
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.pretrain.stopping.signals import block_stop_signals
 from megalowbit.pretrain.sweep.study.study_file import StudySettings, read_study
 from megalowbit.shipped_files import job_templates, pretrain_script, shipped_folder, study_script
@@ -106,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+@printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
@@ -126,9 +120,6 @@ def main(arguments: list[str] | None = None) -> int:
         if options.cell is not None:
             return _run_one(study, out, options.cell)
         return _run_grid(study, out, options)
-    except UserError as error:
-        print(f"error: {printed(error)}", file=sys.stderr)
-        return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
     except KeyboardInterrupt:
         print("stopped: run the same command again to continue", file=sys.stderr)
         return EXIT_INTERRUPTED
