@@ -18,11 +18,12 @@ from megalowbit.errors import FAILED, HUNG, LEFT, LOST, NO_DATA, NO_PROGRESS, OV
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
 from megalowbit.findings.run_files import METRICS, RunFiles
-from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, FINISHED
 from megalowbit.pretrain.run_folder.attempts import DEFECT as HOW_DEFECT
+from megalowbit.pretrain.run_folder.attempts import FINISHED
 from megalowbit.pretrain.run_folder.attempts import INTERRUPTED as HOW_INTERRUPTED
 from megalowbit.pretrain.run_folder.attempts import STOPPED as HOW_STOPPED
 from megalowbit.pretrain.run_folder.attempts import TRANSIENT as HOW_TRANSIENT
+from megalowbit.records.attempts import ATTEMPTS
 
 OF_LIBRARIES = (None, FAILED, NO_DATA, NO_PROGRESS)  # faults whose line may quote a library: out of memory …
 RESUME = "continue from the newest checkpoint: the same command with --resume auto"

@@ -16,8 +16,8 @@ import numpy as np
 
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
-from megalowbit.findings.layer_tables import LAYERS
 from megalowbit.findings.run_files import METRICS, RunFiles
+from megalowbit.records.tables import LAYERS
 
 # A step's gradients differ by less than this factor from those of steps nearby: over 97 healthy runs of tiny
 # models, a scale that had worked was never too large by more than 2^3 (docs/diagnose.md).
@@ -73,7 +73,8 @@ def _of_series(run: RunFiles, series: Series) -> Finding:
     step, end = int(metrics.steps[series.first]), int(metrics.steps[series.last])
     loss = metrics["loss"][series.first : series.last + 1]
     is_loss = not np.isfinite(loss).any()
-    tensors = Counter(metrics.tensors[row] for row in rows if metrics.tensors[row])
+    names = metrics.texts.get("skipped/tensor", {})
+    tensors = Counter(names[at] for at in map(int, metrics.steps[rows]) if at in names)
     rank = _rank_at_fault(run, rows)
     evidence = [_skips(run, series)]
     scale_first, scale_last = metrics["loss_scale"][series.first], metrics["loss_scale"][series.last]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from megalowbit.findings.lines import number_of, objects, step_in
 from megalowbit.findings.robust import Array
+from megalowbit.records.lines import number_of
+from megalowbit.records.tables import read_sampled
 
-LAYERS = "overflow_layers.jsonl"
 TABLES_KEPT = 200  # of a long run: evenly spread, and the last
 COUNTS = (
     "elements", "saturated", "underflow", "nonfinite", "blocks", "saturated_scales", "zero_blocks",
@@ -44,18 +43,16 @@ class LayerTables:
 
 def read_layers(path: Path, notes: list[str]) -> LayerTables | None:
     """The tables; of a long run, `TABLES_KEPT` of them, which then count over longer intervals."""
-    kept = _kept_tables(path)
-    tables: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
-    for _, row in objects(path, notes):
-        step = step_in(row)
-        if row is None or step is None or step not in kept:
-            continue
-        layer, role = row.get("layer"), row.get("role")
-        if isinstance(layer, str) and isinstance(role, str):
-            tables.setdefault(step, {})[layer, role] = row
-    if not tables:
+    sampled = read_sampled(path, notes, TABLES_KEPT)
+    if sampled is None:
         return None
-    steps = sorted(tables)
+    tables = {
+        step: {(row["layer"], row["role"]): row for row in rows if isinstance(row.get("role"), str)}
+        for step, rows in zip(sampled.steps, sampled.rows, strict=True)
+    }
+    steps = [step for step, table in tables.items() if table]
+    if not steps:
+        return None
     keys = list(dict.fromkeys(key for step in steps for key in tables[step]))
     totals = np.array(  # (tables, rows, counts)
         [
@@ -68,22 +65,3 @@ def read_layers(path: Path, notes: list[str]) -> LayerTables | None:
     part = np.where((part < 0).any(axis=2, keepdims=True), totals, part)
     counts = {name: part[:, :, number] for number, name in enumerate(COUNTS)}
     return LayerTables(np.array(steps, dtype=np.float64), keys, counts)
-
-
-def _kept_tables(path: Path) -> set[int]:
-    """Steps of the tables to read, found without parsing the lines."""
-    steps: list[int] = []
-    if not path.is_file():
-        return set()
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                head = line[:40].partition(b",")[0].partition(b":")[2].strip()
-                if head.isdigit() and len(head) < 17 and (not steps or int(head) != steps[-1]):
-                    steps.append(int(head))
-    except OSError:
-        return set()
-    if len(steps) <= TABLES_KEPT:
-        return set(steps)
-    places = np.linspace(0, len(steps) - 1, TABLES_KEPT).round().astype(int)
-    return {steps[place] for place in places}

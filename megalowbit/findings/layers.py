@@ -12,9 +12,10 @@ import numpy as np
 
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
-from megalowbit.findings.layer_tables import LAYERS, LayerTables
+from megalowbit.findings.layer_tables import LayerTables
 from megalowbit.findings.robust import Array, deviation
 from megalowbit.findings.run_files import RunFiles
+from megalowbit.records.tables import LAYERS
 
 DEVIATIONS = 8.0  # of the changes of all layers; 1 in 10^15 if they were normal
 LEAST_DECIBELS = 6.0  # doubled in root mean square, which no update of a trained layer does within a table

@@ -168,17 +168,15 @@ def _symptom(run: RunFiles, change: Change) -> Finding:
 
 def _new_source(run: RunFiles, limit: float) -> Finding | None:
     """A source of a blend that began to give samples, with a loss unlike that of the others before."""
-    metrics = run.metrics
+    names = [name for name in run.metrics.columns if name.startswith("loss/")]
+    sources = {name.removeprefix("loss/"): run.metrics[name] for name in names}
     found = []
-    for name in metrics.sources:
-        losses = metrics[f"loss/{name}"]
+    for name, losses in sources.items():
         given = np.isfinite(losses)
         for row in np.flatnonzero(given[ABSENT:] & ~_any_before(given, ABSENT)) + ABSENT:
             own = float(np.nanmedian(losses[row : row + SHORTEST]))
-            others = [
-                metrics[f"loss/{other}"][row - ABSENT : row] for other in metrics.sources if other != name
-            ]
-            before = np.concatenate([each[np.isfinite(each)] for each in others])
+            others = [each[row - ABSENT : row] for other, each in sources.items() if other != name]
+            before = np.concatenate([np.zeros(0), *(each[np.isfinite(each)] for each in others)])
             if len(before) and abs(np.log(max(own, 1e-9) / max(float(np.median(before)), 1e-9))) > limit:
                 found.append((int(row), name, own, float(np.median(before))))
     return _of_source(run, *min(found), limit) if found else None

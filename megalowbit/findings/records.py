@@ -9,7 +9,7 @@ from __future__ import annotations
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
 from megalowbit.findings.run_files import DONE, METRICS, SUMMARY, RunFiles
-from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, BEGUN
+from megalowbit.records.attempts import ATTEMPTS, BEGUN
 from megalowbit.values import counted
 
 

@@ -17,17 +17,17 @@ from typing import Any
 from megalowbit.config.deepspeed_json import BLOCK
 from megalowbit.durable_files import damaged_in, steps_in
 from megalowbit.errors import UserError, file_system_error
-from megalowbit.findings.layer_tables import LAYERS, LayerTables, read_layers
-from megalowbit.findings.lines import objects, step_in
-from megalowbit.findings.metrics import Metrics, read_metrics
+from megalowbit.findings.layer_tables import LayerTables, read_layers
 from megalowbit.json_text import read_json_object, read_text
-from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, BEGUN, ENDED, RANK_ATTEMPTS
-from megalowbit.pretrain.run_folder.folder import CONFIG, LOCK, METRICS, run_folder_of
+from megalowbit.pretrain.run_folder.folder import CONFIG, LOCK, run_folder_of
+from megalowbit.records.attempts import ATTEMPTS, BEGUN, ENDED, read_attempts
+from megalowbit.records.lines import step_in
+from megalowbit.records.metrics import METRICS, Metrics, read_metrics
+from megalowbit.records.tables import LAYERS
 
 SUMMARY, DONE = "summary.json", "DONE"
+UNUSED = ("quantization/", "milliseconds/", "speculation/")  # by findings; most figures of a step
 LARGEST_REFUSAL = 2**20  # bytes
-MOST_PROCESSES = 2**31
-LAST_SECOND = 253402300799.0  # of the year 9999
 LEAST_DEVIATION, MOST_DEVIATION = 1e-12, 1e12
 DEFAULT_INITIAL_DEVIATION = 0.02  # `initializer_range` of all families in transformers
 
@@ -86,7 +86,7 @@ class RunFiles:
     @property
     def last_step(self) -> int:
         """The last recorded step; 0 if there is none."""
-        return int(self.metrics.steps[-1]) if len(self.metrics) else 0
+        return self.metrics.last_step
 
     @property
     def planned_steps(self) -> int | None:
@@ -130,9 +130,9 @@ def read_run(path: Path) -> RunFiles:
         UserError: there is no such folder, or it holds no run.
     """
     folder = _folder_of(path)
-    notes: list[str] = []
-    metrics = read_metrics(folder / METRICS, notes)
-    attempts = _read_attempts(folder, notes)
+    metrics = read_metrics(folder / METRICS, without=UNUSED)
+    notes = list(metrics.notes)
+    attempts = read_attempts(folder, notes)
     config = _read_config(folder / CONFIG, notes)
     summary = _json_object(folder / SUMMARY)
     begun = [line["time"] for line in attempts if line["event"] == BEGUN]
@@ -190,27 +190,6 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _read_attempts(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    lines = []
-    for path in (folder / ATTEMPTS, *sorted(folder.glob(RANK_ATTEMPTS))):
-        for _, line in objects(path, notes):
-            if line is not None and line.get("event") in (BEGUN, ENDED):
-                lines.append(_checked({**line, "file": path.name}))
-    return sorted(lines, key=lambda line: line["time"])
-
-
-def _checked(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of attempts.jsonl with a time, and without a step or number of processes that none can have."""
-    moment, size = line.get("time"), line.get("processes")
-    is_time = isinstance(moment, (int, float)) and 0 <= moment < LAST_SECOND
-    return {
-        **line,
-        "time": float(moment) if is_time and moment is not None else 0.0,
-        "step": step_in(line),
-        "processes": size if type(size) is int and 1 <= size < MOST_PROCESSES else None,
-    }
-
-
 def _saved_steps(folder: Path, notes: list[str]) -> list[int]:
     try:
         return steps_in(folder)
@@ -240,7 +219,7 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 def _is_extended(metrics: Metrics, done_step: int) -> bool:
     """Whether a finished run was continued with more steps; `DONE` is then of its earlier end."""
-    return bool(len(metrics.steps)) and 0 < done_step < int(metrics.steps[-1])
+    return 0 < done_step < metrics.last_step
 
 
 def _done_step(path: Path, config: dict[str, Any]) -> int:

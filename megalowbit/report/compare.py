@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalowbit.report.records.run import BLOCK, RunRecords
+from megalowbit.records.run import BLOCK, RunRecords
 
 Numbers = NDArray[np.float64]
 BLOCKS = 40  # means of a gap along a run

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from megalowbit.durable_files import atomic_file, refuse_special_file
 from megalowbit.errors import UserError, file_system_error
+from megalowbit.records.run import RunRecords, read_runs
 from megalowbit.report.drawing.chart import NUM_STYLES
 from megalowbit.report.drawing.document import document, paragraphs, part
-from megalowbit.report.records.run import RunRecords, read_runs
 from megalowbit.report.sections import losses, precision, quantisation, settings, training
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.head import head

@@ -98,6 +98,12 @@ def test_a_source_that_begins_with_the_jump_is_named(records, tmp_path):
     assert "source code began to give samples, and the loss rose from" in found.title
 
 
+def test_a_single_source_that_pauses_is_compared_with_none(records, tmp_path):
+    for row in records.rows:
+        row["loss/web"] = None if 20 < row["step"] <= 35 else row["loss"]
+    assert findings(records.read(tmp_path / "run"), []) == []
+
+
 def test_a_source_that_is_easier_or_that_was_there_before_is_told_apart(records, tmp_path):
     for row in records.rows:
         row |= {"loss/web": row["loss"], "loss/code": None if row["step"] < 40 else 0.8 * row["loss"]}

@@ -9,6 +9,7 @@ from made_runs import write_run
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.config.keys import KNOWN_KEYS
 from megalowbit.pretrain.config import SETTINGS_MODEL
+from megalowbit.records.run import read_runs
 from megalowbit.report.compare import (
     BESIDE,
     TEXT,
@@ -19,7 +20,6 @@ from megalowbit.report.compare import (
     noise_floor,
     why_not_comparable,
 )
-from megalowbit.report.records.run import read_runs
 
 STEPS = 400
 

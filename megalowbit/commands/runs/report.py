@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _report(options: argparse.Namespace) -> Path:
-    from megalowbit.report.records.run import read_runs
+    from megalowbit.records.run import read_runs
     from megalowbit.report.written import write_report
 
     if not options.spectra:

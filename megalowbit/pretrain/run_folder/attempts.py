@@ -25,10 +25,8 @@ from typing import IO, Any
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.durable_files import open_regular, sync
 from megalowbit.errors import TransientError, UserError, file_system_error, shortened
-from megalowbit.report.records.attempts import ATTEMPTS, BEGUN
+from megalowbit.records.attempts import ATTEMPTS, BEGUN, ENDED, RANK_ATTEMPTS
 
-RANK_ATTEMPTS = "attempts-rank*.jsonl"
-ENDED = "ended"  # event, as `BEGUN`
 # how an attempt has ended
 FINISHED, STOPPED, INTERRUPTED, USER_ERROR, TRANSIENT, DEFECT = (
     "finished", "stopped", "interrupted", "user error", "transient error", "error",

@@ -24,11 +24,12 @@ from megalowbit.durable_files import atomic_file, open_regular, remove_drafts, s
 from megalowbit.errors import TransientError, UserError, file_system_error, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.components.registry import COMPONENTS
+from megalowbit.records.metrics import METRICS
 
 LOCK = ".lock"
 MAX_LOCK_BYTES = 4096  # a larger file belongs to another program and must not be truncated
 ATTEMPT_VARIABLE = "MEGALOWBIT_TRY"  # set by the job script to the name of the attempt
-CONFIG, METRICS = "config.json", "metrics.jsonl"
+CONFIG = "config.json"
 RECORDS = (METRICS, *(name for component in COMPONENTS for name in component.records))
 # `--restart` moves a run to before-restart-<n>; the name ends in .moving until everything has been moved.
 ASIDE_PREFIX, MOVING_SUFFIX = "before-restart", ".moving"

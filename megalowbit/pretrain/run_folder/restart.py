@@ -14,7 +14,6 @@ from pathlib import Path
 
 from megalowbit.durable_files import sync
 from megalowbit.errors import UserError, file_system_error
-from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, RANK_ATTEMPTS
 from megalowbit.pretrain.run_folder.folder import (
     ASIDE_PREFIX,
     MOVING_SUFFIX,
@@ -23,6 +22,7 @@ from megalowbit.pretrain.run_folder.folder import (
     first_free,
     numbered,
 )
+from megalowbit.records.attempts import ATTEMPTS, RANK_ATTEMPTS
 
 RUN_FILES = (
     "config.json",

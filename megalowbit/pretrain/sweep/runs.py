@@ -34,10 +34,10 @@ from megalowbit.json_text import is_finite_number, parse_json, read_text
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import with_current_names
+from megalowbit.records.lines import objects
 from megalowbit.shipped_files import checkout
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-LARGEST_RECORDS = 2**32  # bytes
 # overrides that turn off outputs a sweep does not need
 LEAN = ("megalowbit.checkpoint.export_hf=false", "megalowbit.telemetry.tensorboard=false")
 Losses = list[float | None]  # by step; None if it was not finite
@@ -125,9 +125,7 @@ class Run:
         Raises:
             UserError: a line is damaged.
         """
-        text = self._read_text(self.metrics) if self.metrics.exists() else ""
-        lines = text.split("\n")[:-1]  # text after the last line end may be incomplete
-        return [self._row(line, number) for number, line in enumerate(lines, start=1)]
+        return [self._row(row, number) for number, row in objects(self.metrics, [])]
 
     def read_object(self, path: Path) -> dict[str, Any]:
         """The JSON object in one of the run's files.
@@ -135,7 +133,15 @@ class Run:
         Raises:
             UserError: the file is damaged.
         """
-        return self._parsed(self._read_text(path), path)
+        try:
+            value = parse_json(read_text(path), str(path))
+        except UserError as error:
+            self.refuse(path, f"it {str(error).removeprefix(f'{path} ').partition(':')[0]}")
+        except OSError as error:
+            self.refuse(path, error.strerror or "it cannot be read")
+        if not isinstance(value, dict):
+            self.refuse(path, "it is not an object")
+        return value
 
     def refuse(self, path: Path, reason: str) -> NoReturn:
         """Raise the error for a damaged file of the run."""
@@ -143,26 +149,10 @@ class Run:
             f"{path} is damaged ({reason}): remove that run's folder, {self.folder}, to repeat the run"
         ) from None
 
-    def _read_text(self, path: Path) -> str:
-        try:
-            return read_text(path, largest=LARGEST_RECORDS)
-        except UserError as error:
-            self.refuse(path, f"it {str(error).removeprefix(f'{path} ').partition(':')[0]}")
-        except OSError as error:
-            self.refuse(path, error.strerror or "it cannot be read")
-
-    def _parsed(self, text: str, path: Path, where: str = "it") -> dict[str, Any]:
-        try:
-            value = parse_json(text, str(path))
-        except UserError:
-            self.refuse(path, f"{where} is not JSON")
-        if not isinstance(value, dict):
-            self.refuse(path, f"{where} is not an object")
-        return value
-
-    def _row(self, line: str, number: int) -> dict[str, Any]:
+    def _row(self, row: dict[str, Any] | None, number: int) -> dict[str, Any]:
         where = f"line {number}"
-        row = self._parsed(line, self.metrics, where)
+        if row is None:
+            self.refuse(self.metrics, f"{where} is not an object")
         loss = row.get("loss", math.nan)
         if not (loss is None or is_finite_number(loss)):
             self.refuse(self.metrics, f"{where} has no loss")

@@ -13,11 +13,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from megalowbit.records.metrics import Column
+from megalowbit.records.run import RunRecords
 from megalowbit.report.drawing.axis import Axis
 from megalowbit.report.drawing.bins import BINS, extremes, places, running_mean, thinned
 from megalowbit.report.drawing.chart import WIDE_CHART, Band, Chart, Dots, Line, Marks
-from megalowbit.report.records.metrics import Column
-from megalowbit.report.records.run import RunRecords
 
 Numbers = NDArray[np.float64]
 WINDOWS = 100  # a mean is over this part of the steps of the longest run

@@ -7,10 +7,10 @@ from html import escape
 
 import numpy as np
 
+from megalowbit.records.run import BLOCK, RunRecords, duration_text
 from megalowbit.report.drawing.axis import number_text
 from megalowbit.report.drawing.chart import legend, style_class
 from megalowbit.report.drawing.document import table
-from megalowbit.report.records.run import BLOCK, RunRecords, duration_text
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.telemetry.columns import SATURATION_RATE
 from megalowbit.values import counted
@@ -117,7 +117,7 @@ def _warnings(runs: Sequence[RunRecords]) -> str:
 def warnings(run: RunRecords) -> list[str]:
     """What a reader of a run should know first."""
     metrics = run.metrics
-    found = list(metrics.notes)
+    found = [f"{note}." for note in metrics.notes]
     strange = metrics.nonfinite.get("loss")
     if strange is not None:
         found.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from megalowbit.records.run import BLOCK, RunRecords
 from megalowbit.report.compare import (
     ERRORS,
     Gap,
@@ -15,7 +16,6 @@ from megalowbit.report.compare import (
 )
 from megalowbit.report.drawing.chart import NUM_COLOURS, Band, Dots, Line, Marks
 from megalowbit.report.drawing.document import paragraphs, table
-from megalowbit.report.records.run import BLOCK, RunRecords
 from megalowbit.report.sections.curves import Drawing, grid
 from megalowbit.values import counted
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalowbit.records.run import BLOCK, RunRecords
+from megalowbit.records.tables import Checks
 from megalowbit.report.drawing.axis import Axis
 from megalowbit.report.drawing.bins import bin_means
 from megalowbit.report.drawing.chart import Band, Chart
 from megalowbit.report.drawing.document import paragraphs, table
 from megalowbit.report.drawing.heat import Heat, colour_bar, value_range
-from megalowbit.report.records.run import BLOCK, RunRecords
-from megalowbit.report.records.tables import Checks
 from megalowbit.report.sections.curves import Drawing, grid
 from megalowbit.telemetry.layer_names import short_names
 

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megalowbit.records.run import RunRecords
+from megalowbit.records.tables import ROLES, Grids
 from megalowbit.report.drawing.axis import number_text
 from megalowbit.report.drawing.chart import NUM_COLOURS
 from megalowbit.report.drawing.document import paragraphs
 from megalowbit.report.drawing.heat import Heat, colour_bar, value_range
-from megalowbit.report.records.run import RunRecords
-from megalowbit.report.records.tables import ROLES, Grids
 from megalowbit.report.sections.curves import Drawing, grid
 from megalowbit.telemetry.layer_names import short_names
 

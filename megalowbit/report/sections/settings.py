@@ -9,9 +9,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megalowbit.records.run import BLOCK, RunRecords
 from megalowbit.report.compare import differing_settings
 from megalowbit.report.drawing.document import folded, paragraphs, table
-from megalowbit.report.records.run import BLOCK, RunRecords
 from megalowbit.report.sections.curves import Drawing
 
 LONGEST = 160  # characters of a value in a table
@@ -101,19 +101,16 @@ def _attempts(run: RunRecords, *, has_name: bool) -> str:
         return ""
     rows = []
     for attempt in run.attempts:
-        after = attempt.get("step")
-        begun = "from the start" if not after else f"after step {after:,}" if type(after) is int else "?"
+        after = attempt["step"]
+        begun = "?" if after is None else f"after step {after:,}" if after else "from the start"
         where = (value_text(attempt.get(key, "–")) for key in ("host", "device", "layout"))
-        rows.append([begun, _date(attempt.get("time")), *where])
+        rows.append([begun, _date(attempt["time"]), *where])
     name = escape(f"Attempts of {run.label}") if has_name else "Attempts"
     return f"<h3>{name}</h3>" + table(["trained", "started", "host", "device", "layout"], rows)
 
 
-def _date(seconds: Any) -> str:
-    try:
-        return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
-    except (TypeError, ValueError, OverflowError, OSError):  # not a time that this program has written
-        return "?"
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds)) if seconds else "?"
 
 
 def _environment(run: RunRecords) -> dict[str, str]:

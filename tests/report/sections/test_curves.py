@@ -3,7 +3,7 @@
 import numpy as np
 from made_runs import write_run
 
-from megalowbit.report.records.run import read_runs
+from megalowbit.records.run import read_runs
 from megalowbit.report.sections.curves import Drawing, grid
 
 

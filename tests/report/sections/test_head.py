@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from made_runs import write_layers, write_run
 
-from megalowbit.report.records.run import read_runs
+from megalowbit.records.run import read_runs
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.head import head, key_figures, warnings
 

@@ -5,7 +5,7 @@ import re
 import numpy as np
 from made_runs import write_run
 
-from megalowbit.report.records.run import read_runs
+from megalowbit.records.run import read_runs
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.losses import gaps, losses
 

@@ -5,7 +5,7 @@ import re
 
 from made_runs import add_attempt, decoded, write_checks, write_run
 
-from megalowbit.report.records.run import read_runs
+from megalowbit.records.run import read_runs
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.precision import candidates, precisions
 

@@ -4,7 +4,7 @@ import re
 
 from made_runs import write_layers, write_run
 
-from megalowbit.report.records.run import read_runs
+from megalowbit.records.run import read_runs
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.quantisation import maps, rates
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
-from megalowbit.report.records.attempts import read_attempts
-from megalowbit.report.records.metrics import METRICS, Metrics, read_metrics
-from megalowbit.report.records.tables import Checks, Grids, read_checks, read_grids
+from megalowbit.records.attempts import BEGUN, read_attempts
+from megalowbit.records.metrics import METRICS, Metrics, read_metrics
+from megalowbit.records.tables import Checks, Grids, read_checks, read_grids
+from megalowbit.values import BLOCK
 
 CONFIG, SUMMARY, DONE = "config.json", "summary.json", "DONE"
-BLOCK = "megalowbit"
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,9 @@ def _read(folder: Path, label: str) -> RunRecords:
     with suppress(UserError):  # none yet, or not one that a run has written
         summary = read_json_object(folder / SUMMARY)
     metrics = read_metrics(folder / METRICS)
+    if not len(metrics):
+        why = "; ".join(metrics.notes)
+        raise UserError(f"{folder} has no step ({why}): wait for the run's first step, or name another run")
     if summary.get("steps") != metrics.last_step:  # that of an earlier end
         summary = {}
     # a run writes this page between its summary and DONE
@@ -129,7 +132,7 @@ def _read(folder: Path, label: str) -> RunRecords:
         label=label,
         config=content,
         summary=summary,
-        attempts=read_attempts(folder),
+        attempts=[line for line in read_attempts(folder, []) if line["event"] == BEGUN],
         metrics=metrics,
         is_done=(folder / DONE).is_file() or is_at_end,
         age=max(0.0, time.time() - (folder / METRICS).stat().st_mtime),

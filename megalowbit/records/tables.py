@@ -8,7 +8,6 @@ shows one check and leaves others out; products below their threshold are counte
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalowbit.errors import file_system_error
-from megalowbit.report.records.metrics import as_number
+from megalowbit.records.lines import is_regular, note_damage, number_of, object_in
 
 LAYERS, CHECKS = "overflow_layers.jsonl", "speculation.jsonl"
 COLUMNS = 240  # steps of a grid
@@ -39,14 +38,12 @@ class Sampled:
         steps: those that are parsed, ascending.
         rows: of each of them, the objects.
         num_steps: steps in the file.
-        num_damaged: lines that are not complete or not as they should be.
         misses: number of lines with `is_hit` false, over all steps.
     """
 
     steps: list[int]
     rows: list[list[dict[str, Any]]]
     num_steps: int
-    num_damaged: int
     misses: int
 
 
@@ -92,7 +89,7 @@ class Checks:
     note: str
 
 
-def read_sampled(path: Path, columns: int = COLUMNS) -> Sampled | None:
+def read_sampled(path: Path, notes: list[str], columns: int = COLUMNS) -> Sampled | None:
     """Lines of at most about `columns` steps, evenly spaced, the first and the last included.
 
     Returns:
@@ -101,12 +98,10 @@ def read_sampled(path: Path, columns: int = COLUMNS) -> Sampled | None:
     Raises:
         UserError: it cannot be read.
     """
-    if not path.is_file():
-        return None
     try:
-        places, damaged, misses = _places(path)
-        if not places:
+        if not is_regular(path, notes):
             return None
+        places, damaged, misses = _places(path, notes)
         steps = sorted(places)
         picked = steps
         if len(steps) > columns:
@@ -120,10 +115,11 @@ def read_sampled(path: Path, columns: int = COLUMNS) -> Sampled | None:
     except OSError as error:
         message = f"{path} cannot be read ({error.strerror}): make it readable"
         raise file_system_error(message, error) from error
-    return Sampled(picked, rows, len(steps), damaged, misses)
+    note_damage(path, damaged, None, notes)
+    return Sampled(picked, rows, len(steps), misses) if steps else None
 
 
-def _places(path: Path) -> tuple[dict[int, list[tuple[int, int]]], int, int]:
+def _places(path: Path, notes: list[str]) -> tuple[dict[int, list[tuple[int, int]]], int, int]:
     """For each step, where its lines begin and end, in bytes; damaged lines; lines with a miss."""
     places: dict[int, list[tuple[int, int]]] = {}
     offset = damaged = misses = 0
@@ -132,7 +128,9 @@ def _places(path: Path) -> tuple[dict[int, list[tuple[int, int]]], int, int]:
         for line in file:
             match = STEP.match(line)
             end = offset + len(line)
-            if match is None or not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):
+                notes.append(f"{path.name} ends in the middle of a line, which is left out")
+            elif match is None:
                 damaged += 1
                 last = -1
             else:
@@ -156,12 +154,8 @@ def _lines_at(file: Any, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
 def _parsed(lines: Iterator[bytes], step: int) -> tuple[list[dict[str, Any]], int]:
     found, damaged = [], 0
     for line in lines:
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            damaged += 1
-            continue
-        if isinstance(row, dict) and row.get("step") == step and isinstance(row.get("layer"), str):
+        row = object_in(line)
+        if row is not None and row.get("step") == step and isinstance(row.get("layer"), str):
             found.append(row)
         else:
             damaged += 1
@@ -174,7 +168,8 @@ def read_grids(run: Path) -> Grids | None:
     Raises:
         UserError: the file cannot be read.
     """
-    sampled = read_sampled(run / LAYERS)
+    notes = ["A column shows everything that was counted since the column before"]
+    sampled = read_sampled(run / LAYERS, notes)
     if sampled is None:
         return None
     totals = [
@@ -197,9 +192,7 @@ def read_grids(run: Path) -> Grids | None:
                 cells[name][role][number[layer], column] = measure(new)
         earlier |= table
     nonfinite = {key: int(counts[3]) for key, counts in earlier.items() if counts[3] > 0}
-    note = "A column shows everything that was counted since the column before."
-    if sampled.num_damaged:
-        note += f" {sampled.num_damaged:,} damaged lines of {LAYERS} are left out."
+    note = " ".join(f"{each}." for each in notes)
     return Grids(layers, sampled.steps, cells, nonfinite, note) if layers else None
 
 
@@ -209,7 +202,8 @@ def read_checks(run: Path) -> Checks | None:
     Raises:
         UserError: the file cannot be read.
     """
-    sampled = read_sampled(run / CHECKS)
+    notes: list[str] = []
+    sampled = read_sampled(run / CHECKS, notes)
     if sampled is None:
         return None
     keyed = [
@@ -233,9 +227,10 @@ def read_checks(run: Path) -> Checks | None:
         for (layer, product), row in table.items():
             precision[product][number[layer], column] = candidates.index(row["precision"])
             measured[product][number[layer], column] = _finite(row.get("measured_db"))
-    note = f"{sampled.misses:,} verified products in all checks were below their threshold."
+    notes.insert(0, f"{sampled.misses:,} verified products in all checks were below their threshold")
     if len(sampled.steps) < sampled.num_steps:
-        note = f"The maps show {len(sampled.steps)} of {sampled.num_steps:,} precision checks. {note}"
+        notes.insert(0, f"The maps show {len(sampled.steps)} of {sampled.num_steps:,} precision checks")
+    note = " ".join(f"{each}." for each in notes)
     return Checks(layers, sampled.steps, candidates, precision, measured, sampled.misses, note)
 
 
@@ -245,7 +240,7 @@ def _counts(row: Mapping[str, Any]) -> NDArray[np.float64]:
 
 def _finite(value: object) -> float:
     """A finite number; NaN for anything else."""
-    number = as_number(value)
+    number = number_of(value)
     return number if math.isfinite(number) else math.nan
 
 

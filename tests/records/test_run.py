@@ -4,18 +4,24 @@ from pathlib import Path
 
 from made_runs import add_attempt, write_run
 
-from megalowbit.report.records.attempts import read_attempts
-from megalowbit.report.records.run import labels, read_runs
+from megalowbit.records.attempts import read_attempts
+from megalowbit.records.run import labels, read_runs
 
 
-def test_attempts_are_those_that_begin_and_torn_lines_are_left_out(tmp_path):
-    add_attempt(tmp_path, {"step": 0, "host": "a"})
-    add_attempt(tmp_path, {"event": "ended", "step": 6})
-    add_attempt(tmp_path, {"step": 6, "host": "b"})
+def test_attempts_of_all_ranks_are_by_time_and_torn_lines_are_left_out(tmp_path):
+    add_attempt(tmp_path, {"time": 1, "step": 0, "host": "a"})
+    add_attempt(tmp_path, {"time": 2.5, "event": "ended", "step": 6})
+    add_attempt(tmp_path, {"time": 3, "step": 1e400, "host": "b", "processes": 10**400})
     with (tmp_path / "attempts.jsonl").open("a") as file:
         file.write('{"event": "beg')
-    assert [(each["step"], each["host"]) for each in read_attempts(tmp_path)] == [(0, "a"), (6, "b")]
-    assert read_attempts(tmp_path / "nowhere") == []
+    (tmp_path / "attempts-rank3.jsonl").write_text('{"event": "ended", "time": 2, "rank": 3}\n{"event": 1}\n')
+    found = read_attempts(tmp_path, notes := [])
+    assert [(each["time"], each["event"], each["step"]) for each in found] == [
+        (1, "begun", 0), (2, "ended", None), (2.5, "ended", 6), (3, "begun", None),
+    ]  # fmt: skip
+    assert (found[1]["file"], found[3]["processes"]) == ("attempts-rank3.jsonl", None)
+    assert notes == ["attempts.jsonl ends in the middle of line 4, which is left out"]
+    assert read_attempts(tmp_path / "nowhere", notes) == []
 
 
 def test_runs_are_named_by_as_few_parts_of_their_paths_as_tell_them_apart():
