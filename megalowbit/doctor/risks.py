@@ -18,6 +18,7 @@ from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.optim.loss_scale.constant import ConstantSettings
 from megalowbit.pretrain.checks import recipe_advice
 from megalowbit.telemetry.columns import clock_text
+from megalowbit.values import counted
 
 HOUR = 3600.0
 # one node of Llama 3's 2,048 failed every 6,334 hours (arXiv:2407.21783, section 3.3.4; docs/scaling.md)
@@ -157,9 +158,10 @@ def _checkpoints(
     lost = save / interval + interval / 2 / mtbf  # saves, and work since the last one
     least = save / (best * step) + best * step / 2 / mtbf
     if lost > MOST_LOST and lost > 1.5 * least:
+        how_long = clock_text(interval) if interval >= 10 else f"{interval:.2g} s"
         yield warning(
             "checkpoint-interval",
-            f"a checkpoint every {every:,} steps ({clock_text(interval)}) costs about {lost:.0%} of the "
+            f"a checkpoint every {counted(every, 'step')} ({how_long}) costs about {lost:.0%} of the "
             f"time: a save takes some {save:,.1f} s, and {hosts} host{'s fail' if hosts > 1 else ' fails'} "
             f"every {clock_text(mtbf)} at Llama 3's rate",
             f"{setting('megalowbit.checkpoint.every', best)} (docs/scaling.md; megalowbit goodput simulates "

@@ -110,6 +110,14 @@ def test_the_interval_of_saves_is_compared_with_dalys(good):
     assert codes(other, seconds=seconds) == set()
 
 
+@pytest.mark.parametrize(("step", "shown"), [(0.04, "0.04 s"), (9.2, "9.2 s"), (75.0, "0:01:15")])
+def test_an_interval_of_less_than_a_second_is_not_zero(good, step, shown):
+    plan = good("megalowbit.checkpoint.every=1")
+    found = check_risks(plan, H100, plan.steps * step, 1.0)
+    (text,) = [each.text for each in found if each.code == "checkpoint-interval"]
+    assert f"a checkpoint every 1 step ({shown}) costs" in text
+
+
 def test_many_ranks_need_a_watchdog_that_outlasts_a_save(good, large):
     assert "watchdog-off" not in codes(good("megalowbit.watchdog.timeout=null"))
     off = good("megalowbit.watchdog.timeout=null", processes=16)
