@@ -146,8 +146,7 @@ def look_around(request: Request) -> Surroundings:
     if request.measures and len(rank_hosts) > 1:
         network = measure_network(rank_hosts)
         findings += check_network(network)
-        expected = bus(machine.target, range(len(rank_hosts)))
-        findings += check_bandwidth(network, expected)
+        findings += check_bandwidth(network, expected_bandwidth(machine.target, hosts))
     return Surroundings(machine=machine, hosts=hosts, network=network, findings=findings)
 
 
@@ -191,6 +190,12 @@ def examine(request: Request, around: Surroundings) -> Examination:
         assumptions=[*assumptions(plan, target, request.assumed_mfu), *of_speed],
         findings=by_level(findings),
     )
+
+
+def expected_bandwidth(target: Target, hosts: list[Host]) -> float:
+    """Bytes/s at which a ring of all ranks of the job should pass its messages on; 0: unknown."""
+    ranks = sum(host.ranks for host in hosts)
+    return bus(_with_processes(target, hosts, ranks), range(ranks))
 
 
 def _with_processes(target: Target, hosts: list[Host], processes: int) -> Target:
@@ -241,7 +246,7 @@ def _measured(target: Target, hosts: list[Host], network: Network | None) -> Tar
     if network is None or network.backend != "nccl":
         return target
     reached = network.bandwidth / 1e9
-    if len(hosts) == 1:
+    if len(hosts) <= target.hosts_of_domain:
         return replace(target, link=reached, measured=("link",))
     found = replace(target, network=reached / min(host.ranks for host in hosts), measured=("network",))
     if target.link is not None and reached > target.link * EFFICIENCY["network"]:

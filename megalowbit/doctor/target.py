@@ -43,7 +43,7 @@ class Target:
         bandwidth, link, network: GB/s, see above; None: unknown.
         measured: names of those of them that were reached by messages, rather than a vendor's figure.
         devices_of_host: devices in one host.
-        domain: devices that `link` connects.
+        hosts_of_domain: hosts whose devices `link` connects: one, or the 18 of an NVL72.
         is_cpu: whether processes compute on CPUs.
     """
 
@@ -55,9 +55,14 @@ class Target:
     link: float | None = None
     network: float | None = None
     devices_of_host: int = DEVICES_OF_HOST
-    domain: int = DEVICES_OF_HOST
+    hosts_of_domain: int = 1
     is_cpu: bool = False
     measured: tuple[str, ...] = ()
+
+    @property
+    def domain(self) -> int:
+        """Devices that `link` connects."""
+        return self.hosts_of_domain * min(self.devices_of_host, DEVICES_OF_HOST)
 
     @property
     def is_amd(self) -> bool:
@@ -105,7 +110,7 @@ def _row(
     network: float,
     *,
     devices_of_host: int = DEVICES_OF_HOST,
-    domain: int = DEVICES_OF_HOST,
+    hosts_of_domain: int = 1,
 ) -> Target:
     return Target(
         name=device.partition(" ")[0].lower(),
@@ -116,7 +121,7 @@ def _row(
         link=link,
         network=network,
         devices_of_host=devices_of_host,
-        domain=domain,
+        hosts_of_domain=hosts_of_domain,
     )
 
 
@@ -129,8 +134,8 @@ TARGETS = MappingProxyType(
             _row("H200", (9, 0), 139.8, 4800, 450, 50),
             _row("B200", (10, 0), 178.3, 7700, 900, 50),
             _row("B300", (10, 3), 267.0, 7700, 900, 100),
-            _row("GB200", (10, 0), 184.0, 8000, 900, 50, devices_of_host=4, domain=72),
-            _row("GB300", (10, 3), 276.0, 8000, 900, 100, devices_of_host=4, domain=72),
+            _row("GB200", (10, 0), 184.0, 8000, 900, 50, devices_of_host=4, hosts_of_domain=18),
+            _row("GB300", (10, 3), 276.0, 8000, 900, 100, devices_of_host=4, hosts_of_domain=18),
             _row("MI300X", None, 190.0, 5300, 448, 50),
             _row("MI325X", None, 253.0, 6000, 448, 50),
             _row("MI350X", None, 285.0, 8000, 537, 50),
@@ -170,4 +175,4 @@ def target_of_device(name: str, *, capability: tuple[int, int] | None, memory: f
 
 def cpu_target(host_memory: float) -> Target:
     """Processes that compute on the CPUs of hosts with so many GiB; each host has one."""
-    return Target(name="cpu", device="cpu", memory=host_memory, devices_of_host=1, domain=1, is_cpu=True)
+    return Target(name="cpu", device="cpu", memory=host_memory, devices_of_host=1, is_cpu=True)

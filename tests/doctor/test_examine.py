@@ -4,7 +4,7 @@ import pytest
 
 from launchers import write_config
 from megalowbit.doctor import examine as examine_module
-from megalowbit.doctor.examine import Request, examine, look_around
+from megalowbit.doctor.examine import Request, examine, expected_bandwidth, look_around
 from megalowbit.doctor.hosts import Host
 from megalowbit.doctor.machine import inspect_machine
 from megalowbit.doctor.roofline import bus
@@ -44,6 +44,27 @@ def test_the_machine_is_the_target_with_its_measured_network(config, around, net
     assert bus(found.target, range(16)) == pytest.approx(400e9)
     gloo = replace(network, backend="gloo")
     assert examine(Request(config=config(8)), around(*eight, ranks=8, network=gloo)).target.link == 450
+
+
+def test_two_hosts_of_four_are_two_domains_and_those_of_a_rack_are_one(config, around, network):
+    fours = examine(Request(config=config(8)), around(*[H100] * 8, hosts=2, ranks=4, network=network))
+    assert (fours.target.domain, fours.target.link, fours.target.network) == (4, 450, 20)
+    assert bus(fours.target, range(8)) == pytest.approx(80e9)
+    named = Request(config=config(8), target=TARGETS["h100"])
+    assert examine(named, around(hosts=2, ranks=4)).target.domain == 4
+    assert examine(named, around()).target.domain == 8
+    rack = examine(
+        Request(config=config(8)), around(*["NVIDIA GB200"] * 4, hosts=2, ranks=4, network=network)
+    )
+    assert (rack.target.domain, rack.target.link, rack.target.network) == (72, 80, 50)
+
+
+def test_the_expected_bandwidth_is_that_of_the_ranks_that_were_started(around):
+    """Two of the eight GPUs of each of two hosts: two adapters of 50 GB/s, not NVLink."""
+    two = around(*[H100] * 8, hosts=2, ranks=2)
+    assert expected_bandwidth(two.machine.target, two.hosts) == pytest.approx(2 * 50e9 * 0.8)
+    one = around(*[H100] * 8, ranks=4)
+    assert expected_bandwidth(one.machine.target, one.hosts) == pytest.approx(450e9 * 0.8)
 
 
 def test_a_named_target_replaces_the_machine_and_its_disk(config, around):

@@ -200,6 +200,19 @@ def test_a_ring_uses_the_link_of_a_host_or_the_adapters_of_its_ranks(ranks, expe
     assert bus(H100, list(ranks)) == pytest.approx(expected * 1e9 * EFFICIENCY["network"])
 
 
+def test_nvlink_ends_at_the_host_except_in_a_rack_of_hosts(large):
+    """Eight ranks on two hosts of four: four adapters of 50 GB/s each, or NVLink of 900 in an NVL72."""
+    fours = replace(H100, devices_of_host=4)
+    assert (fours.domain, TARGETS["gb200"].domain, H100.domain) == (4, 72, 8)
+    assert bus(fours, range(4)) == pytest.approx(450e9 * 0.8)
+    assert bus(fours, range(8)) == pytest.approx(200e9 * 0.8)
+    assert bus(TARGETS["gb200"], range(8)) == pytest.approx(900e9 * 0.8)
+    assert bus(replace(H100, devices_of_host=16), range(16)) == pytest.approx(400e9 * 0.8)
+    plan = large("zero_optimization.stage=0", processes=8, micro_batch=1, batch=8)
+    (time,) = step_times(plan, fours, None)
+    assert time.terms["messages"] == pytest.approx(2 * 4 * plan.parameters * 7 / 8 / 160e9)
+
+
 def test_a_measured_bandwidth_counts_in_full():
     within = replace(H100, link=300, measured=("link",))
     assert bus(within, range(8)) == pytest.approx(300e9)
