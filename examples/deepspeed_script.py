@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", default="runs/deepspeed_script")
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     parser.add_argument("--local_rank", type=int, default=-1)
     parser = deepspeed.add_config_arguments(parser)
     options = parser.parse_args()
@@ -37,7 +38,12 @@ def main() -> None:
     engine, _, loader, _ = mlb.initialize(  # total_steps is ours: this configuration's schedule needs it
         args=options, model=model, training_data=list(rows), total_steps=options.steps
     )
+    if options.resume:  # also restores the position of stochastic rounding
+        engine.load_checkpoint(options.out)
+    first = engine.global_steps * engine.gradient_accumulation_steps()
     for step, batch in zip(range(options.steps * engine.gradient_accumulation_steps()), loader, strict=False):
+        if step < first:  # trained on before
+            continue
         tokens = batch.to(engine.device)
         loss = engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)

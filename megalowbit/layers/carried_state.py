@@ -24,6 +24,7 @@ from torch import nn
 
 from megalowbit.errors import UserError, shown
 from megalowbit.layers.conversion.convert import bit_layers, random_stream
+from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.matmul.use_counter import UseCounter
 from megalowbit.spectral.state import SplitState
 
@@ -75,6 +76,28 @@ def forget_uses(model: nn.Module) -> None:
         layer._uses = UseCounter()
         if layer.weight_slot is not None:
             layer.weight_slot.clear()
+
+
+def continue_stream(model: nn.Module, state: Mapping[str, int]) -> None:
+    """Let the shared random stream continue from a saved position; nothing without a stream.
+
+    Raises:
+        UserError: `state` is not that of a stream.
+    """
+    stream = random_stream(model)
+    if stream is not None:
+        stream.load_state_dict(state)
+        forget_uses(model)
+
+
+def draws_numbers(model: nn.Module) -> bool:
+    """Whether what any layer computes depends on the position of the shared random stream."""
+    return any(
+        layer.recipe.redraws_signs
+        or any(each.quantizer.is_stochastic for each in quantizations_of(layer.recipe))
+        for layer in bit_layers(model).values()
+        if layer.random_stream is not None
+    )
 
 
 def has_splits(model: nn.Module, roles: Collection[str] = ROLES) -> bool:

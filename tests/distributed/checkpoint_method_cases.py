@@ -2,11 +2,13 @@
 
 import errno
 
+import checkpoint_cases
 import torch
 import torch.distributed as dist
 
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import random_stream
 
 FAILING = {0: "mp_rank_00_model_states", 1: "zero_pp_rank_0", 3: "zero_pp_rank_0"}
 
@@ -30,6 +32,7 @@ def run_all(folder, make_engine, train):
         _, state = engine.load_checkpoint(str(own))
         found[f"same {stage}"] = [state, train(engine, range(2, 4)) == after]
         engine.destroy()
+    found["stream"] = continue_drawing(folder / "drawn")
     engine = make_engine(2, seed=2)
     found["another stage"] = engine.load_checkpoint(str(folder / "methods3"))[1]
     engine.destroy()
@@ -53,6 +56,37 @@ def run_all(folder, make_engine, train):
     found["left"] = sorted(path.name for path in (folder / "tags").iterdir())
     engine.destroy()
     return found
+
+
+def continue_drawing(folder):
+    """Whether a run whose gradients are rounded stochastically continues bit for bit."""
+    engine = checkpoint_cases.build("nvfp4 1", 1)
+    checkpoint_cases.train(engine, range(3))
+    engine.save_checkpoint(str(folder), tag="t")
+    after = train_on(engine)
+    engine.destroy()
+    engine = load_drawn(folder)
+    same = train_on(engine) == after
+    engine.destroy()
+    return same
+
+
+def train_on(engine):
+    """Three further steps, with the same dropout each time: the method leaves torch's generator alone."""
+    torch.manual_seed(3)
+    return checkpoint_cases.train(engine, range(3, 6))
+
+
+def load_drawn(folder):
+    """An engine of the present number of ranks that has loaded what `continue_drawing` saved."""
+    engine = checkpoint_cases.build("nvfp4 1", 2)
+    engine.load_checkpoint(str(folder), "t")
+    return engine
+
+
+def position_of(engine):
+    """How many micro-batches the layers have drawn for."""
+    return random_stream(engine.module).step
 
 
 def failure(unreadable_stage, work, *its_arguments):

@@ -107,4 +107,8 @@ else:
             engine.destroy()
     if world_size < 3:
         result["cases"] = checkpoint_cases.resume_all(folder, part)
+    if part == "quick":
+        engine = checkpoint_method_cases.load_drawn(folder / "drawn")
+        result["cases"]["position"] = checkpoint_method_cases.position_of(engine)
+        engine.destroy()
 report(result)

@@ -165,6 +165,11 @@ def test_deepspeeds_own_save_and_load_continue_bitwise(saved, stage):
     assert [rank["methods"]["another stage"] for rank in saved] == [{"note": 3}] * 2
 
 
+def test_stochastic_rounding_continues_on_the_same_ranks_and_on_one(saved, on_one):
+    assert [rank["methods"]["stream"] for rank in saved] == [True, True]
+    assert [rank["cases"]["position"] for rank in on_one] == [3 * CASES.MICRO_BATCHES]
+
+
 def test_deepspeeds_own_load_finds_damage_on_all_ranks(saved):
     for name, line in (("swapped", "_optim_states.pt has "), ("truncated", "has 1000 bytes instead of")):
         lines = [rank["methods"][name] for rank in saved]

@@ -5,7 +5,8 @@ Arguments and results are DeepSpeed's.
 - `engine.save_checkpoint` writes our layout and a manifest, and updates `latest` after the manifest.
 - `engine.load_checkpoint` verifies the files on all ranks, checks that they fit the engine, and re-shards
   them if the engine has another layout.
-- Unlike the store, neither restores random generators or removes older checkpoints.
+- The position of the random stream, from which layers draw, is saved and restored with the optimizer's state.
+  Unlike the store, neither method restores other random generators or removes older checkpoints.
 - Rejected: overwriting a complete checkpoint, leaving out frozen parameters, a folder without a manifest, and
   partial loads that DeepSpeed would silently get wrong (`save_and_load`).
 
@@ -31,7 +32,13 @@ from megalowbit.checkpoints.shards import write_error
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.durable_files import LATEST, MANIFEST, atomic_file
-from megalowbit.engine.checkpoints.save_and_load import load_together, save_together, verify_together
+from megalowbit.engine.checkpoints.save_and_load import (
+    load_together,
+    restore_random_stream,
+    restores_states,
+    save_together,
+    verify_together,
+)
 from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights, stage_of
 from megalowbit.errors import UserError, shown
@@ -110,7 +117,9 @@ def load_checkpoint(
     options = {name: value for name, value, default in defaults if value != default}
     agree(_check_complete, path)
     verify_together(path, remedy="use another checkpoint")
-    _, client_state = load_together(engine, path, options)
+    own, client_state = load_together(engine, path, options)
+    if restores_states(options):
+        restore_random_stream(engine, own, path)
     return str(header_file(path)), client_state
 
 

@@ -42,6 +42,8 @@ from megalowbit.engine.checkpoints.reshape import check_fits, load_reshaped
 from megalowbit.engine.run_checks.model import check_scaler
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.carried_state import continue_stream, draws_numbers
+from megalowbit.layers.conversion.convert import random_stream
 from megalowbit.layers.cpu_gemm import UNRECORDED, cpu_gemm, use_cpu_gemm
 from megalowbit.layers.state_dict_layout import parameter_layout
 from megalowbit.optim.schedules.scheduler import LRScheduler
@@ -208,7 +210,7 @@ def load_together(
     own = contents.header.get(ENGINE_KEY)
     if not isinstance(own, dict):
         raise UserError(f"checkpoint {path} was written by another program: start from its weights instead")
-    takes_states = not _leaves_masters(options)
+    takes_states = restores_states(options)
     if takes_states:
         succeed_together(_check_update_rule, path, own, engine)
     present = None if contents.layout is None else describe_layout(engine)
@@ -243,6 +245,37 @@ def load_together(
             restore_scaler(engine, own)
     succeed_together(check_scaler, engine)
     return own, {key: state[key] for key in own["client_keys"]}
+
+
+def restores_states(options: Mapping[str, Any]) -> bool:
+    """Whether these arguments of DeepSpeed's `load_checkpoint` restore more than the model's weights."""
+    return not options.get("load_module_only") and bool(options.get("load_optimizer_states", True))
+
+
+def restore_random_stream(engine: Any, own: Mapping[str, Any], path: Path) -> None:
+    """Let stochastic rounding continue where it was at the save; every rank must call it.
+
+    Args:
+        engine: from `initialize`.
+        own: the engine's part of the saved state.
+        path: of the checkpoint, for messages.
+
+    Raises:
+        UserError: the saved position is not one; all ranks raise it.
+    """
+    saved = own.get("random_stream")
+    if saved is not None:
+        with failing_together(), reading(f"the random stream's state in checkpoint {path}"):
+            continue_stream(engine.module, saved)
+    elif any(gather(draws_numbers(engine.module))) and process_group.rank() == 0:
+        stream = random_stream(engine.module)
+        logger.warning(
+            "checkpoint %s has no position of the random stream: stochastic rounding continues from "
+            "micro-batch %d, with other numbers than an uninterrupted run; load the position yourself with "
+            "megalowbit.random_stream(model).load_state_dict, if you have saved it",
+            path,
+            0 if stream is None else stream.step,
+        )
 
 
 def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
@@ -288,7 +321,7 @@ def _load_as_saved(engine: Any, path: Path, options: Mapping[str, Any]) -> dict[
     """Load with DeepSpeed's loader into an engine of the saved layout."""
     if engine.zero_optimization_stage() < 3:
         return succeed_together(_load_with_deepspeed, engine, path, options)
-    if _leaves_masters(options):
+    if not restores_states(options):
         raise UserError(
             f"{', '.join(options)}: ZeRO 3 stores its weights in the optimizer's files only; load all of "
             f"{path}, or export it and start from the export"
@@ -316,13 +349,9 @@ def _load_with_deepspeed(engine: Any, path: Path, options: Mapping[str, Any]) ->
         raise UserError(
             f"checkpoint {path} does not fit the model: {reason}; use the model it was saved with"
         ) from error
-    if engine.zero_optimization_stage() == 0 and _leaves_masters(options):
+    if engine.zero_optimization_stage() == 0 and not restores_states(options):
         engine.optimizer.reload_model_params()  # otherwise the next step would undo the load
     return dict(state)
-
-
-def _leaves_masters(options: Mapping[str, Any]) -> bool:
-    return bool(options.get("load_module_only")) or not options.get("load_optimizer_states", True)
 
 
 def _check_update_rule(path: Path, own: Mapping[str, Any], engine: Any) -> None:
@@ -349,11 +378,15 @@ def _engine_state(
             "recipe": recipes_of(engine),
             "cpu_gemm": cpu_gemm() if engine.device.type == "cpu" else None,
         }
+        stream = random_stream(engine.module)
+        local = (None if rank_file is None else rank_file[0], None if stream is None else stream.state_dict())
     states = gather_bytes(own["random_states"])
-    rank_files = [name for name in gather(None if rank_file is None else rank_file[0]) if name is not None]
+    rank_files, streams = zip(*gather(local), strict=True)
     return {
         **own,
         "random_states": states,
-        RANK_FILES_KEY: rank_files,
+        # equal on all ranks; None on a stage of a pipeline without low-bit layers
+        "random_stream": next((each for each in streams if each is not None), None),
+        RANK_FILES_KEY: [name for name in rank_files if name is not None],
         LAYOUT_KEY: describe_layout(engine).to_dict(),
     }

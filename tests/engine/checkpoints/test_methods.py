@@ -6,7 +6,9 @@ import pytest
 import torch
 from small_engines import make_engine, step, trained
 
+from megalowbit.engine.checkpoints import save_and_load
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import random_stream
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
@@ -134,3 +136,54 @@ def test_load_options_are_rejected_if_the_layout_differs(tmp_path):
         make_engine(2).load_checkpoint(str(tmp_path), tag="t", load_module_only=True)
     with pytest.raises(UserError, match="exclude_frozen_parameters is not supported"):
         make_engine().save_checkpoint(str(tmp_path), tag="u", exclude_frozen_parameters=True)
+
+
+def draw(engine, numbers):
+    """Steps through layers whose gradients are rounded stochastically; returns the weights after them."""
+    for number in numbers:
+        step(engine, number)
+    return [parameter.detach().clone() for parameter in engine.module.parameters()]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stochastic_rounding_continues_and_the_client_state_is_the_callers(tmp_path, stage):
+    engine = make_engine(stage, recipe="nvfp4")
+    draw(engine, range(3))
+    engine.save_checkpoint(str(tmp_path), client_state={"epoch": 3})
+    expected = draw(engine, range(3, 6))
+    again = make_engine(stage, seed=1, recipe="nvfp4")
+    assert again.load_checkpoint(str(tmp_path))[1] == {"epoch": 3}
+    assert random_stream(again.module).state_dict() == {"seed": 0, "step": 3}
+    for weight, same in zip(draw(again, range(3, 6)), expected, strict=True):
+        assert torch.equal(weight, same)
+
+
+def test_stochastic_rounding_starts_again_with_weights_alone_and_continues_at_another_stage(tmp_path):
+    engine = make_engine(1, recipe="nvfp4")
+    draw(engine, range(3))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    again = make_engine(1, recipe="nvfp4")
+    again.load_checkpoint(str(tmp_path), "t", load_optimizer_states=False)
+    assert random_stream(again.module).step == 0
+    other = make_engine(0, recipe="nvfp4")
+    other.load_checkpoint(str(tmp_path), "t")
+    assert random_stream(other.module).step == 3
+
+
+def test_a_checkpoint_without_the_stream_is_a_warning_for_models_that_draw(tmp_path, monkeypatch, caplog):
+    def saved_by_an_earlier_version(engine, *arguments):
+        state = real(engine, *arguments)
+        del state["random_stream"]
+        return state
+
+    real = save_and_load._engine_state
+    monkeypatch.setattr(save_and_load, "_engine_state", saved_by_an_earlier_version)
+    for recipe, count in (("nvfp4", 1), ("fp8", 0), (None, 0)):
+        caplog.clear()
+        engine = make_engine(recipe=recipe)
+        draw(engine, range(1))
+        engine.save_checkpoint(str(tmp_path / str(recipe)), tag="t")
+        engine.load_checkpoint(str(tmp_path / str(recipe)), "t")
+        warnings = [line for line in caplog.messages if "has no position of the random stream" in line]
+        assert len(warnings) == count
+        assert all("continues from micro-batch 1" in line for line in warnings)
