@@ -36,12 +36,19 @@ GLOB = re.compile(r"[*?\[]")
 
 
 def kind_of(file: str | Path) -> str | None:
-    """Which of `TEXT_KINDS` a file is, by its name; None if it is none of them."""
+    """Which of `TEXT_KINDS` a file is, by its name in any case; None if it is none of them."""
     path = Path(file)
-    if path.suffix in COMPRESSIONS:
-        inner = Path(path.stem).suffix
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSIONS:
+        inner = Path(path.stem).suffix.lower()
         return ".jsonl" if inner == COMPRESSED_JSON else inner if inner in (".txt", ".jsonl") else None
-    return path.suffix if path.suffix in TEXT_KINDS else None
+    return suffix if suffix in TEXT_KINDS else None
+
+
+def compression_of(file: str | Path) -> str:
+    """Which of `COMPRESSIONS` a file has, by its name in any case; "" if it has none."""
+    suffix = Path(file).suffix.lower()
+    return suffix if suffix in COMPRESSIONS else ""
 
 
 def names_files(corpus: str) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megalowbit.data.corpus import BadRecords
+from megalowbit.data.settings import compression_of
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import parse_json
 
@@ -65,10 +66,11 @@ class TextFile:
         """Open for reading decompressed bytes; concatenated streams are read one after another."""
         with self.path.open("rb") as raw:
             self._raw = raw
-            if self.path.suffix == ".gz":
+            compression = compression_of(self.path)
+            if compression == ".gz":
                 with gzip.GzipFile(fileobj=raw) as file:
                     yield io.BufferedReader(file, READ_SIZE)
-            elif self.path.suffix == ".zst":
+            elif compression == ".zst":
                 with zstd_stream(raw) as file:
                     yield io.BufferedReader(file, READ_SIZE)
             else:

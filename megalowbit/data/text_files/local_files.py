@@ -20,12 +20,19 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from megalowbit.data.cache.digests import corpus_digests, file_facts, is_settled
 from megalowbit.data.corpus import BadRecords, Corpus, CorpusChangedError
-from megalowbit.data.settings import COMPRESSIONS, GLOB, TEXT_KINDS, DataSettings, kind_of
+from megalowbit.data.settings import (
+    COMPRESSIONS,
+    GLOB,
+    TEXT_KINDS,
+    DataSettings,
+    compression_of,
+    kind_of,
+)
 from megalowbit.data.text_files.lines import TextFile, jsonl_documents, text_documents
 from megalowbit.data.text_files.tables import arrow_documents, parquet_documents
 from megalowbit.errors import UserError
@@ -174,8 +181,7 @@ class LocalCorpus(Corpus):
 
 def _suffixes(file: Path) -> str:
     """The suffixes that say how to read a file: `.txt`, `.jsonl.gz`."""
-    compression = file.suffix if file.suffix in COMPRESSIONS else ""
-    return f"{kind_of(file)}{compression}"
+    return f"{kind_of(file)}{compression_of(file)}"
 
 
 def _root(path: Path) -> Path | None:
@@ -202,7 +208,7 @@ def _find_files(path: Path) -> list[Path]:
         raise UserError(f"corpus {path} is a FIFO, a socket or a device: name a file or a folder")
     root = _root(path)
     assert root is not None
-    found = _matches(path) if is_glob else _walk(path)
+    found = _matches(path) if is_glob else _files_below(path)
     files = sorted(set(found), key=lambda file: file.relative_to(root).as_posix())
     if not files:
         place = f"glob {path} matches" if is_glob else f"folder {path} has"
@@ -254,12 +260,22 @@ def _matches(pattern: Path) -> Iterator[Path]:
             yield Path(name)
 
 
-def _walk(path: Path) -> Iterator[Path]:
+def _files_below(path: Path) -> list[Path]:
     """All text files below a folder, except hidden ones; links to folders are not followed."""
+    files, others = [], []
     for folder, names in _folders(path):
         for name in names:
-            if not name.startswith(".") and kind_of(name) is not None:
-                yield folder / name
+            if not name.startswith("."):
+                (others if kind_of(name) is None else files).append(folder / name)
+    if files and others:
+        _log_others(path, len(others), min(others))
+    return files
+
+
+@lru_cache(maxsize=64)  # so each is logged once: a run opens a corpus for several purposes
+def _log_others(path: Path, count: int, first: Path) -> None:
+    what = "1 file of another kind is" if count == 1 else f"{count} files of other kinds are"
+    logger.info("corpus folder %s: %s not read, such as %s", path, what, first.relative_to(path))
 
 
 def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:

@@ -1,7 +1,9 @@
 import glob
 import gzip
+import hashlib
 import itertools
 import json
+import logging
 import os
 import tracemalloc
 from pathlib import Path
@@ -13,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from unprivileged import said_without_privileges
 
+from megalowbit.data.cache.digests import corpus_digests
 from megalowbit.data.corpus import DocumentShare
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
@@ -238,6 +241,38 @@ def test_a_file_deleted_before_it_is_read_is_named(tmp_path):
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UserError, match=r"corpus file .*a\.txt cannot be read \(No such file"):
         list(corpus.documents())
+
+
+def test_suffixes_in_upper_case_are_read_and_lower_case_keeps_its_fingerprint(tmp_path):
+    row = json.dumps({"text": "row"}) + "\n"
+    for name, content in {
+        "a.TXT": b"text",
+        "b.JSONL": row.encode(),
+        "c.Txt.GZ": gzip.compress(b"packed"),
+        "d.JSON.gz": gzip.compress(row.encode()),
+        "e.txt.ZST": pyarrow.compress(b"zst", "zstd", asbytes=True),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    write_parquet(tmp_path / "f.PARQUET", text=["column"])
+    assert documents(tmp_path) == ["text", "row", "packed", "row", "zst", "column"]
+    assert documents(tmp_path / "c.Txt.GZ") == ["packed"]
+    (tmp_path / "c.Txt.GZ").rename(tmp_path / "c.txt.gz")
+    expected = hashlib.sha256(b"files 'text'")
+    (content,) = corpus_digests((tmp_path / "c.txt.gz",), None)
+    expected.update(f".txt.gz\0{content}\0".encode())
+    assert LocalCorpus(tmp_path / "c.txt.gz").fingerprint == expected.hexdigest()
+
+
+@pytest.mark.parametrize("is_glob", [False, True])
+def test_a_folder_says_how_many_files_of_other_kinds_it_leaves_out(tmp_path, caplog, is_glob):
+    caplog.set_level(logging.INFO)
+    for name in ("a.txt", "z.md", "sub/b.py", "sub/c.json", ".hidden.md", ".git/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+    for _ in range(2):  # a run opens it more than once
+        assert documents(tmp_path / "**" if is_glob else tmp_path) == ["text"]
+    line = f"corpus folder {tmp_path}: 3 files of other kinds are not read, such as sub/b.py"
+    assert caplog.messages == ([] if is_glob else [line])
 
 
 def test_a_folder_without_text_files_is_refused(tmp_path):
