@@ -97,7 +97,8 @@ def pretrain(
         changes = agree(lambda: _compare_with_saved(config, folder)) if is_resume else []
         attempt = stack.enter_context(AttemptRecord(folder.path, identity))
         stack.enter_context(report_lost_ranks(identity))  # again: the record gets the error with its line
-        with reported_builds(partial(print, flush=True)):  # on the rank that builds files, once for a cache
+        # on the rank that builds files, once for a cache
+        with reported_builds(partial(print, flush=True), is_first=identity.local_rank == 0):
             job = assemble(config, identity, folder, is_resume=is_resume)
         attempt.step = lambda: job.step
         consoles: list[Console] = []

@@ -23,12 +23,15 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def reported_builds(say: Callable[[str], None]) -> Iterator[None]:
-    """Pass what the package logs meanwhile to `say`: the first use of a corpus may take minutes."""
+def reported_builds(say: Callable[[str], None], *, is_first: bool = True) -> Iterator[None]:
+    """Pass what the package logs meanwhile to `say`: the first use of a corpus may take minutes.
+
+    With `is_first=False`, only warnings: another process of this node says the rest.
+    """
     package, handler = logging.getLogger(PACKAGE), _Lines(say)
     level = package.level
     package.addHandler(handler)
-    package.setLevel(logging.INFO)
+    package.setLevel(logging.INFO if is_first else logging.WARNING)
     try:
         yield
     finally:

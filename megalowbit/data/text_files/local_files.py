@@ -60,9 +60,11 @@ class LocalCorpus(Corpus):
         max_bad_records: how many records may be left out because they are not text.
         cache_dir: where digests of the files are remembered; None: nowhere.
 
+    Files without text are left out of a folder and of a glob.
+
     Raises:
-        UserError: the path does not exist, there are no text files, or one is of another kind, is empty or
-            cannot be read.
+        UserError: the path does not exist, there are no text files, or one cannot be read; a single file is
+            of another kind, or all files are empty.
     """
 
     def __init__(
@@ -77,9 +79,7 @@ class LocalCorpus(Corpus):
         self._cache_dir = cache_dir
         self.text_field = text_field
         self.bad_records = BadRecords(max_bad_records)
-        self.files = tuple(_find_files(path))
-        for file in self.files:
-            _refuse_unreadable(file)
+        self.files = tuple(_with_content(path, _find_files(path)))
         self._reading: TextFile | None = None
         self._bytes_done = 0
         self._facts: dict[Path, list[int]] = {}  # at the fingerprint
@@ -161,6 +161,7 @@ class LocalCorpus(Corpus):
     def documents(self) -> Iterator[str]:
         self.bad_records.reset()
         self._bytes_done = 0
+        without_text = []
         for path in self.files:
             self._reading = file = TextFile(path, self.text_field, self.bad_records)
             is_empty, bad_before = True, self.bad_records.count
@@ -173,10 +174,11 @@ class LocalCorpus(Corpus):
                 raise _unreadable(path, error) from error
             self.check_unchanged()
             if is_empty and self.bad_records.count == bad_before:
-                raise UserError(f"corpus file {path} contains no text: remove or replace it")
+                without_text.append(path)
             self._reading = None
             self._bytes_done += file.size
         self._check_digests()
+        _leave_out(self.path, self.files, without_text, "files without text")
 
 
 def _suffixes(file: Path) -> str:
@@ -299,14 +301,44 @@ def _folders(path: Path) -> Iterator[tuple[Path, list[str]]]:
         yield Path(folder), names
 
 
-def _refuse_unreadable(file: Path) -> None:
+def _with_content(path: Path, files: Sequence[Path]) -> list[Path]:
+    """The files that are not empty; all of them are opened.
+
+    Raises:
+        UserError: one cannot be read, or all are empty.
+    """
+    empty = [file for file in files if _is_empty(file)]
+    _leave_out(path, files, empty, "empty files")
+    return [file for file in files if file not in set(empty)]
+
+
+def _is_empty(file: Path) -> bool:
     try:
         with file.open("rb") as opened:
-            is_empty = not opened.read(1)
+            return not opened.read(1)
     except OSError as error:
         raise _unreadable(file, error) from error
-    if is_empty:
-        raise UserError(f"corpus file {file} is empty: remove or replace it")
+
+
+def _leave_out(path: Path, files: Sequence[Path], empty: Sequence[Path], what: str) -> None:
+    """Log which files of a folder or a glob have nothing to read.
+
+    Raises:
+        UserError: the corpus has no others.
+    """
+    if not empty:
+        return
+    if path.is_file():
+        problem = "is empty" if what == "empty files" else "contains no text"
+        raise UserError(f"corpus file {path} {problem}: remove or replace it")
+    if len(empty) == len(files):
+        raise UserError(f"corpus {path} has only {what} ({len(empty)}, such as {empty[0]}): name another")
+    _log_left_out(path, what, len(empty), empty[0])
+
+
+@lru_cache(maxsize=64)  # so each is logged once
+def _log_left_out(path: Path, what: str, count: int, first: Path) -> None:
+    logger.info("corpus %s: %s are left out (%d, such as %s)", path, what, count, first)
 
 
 @contextmanager

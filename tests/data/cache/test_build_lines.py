@@ -26,6 +26,8 @@ def test_lines_of_all_folders_of_the_package_are_repeated_while_it_builds(tmp_pa
         cached_file(path, build)
     damaged = f"WARNING: {path} is damaged (it does not match its manifest): building it again"
     assert lines == ["data      tokenising 3 documents", damaged, "data      tokenising 3 documents"]
+    with reported_builds(lines.append, is_first=False):  # another process of the node has said it
+        logging.getLogger("megalowbit.data.packing").info("tokenising %d documents", 3)
     with pytest.raises(RuntimeError), reported_builds(lines.append):
         raise RuntimeError
     package.warning("after it")

@@ -19,7 +19,7 @@ from megalowbit.data.cache.digests import corpus_digests
 from megalowbit.data.corpus import DocumentShare
 from megalowbit.data.packing import pack
 from megalowbit.data.settings import DataSettings
-from megalowbit.data.sources import open_corpus
+from megalowbit.data.sources import check_held_out, open_corpus
 from megalowbit.data.text_files import lines
 from megalowbit.data.text_files.local_files import LocalCorpus
 from megalowbit.data.tokenize import ByteTokenizer
@@ -273,6 +273,47 @@ def test_a_folder_says_how_many_files_of_other_kinds_it_leaves_out(tmp_path, cap
         assert documents(tmp_path / "**" if is_glob else tmp_path) == ["text"]
     line = f"corpus folder {tmp_path}: 3 files of other kinds are not read, such as sub/b.py"
     assert caplog.messages == ([] if is_glob else [line])
+
+
+@pytest.mark.parametrize("pattern", ["", "*.*"])
+def test_files_without_text_are_left_out_of_folders_and_globs(tmp_path, caplog, pattern):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "m.txt").write_text("text")
+    fingerprint = LocalCorpus(tmp_path / pattern).fingerprint
+    for name in ("a.txt", "z.jsonl", "z.parquet"):
+        (tmp_path / name).touch()
+    assert LocalCorpus(tmp_path / pattern).fingerprint == fingerprint  # the same documents
+    for name, content in (("b.jsonl", b"\n\n"), ("c.txt.gz", gzip.compress(b""))):
+        (tmp_path / name).write_bytes(content)
+    corpus = LocalCorpus(tmp_path / pattern)
+    for _ in range(2):
+        assert list(corpus.documents()) == ["text"]
+    assert corpus.share_read == 1
+    assert caplog.messages == [
+        f"corpus {tmp_path / pattern}: empty files are left out (3, such as {tmp_path}/a.txt)",
+        f"corpus {tmp_path / pattern}: files without text are left out (2, such as {tmp_path}/b.jsonl)",
+    ]
+
+
+def test_a_corpus_of_files_without_text_only_is_one_error(tmp_path):
+    for name in ("b.txt", "a.txt"):
+        (tmp_path / name).touch()
+    line = rf"corpus {tmp_path} has only empty files \(2, such as {tmp_path}/a\.txt\): name another"
+    with pytest.raises(UserError, match=line):
+        LocalCorpus(tmp_path)
+    (tmp_path / "c.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(UserError, match=r"has only files without text \(1, such as .*c\.jsonl\)"):
+        documents(tmp_path)
+
+
+def test_an_empty_file_for_training_and_for_validation_is_not_the_same_text(tmp_path):
+    for folder in ("train", "held"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "empty.txt").touch()
+        (tmp_path / folder / "a.txt").write_text(folder)
+    train, held = (LocalCorpus(tmp_path / folder) for folder in ("train", "held"))
+    check_held_out(held, [train], None)
+    assert [file.name for file in held.files] == ["a.txt"]
 
 
 def test_a_folder_without_text_files_is_refused(tmp_path):
