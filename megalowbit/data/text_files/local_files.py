@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
@@ -79,7 +80,7 @@ class LocalCorpus(Corpus):
         self._cache_dir = cache_dir
         self.text_field = text_field
         self.bad_records = BadRecords(max_bad_records)
-        self.files = tuple(_with_content(path, _find_files(path)))
+        self.files = tuple(_with_content(path, _find_files(path, text_field)))
         self._reading: TextFile | None = None
         self._bytes_done = 0
         self._facts: dict[Path, list[int]] = {}  # at the fingerprint
@@ -195,7 +196,7 @@ def _root(path: Path) -> Path | None:
     return path
 
 
-def _find_files(path: Path) -> list[Path]:
+def _find_files(path: Path, text_field: str) -> list[Path]:
     if path.is_file():
         if kind_of(path) is None:
             raise UserError(
@@ -210,7 +211,7 @@ def _find_files(path: Path) -> list[Path]:
         raise UserError(f"corpus {path} is a FIFO, a socket or a device: name a file or a folder")
     root = _root(path)
     assert root is not None
-    found = _matches(path) if is_glob else _files_below(path)
+    found = list(_matches(path)) if is_glob else _files_below(path, text_field)
     files = sorted(set(found), key=lambda file: file.relative_to(root).as_posix())
     if not files:
         place = f"glob {path} matches" if is_glob else f"folder {path} has"
@@ -262,16 +263,37 @@ def _matches(pattern: Path) -> Iterator[Path]:
             yield Path(name)
 
 
-def _files_below(path: Path) -> list[Path]:
-    """All text files below a folder, except hidden ones; links to folders are not followed."""
-    files, others = [], []
+def _files_below(path: Path, text_field: str) -> list[Path]:
+    """All text files below a folder, except hidden ones; links to folders are not followed.
+
+    Raises:
+        UserError: all files are of other kinds.
+    """
+    files: list[Path] = []
+    others: list[Path] = []
     for folder, names in _folders(path):
         for name in names:
             if not name.startswith("."):
                 (others if kind_of(name) is None else files).append(folder / name)
-    if files and others:
+    if others and not files:
+        raise UserError(
+            f"corpus folder {path} has no {', '.join(TEXT_KINDS)} files, but {_listed(others)}: copy them as "
+            f".txt if they are text, or write JSON lines (.jsonl) with a field {text_field!r}"
+        )
+    if others:
         _log_others(path, len(others), min(others))
     return files
+
+
+def _listed(files: Sequence[Path]) -> str:
+    """How many files of which kinds: `5 .py files`, `7 .py, .md and other files`."""
+    counts = Counter(file.suffix for file in files)
+    kinds = sorted(counts, key=lambda kind: (-counts[kind], kind))
+    if kinds == [""]:
+        return f"{len(files)} file{'s' * (len(files) > 1)} without a suffix, such as {min(files).name}"
+    named = [kind for kind in kinds if kind][:2]
+    rest = " and other" if len(kinds) > len(named) else ""
+    return f"{len(files)} {', '.join(named)}{rest} file{'s' * (len(files) > 1)}"
 
 
 @lru_cache(maxsize=64)  # so each is logged once: a run opens a corpus for several purposes

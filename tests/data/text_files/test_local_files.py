@@ -316,10 +316,29 @@ def test_an_empty_file_for_training_and_for_validation_is_not_the_same_text(tmp_
     assert [file.name for file in held.files] == ["a.txt"]
 
 
-def test_a_folder_without_text_files_is_refused(tmp_path):
-    (tmp_path / "notes.md").write_text("x")
-    with pytest.raises(UserError, match=r"has no \.txt, \.jsonl, \.parquet, \.arrow files"):
-        LocalCorpus(tmp_path)
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["a.py"],
+            "files, but 1 .py file: copy them as .txt if they are text, or write JSON lines (.jsonl) ",
+        ),
+        (["a.py", "b/c.py"], "files, but 2 .py files: copy"),
+        (["a.py", "b.md", "c.md"], "files, but 3 .md, .py files: copy"),
+        (["a.py", "b.md", "c.rst"], "files, but 3 .md, .py and other files: copy"),
+        (["a.py", "LICENSE"], "files, but 2 .py and other files: copy"),
+        (["README", "LICENSE"], "files, but 2 files without a suffix, such as LICENSE: copy"),
+        ([".hidden"], "files: name another"),
+    ],
+)
+def test_a_folder_without_text_files_is_refused_with_what_it_has(tmp_path, names, message):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    with pytest.raises(UserError, match=r"has no \.txt, \.jsonl, \.parquet, \.arrow files") as caught:
+        LocalCorpus(tmp_path, text_field="body")
+    assert message in str(caught.value)
+    assert str(caught.value).endswith("a field 'body'" if "copy" in message else "name another")
 
 
 def test_an_unreadable_folder_is_rejected_and_not_skipped(tmp_path):
