@@ -257,7 +257,7 @@ def open_validation(
     """
     if settings.validation is None:
         return None
-    with _naming_the_section():
+    with _naming_the_section(settings):
         corpus = open_validation_corpus(settings, is_training=is_training)
         check_held_out(corpus, trained_on, settings.cache_dir)
         found = pack(
@@ -274,7 +274,7 @@ def open_validation(
         settings.sequence_length,
         fingerprint=found.fingerprint,
         name=corpus.name,
-        check=found.check and _naming_the_section()(found.check),
+        check=found.check and _naming_the_section(settings)(found.check),
         rules=DocumentRules.of(settings, tokenizer),
     )
 
@@ -287,7 +287,7 @@ def describe_validation(settings: DataSettings) -> str | None:
     """
     if settings.validation is None:
         return None
-    with _naming_the_section():
+    with _naming_the_section(settings):
         other = validation_settings(settings)
         for each in sources_of(other).values():
             if is_on_hub(each):
@@ -296,9 +296,11 @@ def describe_validation(settings: DataSettings) -> str | None:
 
 
 @contextmanager
-def _naming_the_section() -> Iterator[None]:
-    """Let errors begin with `data.validation`."""
+def _naming_the_section(settings: DataSettings) -> Iterator[None]:
+    """Let errors begin with `data.validation`, unless it is a share of the text for training."""
     try:
         yield
     except UserError as error:
+        if settings.validation is not None and settings.validation.share is not None:
+            raise
         raise UserError(f"data.validation: {str(error).removeprefix('data.validation: ')}") from error

@@ -540,7 +540,7 @@ def test_a_share_of_nothing_or_all_is_refused(share):
             "split = 'validation' needs a Hugging Face data set, and corpus .* is not one: name the files of "
             "that split in data.validation.corpus, or",
         ),
-        ({"share": 1e-9}, "share = 1e-09 holds out none of the 200 documents .*: raise it"),
+        ({"share": 1e-9}, "^data.validation.share = 1e-09 holds out none of the 200 documents .*: raise it"),
     ],
 )
 def test_text_that_cannot_be_used_is_refused_in_one_line(documents, tmp_path, named, message):
@@ -551,7 +551,22 @@ def test_text_that_cannot_be_used_is_refused_in_one_line(documents, tmp_path, na
     with pytest.raises(UserError, match=message) as refused:
         open_validation(data(documents, tmp_path, validation=named), BYTES)
     assert "\n" not in str(refused.value)
-    assert str(refused.value).count("data.validation: ") == 1
+    assert str(refused.value).count("data.validation: ") == ("share" not in named)
+
+
+def test_a_bad_record_of_a_held_out_share_is_one_of_the_corpus(tmp_path):
+    corpus = tmp_path / "texts"
+    corpus.mkdir()
+    (corpus / "a.txt").write_bytes(b"bad \xff byte")
+    line = (
+        f"corpus file {corpus / 'a.txt'}, line 1: byte 0xff is not UTF-8: convert the file, or leave such "
+        "records out with data.max_bad_records"
+    )
+    for validation, prefix in (({"share": 0.5}, ""), ({"corpus": str(corpus)}, "data.validation: ")):
+        trained = corpus if not prefix else tmp_path / "none.txt"
+        with pytest.raises(UserError) as refused:
+            open_validation(data(trained, tmp_path, validation=validation), BYTES)
+        assert str(refused.value) == prefix + line
 
 
 @pytest.mark.parametrize("share", [1e-9, 1 - 1e-12])

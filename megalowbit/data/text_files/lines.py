@@ -207,7 +207,10 @@ def _text_of(file: TextFile, number: int, line: bytes | None) -> str:
 
 def _not_utf8(file: Path, number: int, error: UnicodeDecodeError) -> UserError:
     byte = error.object[error.start]
-    return UserError(f"corpus file {file}, line {number}: byte {byte:#04x} is not UTF-8: convert the file")
+    return UserError(
+        f"corpus file {file}, line {number}: byte {byte:#04x} is not UTF-8: convert the file, or leave such "
+        "records out with data.max_bad_records"
+    )
 
 
 def null_text(where: str, text_field: str) -> UserError:
