@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import torch
 
     from megalowbit.data.validation import Batch, TextLoss, ValidationText
+    from megalowbit.distributed.process_grid import ProcessGrid
 
 KEY = "megalowbit.validation"
 BEST = "best"  # beside the checkpoints; names the one with the lowest loss
@@ -179,6 +180,13 @@ class Validation(Component):
             facts["validation/bf16_loss"] = self._loss(progress, is_quantized=False).loss
         return facts
 
+    @property
+    def num_pauses(self) -> int:
+        """How often `measure` calls `progress` on this rank."""
+        grid = self._engine.process_grid
+        rounds = math.ceil(self._text.num_batches(self._size) / grid.data_size)
+        return math.ceil(rounds / _batches_per_call(grid)) * (2 if self._settings.bf16 else 1)
+
     def _loss(self, progress: Callable[[], None], *, is_quantized: bool) -> TextLoss:
         from megalowbit.data.validation import TextLoss
 
@@ -274,7 +282,7 @@ def sums_of_batches(
     # at ZeRO stage 3 and in pipelines, all ranks run equally often: some compute a batch that is not used
     numbers = [number if number < count else 0 for number in _numbers(grid.data_rank, grid.data_size, count)]
     found: list[torch.Tensor] = []
-    per_call = BATCHES_PER_CALL if grid.pipeline_size > 1 else 1
+    per_call = _batches_per_call(grid)
     # codes of full weights on every rank would need the memory that stage 3 saves
     keeps_weights = engine.zero_optimization_stage() < 3
     with evaluation(engine.module, numbers, is_quantized=is_quantized, keeps_weights=keeps_weights):
@@ -292,6 +300,10 @@ def sums_of_batches(
         collectives.all_reduce(sums)  # adds zeros, so it rounds nothing
     numbers_read: list[float] = sums.tolist()
     return numbers_read
+
+
+def _batches_per_call(grid: ProcessGrid) -> int:
+    return BATCHES_PER_CALL if grid.pipeline_size > 1 else 1
 
 
 def _numbers(rank: int, num_ranks: int, count: int) -> Iterator[int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megalowbit.data.cache.build_lines import reported_builds
 from megalowbit.data.cache.node_first import run_on_each_node_first
 from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.packing import PackedDataset
@@ -63,6 +65,8 @@ from megalowbit.pretrain.records.lines import job_lines
 from megalowbit.pretrain.resume import unwritten_tokens
 from megalowbit.pretrain.run import report_lost_ranks, start_facts
 from megalowbit.pretrain.run_folder.folder import RunFolder, run_folder_of
+from megalowbit.shipped_files import to_stderr
+from megalowbit.telemetry.columns import clock_text
 from megalowbit.telemetry.facts import Fact
 from megalowbit.values import BLOCK
 
@@ -80,6 +84,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*")
 
 SHOWN = ("model ", "recipe ", "kernels ", "data ")  # labels of the lines that are printed
 SWITCHED = "a late switch of the run has ended the rounding in the forward"
+SECONDS_BETWEEN_LINES = 10.0
 STATIC, DYNAMIC = INPUTS = ("static", "dynamic")  # whether inputs are quantised by recorded numbers
 
 
@@ -127,12 +132,13 @@ def evaluate(
         agree(lambda: check_config(config))
         agree(lambda: check_kernels(recipe_of(config.recipe)))
         tokenizer = run / "tokenizer" if run is not None else source
-        job = assemble(
-            config,
-            identity,
-            RunFolder(run or Path()),
-            open_data=partial(_text_only, tokenizer_folder=tokenizer),
-        )
+        with reported_builds(to_stderr, is_first=identity.local_rank == 0):
+            job = assemble(
+                config,
+                identity,
+                RunFolder(run or Path()),
+                open_data=partial(_text_only, tokenizer_folder=tokenizer),
+            )
         if is_ours and agree(holds_run, source, recipe_of(config.recipe)):
             agree(_check_rows, source, job.engine.module.config.vocab_size)
             job.load(source)
@@ -155,12 +161,42 @@ def _measure(
         lines = job_lines(job, identity, validation.describe_text())
         lines = [*(line for line in lines if line.startswith(SHOWN)), *used.lines]
         print("\n".join(lines), flush=True)
-    facts = validation.measure(lambda: None)
+    progress = ProgressLines(validation.num_pauses, to_stderr if identity.is_main else lambda _: None)
+    facts = validation.measure(progress)
     share = _beyond_share(job) if used.kind == STATIC else None
     if identity.is_main:
         beyond = "" if share is None else f"; {share:.2%} of the inputs beyond their recorded range"
         print(f"\n{source}: {describe(facts)}{beyond}", flush=True)
     return facts, share
+
+
+class ProgressLines:
+    """A line every 10 s about how much of the text is evaluated: `evaluated 12 % of the text, 0:03:20 left`.
+
+    Work that is done in 10 s has none. On GPUs, batches that are queued count as evaluated.
+
+    Args:
+        total: number of parts.
+        say: takes a line.
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self, total: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total, self._say, self._clock = total, say, clock
+        self._done, self._start = 0, clock()
+        self._last = self._start
+
+    def __call__(self) -> None:
+        """Called before each part."""
+        now = self._clock()
+        if self._done and now - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = now
+            left = (now - self._start) * (self._total - self._done) / self._done
+            share = self._done / self._total
+            self._say(f"evaluated {share:.0%} of the text, {clock_text(left)} left")
+        self._done += 1
 
 
 class UsedInputs(NamedTuple):

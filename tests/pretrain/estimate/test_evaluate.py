@@ -16,7 +16,7 @@ from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import import_checkpoint
 from megalowbit.pretrain.config import load_config
-from megalowbit.pretrain.estimate.evaluate import _configuration, evaluate
+from megalowbit.pretrain.estimate.evaluate import ProgressLines, _configuration, evaluate
 from megalowbit.pretrain.run import pretrain
 
 TEXT = training_text()[50:2000]
@@ -60,15 +60,25 @@ def figures(found):
     return {key: value for key, value in found.items() if "validation/" in key}
 
 
-def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path, capsys):
+def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path, capsys, monkeypatch):
     recorded = trained(tmp_path)
     (tmp_path / "text.txt").unlink()  # the text for training is not needed
     run = tmp_path / "run"
     newest = evaluated(run, tmp_path)
+    assert "evaluated" not in capsys.readouterr().err  # it did not last
+    monkeypatch.setattr("megalowbit.pretrain.estimate.evaluate.SECONDS_BETWEEN_LINES", 0.0)
+    evaluated(run, tmp_path)
+    monkeypatch.undo()
+    printed = capsys.readouterr()
+    progress = [line for line in printed.err.splitlines() if line.startswith("evaluated ")]
+    assert len(progress) > 2
+    # one before each batch but the first, in two passes, one of them in bf16
+    assert progress[-1].startswith(f"evaluated {len(progress) / (len(progress) + 1):.0%} of the text, 0:0")
+    assert "evaluated" not in printed.out
     assert figures(newest) == recorded[4]
     assert newest["path"].endswith("step-00000004")
     assert (newest["step"], newest["recipe"]) == (4, "nvfp4")
-    assert f"loss {recorded[4]['validation/loss']:.4f}, perplexity" in capsys.readouterr().out
+    assert f"loss {recorded[4]['validation/loss']:.4f}, perplexity" in printed.out
     assert figures(evaluated(run / "checkpoints" / "step-00000002", tmp_path)) == recorded[2]
     assert figures(evaluated(run / "hf", tmp_path)) == recorded[4]
     capsys.readouterr()
@@ -80,6 +90,15 @@ def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path,
     (tmp_path / "text.txt").write_text(TEXT)  # the text for training may be evaluated, too
     trained_on = evaluated(run, tmp_path, f"megalowbit.data.validation.corpus={tmp_path / 'text.txt'}")
     assert figures(trained_on) == recorded[4]
+
+
+def test_progress_is_a_line_every_ten_seconds_with_the_time_left():
+    now, lines = [0.0], []
+    progress = ProgressLines(8, lines.append, clock=lambda: now[0])
+    for _ in range(8):
+        progress()
+        now[0] += 4
+    assert lines == ["evaluated 38% of the text, 0:00:20 left", "evaluated 75% of the text, 0:00:08 left"]
 
 
 @pytest.mark.slow
