@@ -282,6 +282,8 @@ def _attach(
     attach_zero_grad(engine)
     engine.regularizer = regularizer
     engine.process_grid = grid
+    if engine.training_dataloader is not None and not torch.accelerator.is_available():
+        engine.training_dataloader.pin_memory = False  # torch would warn that there is nothing to pin it for
     attach_pipeline(engine)
     check_first_batch(engine)
     attach_checkpoint_methods(engine)

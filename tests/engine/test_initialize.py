@@ -135,7 +135,7 @@ def test_an_optimizer_of_the_caller_needs_a_scheduler_of_the_caller():
     assert engine.get_lr() == [0.125]
 
 
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+@pytest.mark.filterwarnings("error:'pin_memory' argument")  # on CPUs, each rank would print it
 def test_training_data_gives_a_loader_of_micro_batches():
     data = torch.utils.data.TensorDataset(torch.randn(12, 4))
     _, _, loader, _ = initialize(model=model(), config=config(), training_data=data)
