@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.blocks import reasons_to_keep_blocks
 from megalowbit.layers.conversion.report import KeptLayer, MissedWeight
 from megalowbit.layers.conversion.standalone_weights import StandaloneWeight, standalone_weights
-from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import Recipe, recipes
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT
 
 
@@ -65,8 +65,16 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
             for name, each in standalone.items()
             if name not in reasons
         ),
-        () if is_present else optional,
+        () if is_present else _named_by_the_user(optional),
     )
+
+
+def _named_by_the_user(patterns: Sequence[str]) -> tuple[str, ...]:
+    """Without those of shipped recipes, which name layers of several model families."""
+    if not patterns:
+        return ()
+    shipped = {pattern for each in recipes().values() for pattern in each.keep_if_present}
+    return tuple(pattern for pattern in patterns if pattern not in shipped)
 
 
 def conv1d_class() -> type[nn.Module] | None:

@@ -58,7 +58,8 @@ class ConversionReport:
         kept: in the model's order; linear layers, then other parameters that the recipe keeps, convolutions
             and routers.
         missed: weights that no low-bit layer can replace, in the model's order.
-        unmatched: the recipe's `keep_if_present`, if the model has no layer that it names.
+        unmatched: the recipe's `keep_if_present`, if the model has no layer that it names; without patterns
+            of shipped recipes.
     """
 
     recipe: Recipe
