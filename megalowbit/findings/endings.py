@@ -23,7 +23,8 @@ from megalowbit.pretrain.run_folder.attempts import FINISHED
 from megalowbit.pretrain.run_folder.attempts import INTERRUPTED as HOW_INTERRUPTED
 from megalowbit.pretrain.run_folder.attempts import STOPPED as HOW_STOPPED
 from megalowbit.pretrain.run_folder.attempts import TRANSIENT as HOW_TRANSIENT
-from megalowbit.records.attempts import ATTEMPTS
+from megalowbit.records.attempts import ATTEMPTS, BEGUN
+from megalowbit.records.files import DONE
 
 OF_LIBRARIES = (None, FAILED, NO_DATA, NO_PROGRESS)  # faults whose line may quote a library: out of memory …
 RESUME = "continue from the newest checkpoint: the same command with --resume auto"
@@ -100,16 +101,34 @@ REMEDIES = {
 def findings(run: RunFiles) -> list[Finding]:
     """How the last attempt ended, and damaged checkpoints."""
     found = [*_damaged(run)]
-    if not run.is_done or _ended_badly(run):
+    if not run.finish.is_final or _failed_after_the_finish(run):
         ending = _ending(run)
         if ending is not None:
             found.append(ending)
     return found
 
 
-def _ended_badly(run: RunFiles) -> bool:
+def notes(run: RunFiles) -> list[str]:
+    """A note if the run has finished and its last recorded attempt did not.
+
+    Earlier versions did not record an attempt that had only the export and `DONE` left to write.
+    """
     _, ended = run.last_attempt
-    return any(line.get("how") not in (FINISHED, None) for line in ended)
+    how = [str(line["how"]) for line in ended if line.get("how") is not None]
+    if not run.finish.is_final or not how or FINISHED in how or _failed_after_the_finish(run):
+        return []
+    return [
+        f"{ATTEMPTS}: the last recorded attempt did not finish ({how[-1]}); {DONE} says that the run has "
+        "finished since, in an attempt that is not recorded"
+    ]
+
+
+def _failed_after_the_finish(run: RunFiles) -> bool:
+    """Whether the run had finished before its last attempt, which failed too early to remove `DONE`."""
+    *_, last = [0, *(at for at, line in enumerate(run.attempts) if line["event"] == BEGUN)]
+    had_finished = any(line.get("how") == FINISHED for line in run.attempts[:last])
+    _, ended = run.last_attempt
+    return had_finished and any(line.get("how") not in (FINISHED, None) for line in ended)
 
 
 def _ending(run: RunFiles) -> Finding | None:

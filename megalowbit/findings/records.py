@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
-from megalowbit.findings.run_files import DONE, METRICS, SUMMARY, RunFiles
+from megalowbit.findings.run_files import METRICS, RunFiles
 from megalowbit.records.attempts import ATTEMPTS, BEGUN
+from megalowbit.records.files import DONE, SUMMARY
 from megalowbit.values import counted
 
 
@@ -46,8 +47,8 @@ def _trained(run: RunFiles) -> list[tuple[int, str]]:
     """Numbers of trained steps, and the file that has each."""
     begun, ended = run.last_attempt
     attempted = max([line["step"] or 0 for line in (*ended, *([begun] if begun else []))], default=0)
-    found = [(attempted, ATTEMPTS), (run.done_step, DONE)]
-    if run.is_done or ended or begun is None:  # otherwise it may be that of an earlier attempt
+    found = [(attempted, ATTEMPTS), (run.finish.step, DONE)]
+    if run.finish.is_final or ended or begun is None:  # otherwise it may be that of an earlier attempt
         found.append((run.summary_steps, SUMMARY))
     return found
 

@@ -21,11 +21,12 @@ from megalowbit.findings.layer_tables import LayerTables, read_layers
 from megalowbit.json_text import read_json_object, read_text
 from megalowbit.pretrain.run_folder.folder import CONFIG, LOCK, run_folder_of
 from megalowbit.records.attempts import ATTEMPTS, BEGUN, ENDED, read_attempts
+from megalowbit.records.files import SUMMARY
+from megalowbit.records.finish import Finish, planned_steps, read_finish
 from megalowbit.records.lines import step_in
 from megalowbit.records.metrics import METRICS, Metrics, read_metrics
 from megalowbit.records.tables import LAYERS
 
-SUMMARY, DONE = "summary.json", "DONE"
 UNUSED = ("quantization/", "milliseconds/", "speculation/")  # by findings; most figures of a step
 LARGEST_REFUSAL = 2**20  # bytes
 LEAST_DEVIATION, MOST_DEVIATION = 1e-12, 1e12
@@ -42,7 +43,7 @@ class RunFiles:
         metrics: see there.
         layers: None if nothing was counted.
         attempts: lines of attempts.jsonl and of those of other ranks, by time.
-        is_done: whether the run has finished, and was not continued with more steps.
+        finish: whether the run has finished, and after which step.
         is_running: whether a process holds the folder's lock.
         damaged_checkpoints: names of folders that were renamed because of damage.
         saved_steps: steps with a checkpoint.
@@ -50,7 +51,6 @@ class RunFiles:
         refusals: lines of user errors that a job script has kept since the last attempt began, by file.
         rollbacks: reasons of rollbacks in summary.json; those lines of metrics.jsonl are gone.
         summary_steps: steps trained, of summary.json; 0 if it does not say.
-        done_step: the step after which it finished, of `DONE`, or else of the configuration; 0: it has not.
         notes: what could not be read.
     """
 
@@ -59,7 +59,7 @@ class RunFiles:
     metrics: Metrics
     layers: LayerTables | None
     attempts: list[dict[str, Any]]
-    is_done: bool
+    finish: Finish
     is_running: bool
     damaged_checkpoints: list[str]
     saved_steps: list[int]
@@ -67,7 +67,6 @@ class RunFiles:
     refusals: dict[str, str]
     rollbacks: list[str]
     summary_steps: int = 0
-    done_step: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -91,7 +90,7 @@ class RunFiles:
     @property
     def planned_steps(self) -> int | None:
         """`run.steps`."""
-        return step_in({"step": self.setting("run", "steps")})
+        return planned_steps(self.config)
 
     @property
     def last_attempt(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
@@ -136,14 +135,13 @@ def read_run(path: Path) -> RunFiles:
     config = _read_config(folder / CONFIG, notes)
     summary = _json_object(folder / SUMMARY)
     begun = [line["time"] for line in attempts if line["event"] == BEGUN]
-    done_step = _done_step(folder / DONE, config)
     return RunFiles(
         folder=folder,
         config=config,
         metrics=metrics,
         layers=read_layers(folder / LAYERS, notes),
         attempts=attempts,
-        is_done=(folder / DONE).exists() and not _is_extended(metrics, done_step),
+        finish=read_finish(folder, config, metrics.last_step, notes),
         is_running=_is_locked(folder / LOCK),
         damaged_checkpoints=damaged_in(folder / "checkpoints"),
         saved_steps=_saved_steps(folder / "checkpoints", notes),
@@ -151,7 +149,6 @@ def read_run(path: Path) -> RunFiles:
         refusals=_read_refusals(folder / "slurm", since=max(begun, default=0.0)),
         rollbacks=_rollbacks(summary),
         summary_steps=step_in({"step": summary.get("steps")}) or 0,
-        done_step=done_step,
         notes=notes,
     )
 
@@ -215,21 +212,6 @@ def _json_object(path: Path) -> dict[str, Any]:
         return read_json_object(path)
     except UserError:
         return {}
-
-
-def _is_extended(metrics: Metrics, done_step: int) -> bool:
-    """Whether a finished run was continued with more steps; `DONE` is then of its earlier end."""
-    return 0 < done_step < metrics.last_step
-
-
-def _done_step(path: Path, config: dict[str, Any]) -> int:
-    if not path.exists():
-        return 0
-    of_run: Any = config.get(BLOCK)
-    for key in ("run", "steps"):
-        of_run = of_run.get(key) if isinstance(of_run, dict) else None
-    step = step_in(_json_object(path))
-    return (step_in({"step": of_run}) if step is None else step) or 0
 
 
 def _rollbacks(summary: dict[str, Any]) -> list[str]:

@@ -76,7 +76,7 @@ def _ordered(run: RunFiles, found: list[Finding]) -> Verdict:
         key=lambda finding: (math.inf if finding.step is None else finding.step, roles[finding.role]),
     )
     requests = [finding for finding in found if not finding.is_failure]
-    steps, notes = (run.last_step, run.planned_steps), (*run.notes, *_rollbacks(run))
+    steps, notes = (run.last_step, run.planned_steps), (*run.notes, *endings.notes(run), *_rollbacks(run))
     if not failures:
         state = STOPPED if requests else RUNNING if run.is_running else HEALTHY
         return Verdict(state, requests[0] if requests else None, (), (), steps, notes)

@@ -13,11 +13,11 @@ from typing import Any
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
 from megalowbit.records.attempts import BEGUN, read_attempts
+from megalowbit.records.files import CONFIG, SUMMARY
+from megalowbit.records.finish import planned_steps, read_finish
 from megalowbit.records.metrics import METRICS, Metrics, read_metrics
 from megalowbit.records.tables import Checks, Grids, read_checks, read_grids
 from megalowbit.values import BLOCK
-
-CONFIG, SUMMARY, DONE = "config.json", "summary.json", "DONE"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RunRecords:
         summary: what the run wrote at its end; empty while it trains, or if it was stopped.
         attempts: the starts of its processes.
         metrics: the records of its steps.
-        is_done: whether it has finished.
+        finished: the step after which it has finished; None: it has not, or was continued with more steps.
         age: seconds since its last record.
     """
 
@@ -41,7 +41,7 @@ class RunRecords:
     summary: Mapping[str, Any]
     attempts: Sequence[Mapping[str, Any]]
     metrics: Metrics
-    is_done: bool
+    finished: int | None
     age: float
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -56,7 +56,7 @@ class RunRecords:
     @property
     def steps(self) -> int | None:
         """The number of steps that the run is configured for."""
-        return _steps(self.config)
+        return planned_steps(self.config)
 
     @property
     def recipe(self) -> str:
@@ -76,8 +76,8 @@ class RunRecords:
     def state(self) -> str:
         """`finished`, or how far it is and when it last recorded something."""
         last = self.metrics.last_step
-        if self.is_done:
-            return f"finished after {last:,} steps"
+        if self.finished is not None:
+            return f"finished after {self.finished:,} steps"
         of = f" of {self.steps:,}" if self.steps else ""
         return f"not finished: step {last:,}{of}, last record {duration_text(self.age)} before this page"
 
@@ -125,8 +125,9 @@ def _read(folder: Path, label: str) -> RunRecords:
         raise UserError(f"{folder} has no step ({why}): wait for the run's first step, or name another run")
     if summary.get("steps") != metrics.last_step:  # that of an earlier end
         summary = {}
+    finish = read_finish(folder, content, metrics.last_step, [])
     # a run writes this page between its summary and DONE
-    is_at_end = bool(summary) and _steps(content) == metrics.last_step
+    is_at_end = bool(summary) and planned_steps(content) == metrics.last_step
     return RunRecords(
         folder=folder,
         label=label,
@@ -134,15 +135,9 @@ def _read(folder: Path, label: str) -> RunRecords:
         summary=summary,
         attempts=[line for line in read_attempts(folder, []) if line["event"] == BEGUN],
         metrics=metrics,
-        is_done=(folder / DONE).is_file() or is_at_end,
+        finished=(finish.step or metrics.last_step) if finish.is_final or is_at_end else None,
         age=max(0.0, time.time() - (folder / METRICS).stat().st_mtime),
     )
-
-
-def _steps(config: Mapping[str, Any]) -> int | None:
-    run = config[BLOCK].get("run")
-    steps = run.get("steps") if isinstance(run, Mapping) else None
-    return steps if type(steps) is int else None
 
 
 def labels(folders: Sequence[Path]) -> list[str]:

@@ -11,6 +11,7 @@ from megalowbit.errors import FAULTS, TransientError
 from megalowbit.findings import base
 from megalowbit.findings.endings import OF_FAULTS, findings
 from megalowbit.findings.run_files import read_run
+from megalowbit.findings.verdict import diagnosis_of as diagnosis
 from megalowbit.pretrain.run_folder.attempts import AttemptRecord
 from megalowbit.supervision.diagnosis import diagnose, diagnose_together
 from megalowbit.supervision.heartbeat import StoreSilentError
@@ -200,6 +201,25 @@ def test_only_the_last_attempt_counts(ending, records, tmp_path):
     assert not findings(records.read(tmp_path / "done"))
     (found,) = ending(begun(step=0), ended("error", "x", error="KeyError"), begun(step=4, time=3.0))
     assert found.name == base.KILLED
+
+
+def test_a_run_that_finished_in_an_attempt_without_a_record_has_no_ending_but_a_note(records, tmp_path):
+    records.attempts = [begun(step=0), ended("interrupted", step=60)]
+    verdict = diagnosis(records.read(tmp_path / "run"))
+    assert (verdict.state, verdict.first) == ("healthy", None)
+    (note,) = verdict.notes
+    assert "did not finish (interrupted); DONE says that the run has finished since" in note
+    (tmp_path / "run" / "DONE").unlink()
+    verdict = diagnosis(read_run(tmp_path / "run"))
+    assert (verdict.first.name, verdict.notes) == (base.INTERRUPTED, ())
+
+
+def test_an_attempt_to_continue_a_finished_run_that_failed_early_is_reported(records, tmp_path):
+    """Its records were not opened, so the configuration and `DONE` are those of the finished run."""
+    again = begun(step=60) | {"time": 3.0}, ended("user error", "No space left on device", step=60)
+    records.attempts += [again[0], again[1] | {"time": 4.0}]
+    (found,) = findings(records.read(tmp_path / "run"))
+    assert found.name == base.DISK
 
 
 def test_without_attempts_the_reason_is_not_known(ending):

@@ -1,9 +1,14 @@
 """Run folders: their names, states and attempts."""
 
+import json
 from pathlib import Path
 
+import pytest
 from made_runs import add_attempt, write_run
 
+from megalowbit.findings import base
+from megalowbit.findings.run_files import read_run
+from megalowbit.findings.verdict import diagnosis_of
 from megalowbit.records.attempts import read_attempts
 from megalowbit.records.run import labels, read_runs
 
@@ -27,6 +32,32 @@ def test_attempts_of_all_ranks_are_by_time_and_torn_lines_are_left_out(tmp_path)
 def test_runs_are_named_by_as_few_parts_of_their_paths_as_tell_them_apart():
     assert labels([Path("/runs/a"), Path("/runs/b")]) == ["a", "b"]
     assert labels([Path("/one/run"), Path("/two/run")]) == ["one/run", "two/run"]
+
+
+@pytest.mark.parametrize(
+    ("done", "planned", "recorded", "finished"),
+    [
+        ({"step": 60}, 60, 60, 60),
+        ({"step": 40}, 100, 60, None),  # continued with more steps
+        ({"step": 40}, 100, 40, None),  # and stopped before the first of them
+        ({"step": 40}, 40, 60, None),
+        ({"step": 60}, 60, 30, 60),  # lines are lost
+        ({"step": 60}, 40, 60, 60),
+        ({"step": "x"}, 60, 60, 60),
+        ({"step": "x"}, 100, 60, 100),
+        (None, 60, 60, None),
+    ],
+)
+def test_report_and_diagnose_agree_whether_a_run_has_finished(tmp_path, done, planned, recorded, finished):
+    folder = write_run(tmp_path / "run", recorded, changes={"megalowbit.run.steps": planned}, is_done=False)
+    if done is not None:
+        (folder / "DONE").write_text(json.dumps(done))
+    (run,) = read_runs([folder])
+    diagnosed = read_run(folder)
+    assert run.finished == (diagnosed.finish.step if diagnosed.finish.is_final else None) == finished
+    assert run.state.startswith(f"not finished: step {recorded}" if finished is None else "finished after")
+    if finished is None and recorded < planned:
+        assert diagnosis_of(diagnosed).first.name == base.UNFINISHED
 
 
 def test_the_state_of_a_run(tmp_path):

@@ -55,11 +55,12 @@ def key_figures(run: RunRecords) -> list[tuple[str, str]]:
     """Name and text of each figure; empty where it is not known."""
     metrics = run.metrics
     seconds = _seconds(run)
+    of = f" of {run.steps:,}" if run.steps and run.finished is None else ""
     return [
         (_loss_name(run), _text(_end_loss(run), ".4f")),
         ("validation loss", _text(metrics.column("validation/loss").last, ".4f")),
         ("bits per byte", _text(metrics.column("validation/bits_per_byte").last, ".4f")),
-        ("steps", f"{metrics.last_step:,}" + (f" of {run.steps:,}" if run.steps and not run.is_done else "")),
+        ("steps", f"{metrics.last_step:,}{of}"),
         ("skipped steps", f"{len(metrics.skipped):,}"),
         ("tokens", _amount(metrics.column("tokens").last)),
         ("time in steps", "" if seconds is None else duration_text(seconds)),
