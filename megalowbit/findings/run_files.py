@@ -18,10 +18,10 @@ from megalowbit.config.deepspeed_json import BLOCK
 from megalowbit.durable_files import damaged_in, steps_in
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.findings.layer_tables import LayerTables, read_layers
-from megalowbit.json_text import read_json_object, read_text
+from megalowbit.json_text import read_text
 from megalowbit.pretrain.run_folder.folder import CONFIG, LOCK, run_folder_of
 from megalowbit.records.attempts import ATTEMPTS, BEGUN, ENDED, read_attempts
-from megalowbit.records.files import SUMMARY
+from megalowbit.records.files import SUMMARY, object_if_any
 from megalowbit.records.finish import Finish, planned_steps, read_finish
 from megalowbit.records.lines import step_in
 from megalowbit.records.metrics import METRICS, Metrics, read_metrics
@@ -112,13 +112,12 @@ class RunFiles:
         if isinstance(model, str):
             candidates.insert(0, Path(model))
         for path in candidates:
-            try:
-                value = read_json_object(path).get("initializer_range")
-            except UserError:
-                continue
+            found = object_if_any(path, self.notes if path.is_relative_to(self.folder) else [])
+            value = found.get("initializer_range")
             if isinstance(value, (int, float)) and LEAST_DEVIATION < value < MOST_DEVIATION:
                 return float(value), path.name
-            return DEFAULT_INITIAL_DEVIATION, "the default of transformers"
+            if found:
+                break
         return DEFAULT_INITIAL_DEVIATION, "the default of transformers"
 
 
@@ -133,7 +132,7 @@ def read_run(path: Path) -> RunFiles:
     notes = list(metrics.notes)
     attempts = read_attempts(folder, notes)
     config = _read_config(folder / CONFIG, notes)
-    summary = _json_object(folder / SUMMARY)
+    summary = object_if_any(folder / SUMMARY, notes)
     begun = [line["time"] for line in attempts if line["event"] == BEGUN]
     return RunFiles(
         folder=folder,
@@ -146,7 +145,7 @@ def read_run(path: Path) -> RunFiles:
         damaged_checkpoints=damaged_in(folder / "checkpoints"),
         saved_steps=_saved_steps(folder / "checkpoints", notes),
         stacks=sorted(each.name for each in folder.glob("stack-rank*.txt")),
-        refusals=_read_refusals(folder / "slurm", since=max(begun, default=0.0)),
+        refusals=_read_refusals(folder / "slurm", notes, since=max(begun, default=0.0)),
         rollbacks=_rollbacks(summary),
         summary_steps=step_in({"step": summary.get("steps")}) or 0,
         notes=notes,
@@ -180,11 +179,7 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     if not path.exists():
         notes.append(f"{path.name} is missing: learning rate, precision and number of steps are not known")
         return {}
-    try:
-        return read_json_object(path)
-    except UserError as error:
-        notes.append(str(error))
-        return {}
+    return object_if_any(path, notes)
 
 
 def _saved_steps(folder: Path, notes: list[str]) -> list[int]:
@@ -195,23 +190,19 @@ def _saved_steps(folder: Path, notes: list[str]) -> list[int]:
         return []
 
 
-def _read_refusals(folder: Path, *, since: float) -> dict[str, str]:
+def _read_refusals(folder: Path, notes: list[str], *, since: float) -> dict[str, str]:
     found = {}
     for path in sorted(folder.glob("refusal-*")):
         try:
-            if path.is_file() and path.stat().st_mtime >= since:
+            if path.stat().st_mtime >= since:
                 found[f"slurm/{path.name}"] = read_text(path, largest=LARGEST_REFUSAL).strip()
-        except (OSError, UserError):  # removed meanwhile, or not a text: no line of a user error
+        except FileNotFoundError:  # removed meanwhile
             continue
+        except OSError as error:
+            notes.append(f"{path} cannot be read ({error.strerror})")
+        except UserError as error:
+            notes.append(str(error))
     return {name: text for name, text in found.items() if text}
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """A file's object; an empty one if there is none, as in runs that have not ended."""
-    try:
-        return read_json_object(path)
-    except UserError:
-        return {}
 
 
 def _rollbacks(summary: dict[str, Any]) -> list[str]:

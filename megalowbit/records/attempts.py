@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megalowbit.records.lines import objects, step_in
+from megalowbit.records.lines import note_damage, objects, step_in
 
 ATTEMPTS, RANK_ATTEMPTS = "attempts.jsonl", "attempts-rank*.jsonl"
 BEGUN, ENDED = "begun", "ended"  # events
@@ -20,6 +20,7 @@ LAST_SECOND = 253402300799.0  # of the year 9999
 def read_attempts(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """The lines of all ranks by time; none for runs of versions that did not record them.
 
+    Damage is added to `notes`.
     Each has `file`, its file's name; `time`, 0 if it is none; `step` and `processes`, None if they are none
     that a run can have.
 
@@ -28,9 +29,13 @@ def read_attempts(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """
     lines = []
     for path in (folder / ATTEMPTS, *sorted(folder.glob(RANK_ATTEMPTS))):
-        for _, line in objects(path, notes):
-            if line is not None and line.get("event") in (BEGUN, ENDED):
+        damaged = []
+        for number, line in objects(path, notes):
+            if line is None or not isinstance(line.get("event"), str):
+                damaged.append(number)
+            elif line["event"] in (BEGUN, ENDED):  # a later version may write others
                 lines.append(_checked(line) | {"file": path.name})
+        note_damage(path, len(damaged), damaged[0] if damaged else None, notes)
     return sorted(lines, key=lambda line: line["time"])
 
 

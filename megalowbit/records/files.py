@@ -6,6 +6,7 @@ and read in one place only are there.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,6 @@ def object_if_any(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         return read_json_object(path)
     except UserError as error:
-        if path.exists():
+        if os.path.lexists(path):
             notes.append(str(error))
         return {}

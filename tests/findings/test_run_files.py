@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from megalowbit.commands.runs.diagnose import main
 from megalowbit.errors import UserError
 from megalowbit.findings.layer_tables import TABLES_KEPT
 from megalowbit.findings.run_files import read_run
@@ -36,6 +37,45 @@ def test_an_empty_file_is_not_an_error(records, tmp_path, name):
     assert (run.layers is None) == (name == "overflow_layers.jsonl")
     assert (not run.attempts) == (name == "attempts.jsonl")
     assert (not run.config) == (name == "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "note"),
+    [
+        ("attempts.jsonl", "?\n" * 50, "attempts.jsonl: 50 damaged lines left out, the first is line 1"),
+        ("attempts.jsonl", '{"event": 1}\n', "1 damaged line left out"),
+        ("attempts-rank1.jsonl", "[]\n", "attempts-rank1.jsonl: 1 damaged line left out"),
+        ("summary.json", "{garbage", "summary.json is not JSON"),
+        ("summary.json", "[]", "summary.json holds a list"),
+        ("DONE", "{garbage", "DONE is not JSON"),
+        ("config.json", "{garbage", "config.json is not JSON"),
+        ("overflow_layers.jsonl", "?\n" * 50, "overflow_layers.jsonl: 50 damaged lines left out"),
+        ("slurm/refusal-7-0", b"\xff", "refusal-7-0 is not UTF-8"),
+    ],
+)
+def test_what_is_damaged_reaches_the_verdict_and_what_is_missing_does_not(
+    records, tmp_path, capsys, name, text, note
+):
+    run = records.write(tmp_path / "run")
+    assert main([str(run)]) == 0
+    assert "unusual (step 60" in capsys.readouterr().out
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    main([str(run)])
+    shown = capsys.readouterr().out
+    assert sum(note in line for line in shown.splitlines() if line.startswith("note: ")) == 1
+    assert "unusual (" not in shown
+
+
+def test_a_damaged_configuration_of_the_export_is_noted_when_it_is_asked(records, tmp_path):
+    run = records.read(tmp_path / "run")
+    assert run.initial_deviation[0] == 0.02
+    assert run.notes == []
+    (tmp_path / "run" / "hf").mkdir()
+    (tmp_path / "run" / "hf" / "config.json").write_text("{garbage")
+    run = read_run(tmp_path / "run")
+    assert run.initial_deviation[0] == 0.02
+    assert "hf/config.json is not JSON" in run.notes[0]
 
 
 def test_binary_rubbish_is_damaged_lines(records, tmp_path):

@@ -19,7 +19,9 @@ def test_attempts_of_all_ranks_are_by_time_and_torn_lines_are_left_out(tmp_path)
     add_attempt(tmp_path, {"time": 3, "step": 1e400, "host": "b", "processes": 10**400})
     with (tmp_path / "attempts.jsonl").open("a") as file:
         file.write('{"event": "beg')
-    (tmp_path / "attempts-rank3.jsonl").write_text('{"event": "ended", "time": 2, "rank": 3}\n{"event": 1}\n')
+    (tmp_path / "attempts-rank3.jsonl").write_text(
+        '{"event": "ended", "time": 2, "rank": 3}\n{"event": "of a later version"}\n'
+    )
     found = read_attempts(tmp_path, notes := [])
     assert [(each["time"], each["event"], each["step"]) for each in found] == [
         (1, "begun", 0), (2, "ended", None), (2.5, "ended", 6), (3, "begun", None),

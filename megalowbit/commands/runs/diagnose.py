@@ -57,7 +57,8 @@ def page(verdict: Verdict, run: str) -> str:
     """The diagnosis as text."""
     last, planned = verdict.steps
     of = f" of {planned}" if planned else ""
-    lines = [f"{run}: {HEADINGS[verdict.state]} (step {last}{of})"]
+    but = ", but see the notes" if verdict.state == HEALTHY and verdict.notes else ""
+    lines = [f"{run}: {HEADINGS[verdict.state]}{but} (step {last}{of})"]
     first = verdict.first
     if first is not None:
         known = {True: "first", False: "first; the cause is not known"}[verdict.is_cause_known]
