@@ -43,11 +43,11 @@ class LayerTables:
 
 def read_layers(path: Path, notes: list[str]) -> LayerTables | None:
     """The tables; of a long run, `TABLES_KEPT` of them, which then count over longer intervals."""
-    sampled = read_sampled(path, notes, TABLES_KEPT)
+    sampled = read_sampled(path, notes, ("layer", "role"), TABLES_KEPT)
     if sampled is None:
         return None
     tables = {
-        step: {(row["layer"], row["role"]): row for row in rows if isinstance(row.get("role"), str)}
+        step: {(row["layer"], row["role"]): row for row in rows}
         for step, rows in zip(sampled.steps, sampled.rows, strict=True)
     }
     steps = [step for step, table in tables.items() if table]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
 from megalowbit.records.attempts import BEGUN, read_attempts
-from megalowbit.records.files import CONFIG, SUMMARY
+from megalowbit.records.files import CONFIG, SUMMARY, object_if_any
 from megalowbit.records.finish import planned_steps, read_finish
 from megalowbit.records.metrics import METRICS, Metrics, read_metrics
 from megalowbit.records.tables import Checks, Grids, read_checks, read_grids
@@ -28,21 +26,25 @@ class RunRecords:
         folder: the run folder.
         label: its name on the page, different from those of the other runs.
         config: the resolved configuration.
-        summary: what the run wrote at its end; empty while it trains, or if it was stopped.
         attempts: the starts of its processes.
         metrics: the records of its steps.
+        grids: saturation, underflow and SNR by layer; None: there are none.
+        checks: the precision checks; None: there are none.
         finished: the step after which it has finished; None: it has not, or was continued with more steps.
         age: seconds since its last record.
+        notes: what could not be read, of all files.
     """
 
     folder: Path
     label: str
     config: Mapping[str, Any]
-    summary: Mapping[str, Any]
     attempts: Sequence[Mapping[str, Any]]
     metrics: Metrics
+    grids: Grids | None
+    checks: Checks | None
     finished: int | None
     age: float
+    notes: Sequence[str]
 
     def setting(self, key: str, default: Any = None) -> Any:
         """A value of the configuration by its dotted key; `default` where there is none."""
@@ -81,16 +83,6 @@ class RunRecords:
         of = f" of {self.steps:,}" if self.steps else ""
         return f"not finished: step {last:,}{of}, last record {duration_text(self.age)} before this page"
 
-    @cached_property
-    def grids(self) -> Grids | None:
-        """Saturation, underflow and SNR by layer."""
-        return read_grids(self.folder)
-
-    @cached_property
-    def checks(self) -> Checks | None:
-        """The precision checks."""
-        return read_checks(self.folder)
-
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecords]:
     """Read the run folders, which must differ.
@@ -116,27 +108,26 @@ def _read(folder: Path, label: str) -> RunRecords:
     content = read_json_object(config)
     if not isinstance(content.get(BLOCK), Mapping):
         raise UserError(f"{config} has no {BLOCK} block, so {folder} is not a run folder: name that of a run")
-    summary: Mapping[str, Any] = {}
-    with suppress(UserError):  # none yet, or not one that a run has written
-        summary = read_json_object(folder / SUMMARY)
     metrics = read_metrics(folder / METRICS)
     if not len(metrics):
         why = "; ".join(metrics.notes)
         raise UserError(f"{folder} has no step ({why}): wait for the run's first step, or name another run")
-    if summary.get("steps") != metrics.last_step:  # that of an earlier end
-        summary = {}
-    finish = read_finish(folder, content, metrics.last_step, [])
+    notes = list(metrics.notes)
+    finish = read_finish(folder, content, metrics.last_step, notes)
     # a run writes this page between its summary and DONE
-    is_at_end = bool(summary) and planned_steps(content) == metrics.last_step
+    summary = object_if_any(folder / SUMMARY, notes)
+    is_at_end = summary.get("steps") == planned_steps(content) == metrics.last_step
     return RunRecords(
         folder=folder,
         label=label,
         config=content,
-        summary=summary,
-        attempts=[line for line in read_attempts(folder, []) if line["event"] == BEGUN],
+        attempts=[line for line in read_attempts(folder, notes) if line["event"] == BEGUN],
         metrics=metrics,
+        grids=read_grids(folder, notes),
+        checks=read_checks(folder, notes),
         finished=(finish.step or metrics.last_step) if finish.is_final or is_at_end else None,
         age=max(0.0, time.time() - (folder / METRICS).stat().st_mtime),
+        notes=notes,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,14 +56,12 @@ class Grids:
         columns: the step at the end of each column.
         cells: measure → role → (layers, columns); NaN: nothing was counted.
         nonfinite: elements that were inf or NaN, by layer and role, over the run; without zeros.
-        note: what a column is.
     """
 
     layers: list[str]
     columns: list[int]
     cells: Mapping[str, Mapping[str, Cells]]
     nonfinite: Mapping[tuple[str, str], int]
-    note: str
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class Checks:
         precision: product → (layers, columns), the number of the candidate; NaN: it did not run.
         measured: product → (layers, columns), in dB; NaN: not verified.
         misses: verified products below their threshold, over all checks.
-        note: what a column is.
+        num_checks: in the file; of long runs, not each has a column.
     """
 
     layers: list[str]
@@ -86,11 +84,19 @@ class Checks:
     precision: Mapping[str, Cells]
     measured: Mapping[str, Cells]
     misses: int
-    note: str
+    num_checks: int
 
 
-def read_sampled(path: Path, notes: list[str], columns: int = COLUMNS) -> Sampled | None:
+def read_sampled(
+    path: Path, notes: list[str], names: tuple[str, ...], columns: int = COLUMNS
+) -> Sampled | None:
     """Lines of at most about `columns` steps, evenly spaced, the first and the last included.
+
+    Args:
+        path: the file.
+        notes: gets what is wrong with it.
+        names: keys that each line must have, with texts; others are damaged.
+        columns: number of steps.
 
     Returns:
         None if there is no file, or no step in it.
@@ -109,7 +115,7 @@ def read_sampled(path: Path, notes: list[str], columns: int = COLUMNS) -> Sample
         rows = []
         with path.open("rb") as file:
             for step in picked:
-                found, bad = _parsed(_lines_at(file, places[step]), step)
+                found, bad = _parsed(_lines_at(file, places[step]), step, names)
                 rows.append(found)
                 damaged += bad
     except OSError as error:
@@ -128,14 +134,15 @@ def _places(path: Path, notes: list[str]) -> tuple[dict[int, list[tuple[int, int
         for line in file:
             match = STEP.match(line)
             end = offset + len(line)
+            row = object_in(line) if MISS in line else {}
             if not line.endswith(b"\n"):
                 notes.append(f"{path.name} ends in the middle of a line, which is left out")
-            elif match is None:
+            elif match is None or row is None:
                 damaged += 1
                 last = -1
             else:
                 step = int(match[1])
-                misses += MISS in line
+                misses += row.get("is_hit") is False
                 if step == last:
                     places[step][-1] = (places[step][-1][0], end)
                 else:
@@ -151,29 +158,30 @@ def _lines_at(file: Any, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         yield from file.read(end - start).splitlines()
 
 
-def _parsed(lines: Iterator[bytes], step: int) -> tuple[list[dict[str, Any]], int]:
+def _parsed(lines: Iterator[bytes], step: int, names: tuple[str, ...]) -> tuple[list[dict[str, Any]], int]:
     found, damaged = [], 0
     for line in lines:
         row = object_in(line)
-        if row is not None and row.get("step") == step and isinstance(row.get("layer"), str):
-            found.append(row)
-        else:
+        if row is None or row.get("step") != step or not all(isinstance(row.get(n), str) for n in names):
             damaged += 1
+        else:
+            found.append(row)
     return found, damaged
 
 
-def read_grids(run: Path) -> Grids | None:
-    """Saturation, underflow and SNR by layer, role and step; None if the run has no such file.
+def read_grids(run: Path, notes: list[str]) -> Grids | None:
+    """Saturation, underflow and SNR by layer, role and step; None if the run has no line of them.
+
+    Damage is added to `notes`.
 
     Raises:
         UserError: the file cannot be read.
     """
-    notes = ["A column shows everything that was counted since the column before"]
-    sampled = read_sampled(run / LAYERS, notes)
+    sampled = read_sampled(run / LAYERS, notes, ("layer", "role"))
     if sampled is None:
         return None
     totals = [
-        {(row["layer"], row["role"]): _counts(row) for row in rows if row.get("role") in ROLES}
+        {(row["layer"], row["role"]): _counts(row) for row in rows if row["role"] in ROLES}
         for rows in sampled.rows
     ]
     layers = list(dict.fromkeys(layer for each in totals for layer, _ in each))
@@ -192,28 +200,21 @@ def read_grids(run: Path) -> Grids | None:
                 cells[name][role][number[layer], column] = measure(new)
         earlier |= table
     nonfinite = {key: int(counts[3]) for key, counts in earlier.items() if counts[3] > 0}
-    note = " ".join(f"{each}." for each in notes)
-    return Grids(layers, sampled.steps, cells, nonfinite, note) if layers else None
+    return Grids(layers, sampled.steps, cells, nonfinite) if layers else None
 
 
-def read_checks(run: Path) -> Checks | None:
-    """Precisions and measured SNRs by layer, product and step; None if the run has no such file.
+def read_checks(run: Path, notes: list[str]) -> Checks | None:
+    """Precisions and measured SNRs by layer, product and step; None if the run has no line of them.
+
+    Damage is added to `notes`.
 
     Raises:
         UserError: the file cannot be read.
     """
-    notes: list[str] = []
-    sampled = read_sampled(run / CHECKS, notes)
+    sampled = read_sampled(run / CHECKS, notes, ("layer", "product", "precision"))
     if sampled is None:
         return None
-    keyed = [
-        {
-            (row["layer"], str(row.get("product"))): row
-            for row in rows
-            if isinstance(row.get("precision"), str)
-        }
-        for rows in sampled.rows
-    ]
+    keyed = [{(row["layer"], row["product"]): row for row in rows} for rows in sampled.rows]
     layers = list(dict.fromkeys(layer for each in keyed for layer, _ in each))
     if not layers:
         return None
@@ -227,11 +228,8 @@ def read_checks(run: Path) -> Checks | None:
         for (layer, product), row in table.items():
             precision[product][number[layer], column] = candidates.index(row["precision"])
             measured[product][number[layer], column] = _finite(row.get("measured_db"))
-    notes.insert(0, f"{sampled.misses:,} verified products in all checks were below their threshold")
-    if len(sampled.steps) < sampled.num_steps:
-        notes.insert(0, f"The maps show {len(sampled.steps)} of {sampled.num_steps:,} precision checks")
-    note = " ".join(f"{each}." for each in notes)
-    return Checks(layers, sampled.steps, candidates, precision, measured, sampled.misses, note)
+    columns, misses, num_checks = sampled.steps, sampled.misses, sampled.num_steps
+    return Checks(layers, columns, candidates, precision, measured, misses, num_checks)
 
 
 def _counts(row: Mapping[str, Any]) -> NDArray[np.float64]:
@@ -259,6 +257,3 @@ def _snr(counts: NDArray[np.float64]) -> float:
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else math.nan
-
-
-Measure = Callable[[NDArray[np.float64]], float]

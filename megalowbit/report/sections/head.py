@@ -7,6 +7,7 @@ from html import escape
 
 import numpy as np
 
+from megalowbit.records.metrics import METRICS
 from megalowbit.records.run import BLOCK, RunRecords, duration_text
 from megalowbit.report.drawing.axis import number_text
 from megalowbit.report.drawing.chart import legend, style_class
@@ -118,7 +119,9 @@ def _warnings(runs: Sequence[RunRecords]) -> str:
 def warnings(run: RunRecords) -> list[str]:
     """What a reader of a run should know first."""
     metrics = run.metrics
-    found = [f"{note}." for note in metrics.notes]
+    found = [f"{note}." for note in run.notes]
+    if run.finished is not None and run.finished > metrics.last_step:
+        found.append(f"{METRICS} ends with step {metrics.last_step:,}, so later steps are not shown.")
     strange = metrics.nonfinite.get("loss")
     if strange is not None:
         found.append(

@@ -151,7 +151,10 @@ def _maps(run: RunRecords, checks: Checks) -> str:
             '<h3>Measured SNR of the products <span class="soft">where a check verified it</span></h3>'
             f'{colour_bar(f"{low_db:.3g} dB", f"{high_db:.3g} dB")}<div class="trio">{maps}</div>'
         )
-    return drawn + paragraphs([checks.note], "note")
+    notes = [f"{checks.misses:,} verified products in all checks were below their threshold."]
+    if len(checks.columns) < checks.num_checks:
+        notes.insert(0, f"The maps show {len(checks.columns)} of {checks.num_checks:,} precision checks.")
+    return drawn + paragraphs([" ".join(notes)], "note")
 
 
 def _renumbered(cells: NDArray[np.float64], place: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -95,7 +95,7 @@ def maps(drawing: Drawing) -> str:
 def _maps_of(run: RunRecords, grids: Grids) -> str:
     names = short_names(grids.layers)
     drawn = "".join(_row(measure, grids, [names[layer] for layer in grids.layers]) for measure in MEASURES)
-    notes = [grids.note]
+    notes = ["A column shows everything that was counted since the column before."]
     if len(grids.columns) == 1:
         notes.append(
             "There is one table, so the maps have one column: lower megalowbit.telemetry.layers_every "

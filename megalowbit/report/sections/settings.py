@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megalowbit.records.attempts import ATTEMPTS
 from megalowbit.records.run import BLOCK, RunRecords
 from megalowbit.report.compare import differing_settings
 from megalowbit.report.drawing.document import folded, paragraphs, table
@@ -63,7 +64,8 @@ def environment(drawing: Drawing) -> str:
     unknown = [run.label for run in runs if not run.attempts]
     if unknown:
         which = "" if len(runs) == 1 else f" of {', '.join(unknown)}"
-        drawn += paragraphs([f"The environment{which} is not known: that version did not record it."], "note")
+        why = f"no line of {ATTEMPTS} says with what an attempt began, as in runs of earlier versions"
+        drawn += paragraphs([f"The environment{which} is not known: {why}."], "note")
     for run in runs:
         lines = origins(run, runs)
         drawn += paragraphs([f"{run.label}: {line}" if len(runs) > 1 else line for line in lines])

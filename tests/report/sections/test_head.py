@@ -1,5 +1,7 @@
 """The head: key figures and warnings."""
 
+from html import escape
+
 import numpy as np
 import pytest
 from made_runs import write_layers, write_run
@@ -7,6 +9,7 @@ from made_runs import write_layers, write_run
 from megalowbit.records.run import read_runs
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.head import head, key_figures, warnings
+from megalowbit.report.written import page
 
 
 def test_key_figures_are_those_of_the_records(tmp_path):
@@ -47,6 +50,42 @@ def test_warnings_name_what_a_reader_should_know_first(tmp_path):
         "The run was rolled back 1 time; repeated steps show their last attempt.",
         "Operands had elements that were inf or NaN, most of them input of transformer.h.0.mlp.a (6).",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "warning"),
+    [
+        ("attempts.jsonl", "?\n" * 50, "attempts.jsonl: 50 damaged lines left out, the first is line 1."),
+        (
+            "attempts-rank1.jsonl",
+            "?\n",
+            "attempts-rank1.jsonl: 1 damaged line left out, the first is line 1.",
+        ),
+        ("speculation.jsonl", '{"step": 1, "is_hit": false, ?\n' * 50, "speculation.jsonl: 50 damaged lines"),
+        (
+            "overflow_layers.jsonl",
+            '{"step": 1, ?\n' * 50,
+            "overflow_layers.jsonl: 50 damaged lines left out.",
+        ),
+        ("metrics.jsonl", None, "metrics.jsonl: 1 damaged line left out, the first is line 21."),
+        ("summary.json", "{garbage", "summary.json is not JSON"),
+        ("DONE", "{garbage", "DONE is not JSON"),
+        ("DONE", '{"step": 30}', "metrics.jsonl ends with step 20, so later steps are not shown."),
+    ],
+)
+def test_the_head_says_of_each_file_what_is_damaged(tmp_path, name, text, warning):
+    folder = write_run(tmp_path / "run", 20)
+    assert warnings(read_runs([folder])[0]) == []
+    if text is None:
+        text = (folder / name).read_text() + "?\n"
+    (folder / name).write_text(text)
+    (run,) = read_runs([folder])
+    (line,) = warnings(run)
+    assert warning in line
+    page_text = page([run])
+    assert escape(line) in page_text[: page_text.index("<nav>")]
+    assert "products in all checks were below" not in page_text
+    assert "did not record it" not in page_text
 
 
 @pytest.mark.parametrize("count", [1, 3])
