@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.config.deepspeed_json import BLOCK
-from megalowbit.durable_files import damaged_in, steps_in
+from megalowbit.durable_files import damaged_in
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.findings.layer_tables import LayerTables, read_layers
 from megalowbit.json_text import read_text
@@ -46,8 +46,6 @@ class RunFiles:
         finish: whether the run has finished, and after which step.
         is_running: whether a process holds the folder's lock.
         damaged_checkpoints: names of folders that were renamed because of damage.
-        saved_steps: steps with a checkpoint.
-        stacks: names of files with the stack of a rank that hung.
         refusals: lines of user errors that a job script has kept since the last attempt began, by file.
         rollbacks: reasons of rollbacks in summary.json; those lines of metrics.jsonl are gone.
         summary_steps: steps trained, of summary.json; 0 if it does not say.
@@ -62,8 +60,6 @@ class RunFiles:
     finish: Finish
     is_running: bool
     damaged_checkpoints: list[str]
-    saved_steps: list[int]
-    stacks: list[str]
     refusals: dict[str, str]
     rollbacks: list[str]
     summary_steps: int = 0
@@ -143,8 +139,6 @@ def read_run(path: Path) -> RunFiles:
         finish=read_finish(folder, config, metrics.last_step, notes),
         is_running=_is_locked(folder / LOCK),
         damaged_checkpoints=damaged_in(folder / "checkpoints"),
-        saved_steps=_saved_steps(folder / "checkpoints", notes),
-        stacks=sorted(each.name for each in folder.glob("stack-rank*.txt")),
         refusals=_read_refusals(folder / "slurm", notes, since=max(begun, default=0.0)),
         rollbacks=_rollbacks(summary),
         summary_steps=step_in({"step": summary.get("steps")}) or 0,
@@ -180,14 +174,6 @@ def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{path.name} is missing: learning rate, precision and number of steps are not known")
         return {}
     return object_if_any(path, notes)
-
-
-def _saved_steps(folder: Path, notes: list[str]) -> list[int]:
-    try:
-        return steps_in(folder)
-    except UserError as error:
-        notes.append(str(error))
-        return []
 
 
 def _read_refusals(folder: Path, notes: list[str], *, since: float) -> dict[str, str]:
