@@ -17,14 +17,15 @@ from typing import Any
 from megalowbit.errors import FAILED, HUNG, LEFT, LOST, NO_DATA, NO_PROGRESS, OVERDUE, SLOW
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
-from megalowbit.findings.run_files import METRICS, RunFiles
+from megalowbit.findings.run_files import RunFiles
 from megalowbit.pretrain.run_folder.attempts import DEFECT as HOW_DEFECT
 from megalowbit.pretrain.run_folder.attempts import FINISHED
 from megalowbit.pretrain.run_folder.attempts import INTERRUPTED as HOW_INTERRUPTED
 from megalowbit.pretrain.run_folder.attempts import STOPPED as HOW_STOPPED
 from megalowbit.pretrain.run_folder.attempts import TRANSIENT as HOW_TRANSIENT
-from megalowbit.records.attempts import ATTEMPTS, BEGUN
-from megalowbit.records.files import DONE
+from megalowbit.pretrain.run_folder.folder import LOCK
+from megalowbit.records.attempts import BEGUN
+from megalowbit.records.files import ATTEMPTS, DONE, METRICS
 
 OF_LIBRARIES = (None, FAILED, NO_DATA, NO_PROGRESS)  # faults whose line may quote a library: out of memory …
 RESUME = "continue from the newest checkpoint: the same command with --resume auto"
@@ -238,7 +239,7 @@ def _killed(run: RunFiles, begun: dict[str, Any] | None) -> Finding | None:
         text=f"began at {_clock(begun.get('time'))} on {host}, process {begun.get('pid')}; no end is "
         "recorded",
     )  # fmt: skip
-    free = Evidence(file=".lock", text="no process holds it")
+    free = Evidence(file=LOCK, text="no process holds it")
     accounting = (
         f"sacct -j {shlex.quote(str(job))} --format=JobID,State,ExitCode,MaxRSS,End says what SLURM knows"
     )

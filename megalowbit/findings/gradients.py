@@ -16,8 +16,8 @@ import numpy as np
 
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
-from megalowbit.findings.run_files import METRICS, RunFiles
-from megalowbit.records.tables import LAYERS
+from megalowbit.findings.run_files import RunFiles
+from megalowbit.records.files import LAYERS, METRICS
 
 # A step's gradients differ by less than this factor from those of steps nearby: over 97 healthy runs of tiny
 # models, a scale that had worked was never too large by more than 2^3 (docs/diagnose.md).

@@ -15,7 +15,7 @@ from megalowbit.findings.base import Evidence, Finding
 from megalowbit.findings.layer_tables import LayerTables
 from megalowbit.findings.robust import Array, deviation
 from megalowbit.findings.run_files import RunFiles
-from megalowbit.records.tables import LAYERS
+from megalowbit.records.files import LAYERS
 
 DEVIATIONS = 8.0  # of the changes of all layers; 1 in 10^15 if they were normal
 LEAST_DECIBELS = 6.0  # doubled in root mean square, which no update of a trained layer does within a table

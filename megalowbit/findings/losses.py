@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
 from megalowbit.findings.robust import Array, noise, running_median
-from megalowbit.findings.run_files import METRICS, RunFiles
+from megalowbit.findings.run_files import RunFiles
+from megalowbit.records.files import METRICS
 
 LEAST_STEPS = 12
 WINDOW_SHARE, SHORTEST, LONGEST = 0.05, 5, 100  # of the running median, in steps

@@ -14,7 +14,8 @@ import numpy as np
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
 from megalowbit.findings.robust import Array, longest_streak
-from megalowbit.findings.run_files import METRICS, RunFiles
+from megalowbit.findings.run_files import RunFiles
+from megalowbit.records.files import METRICS
 
 CHANCE = 1e-4  # that a healthy run has such a series somewhere
 SLOWER = 1.5  # times the other ranks: half of the machine's time is then lost

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
-from megalowbit.findings.run_files import METRICS, RunFiles
-from megalowbit.records.attempts import ATTEMPTS, BEGUN
-from megalowbit.records.files import DONE, SUMMARY
+from megalowbit.findings.run_files import RunFiles
+from megalowbit.records.attempts import BEGUN
+from megalowbit.records.files import ATTEMPTS, DONE, METRICS, SUMMARY
 from megalowbit.values import counted
 
 

@@ -19,13 +19,12 @@ from megalowbit.durable_files import damaged_in
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.findings.layer_tables import LayerTables, read_layers
 from megalowbit.json_text import read_text
-from megalowbit.pretrain.run_folder.folder import CONFIG, LOCK, run_folder_of
-from megalowbit.records.attempts import ATTEMPTS, BEGUN, ENDED, read_attempts
-from megalowbit.records.files import SUMMARY, object_if_any
+from megalowbit.pretrain.run_folder.folder import LOCK, run_folder_of
+from megalowbit.records.attempts import BEGUN, ENDED, read_attempts
+from megalowbit.records.files import ATTEMPTS, CONFIG, LAYERS, METRICS, SUMMARY, object_if_any
 from megalowbit.records.finish import Finish, planned_steps, read_finish
 from megalowbit.records.lines import step_in
-from megalowbit.records.metrics import METRICS, Metrics, read_metrics
-from megalowbit.records.tables import LAYERS
+from megalowbit.records.metrics import Metrics, read_metrics
 
 UNUSED = ("quantization/", "milliseconds/", "speculation/")  # by findings; most figures of a step
 LARGEST_REFUSAL = 2**20  # bytes

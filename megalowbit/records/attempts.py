@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megalowbit.records.files import ATTEMPTS, RANK_ATTEMPTS
 from megalowbit.records.lines import note_damage, objects, step_in
 
-ATTEMPTS, RANK_ATTEMPTS = "attempts.jsonl", "attempts-rank*.jsonl"
 BEGUN, ENDED = "begun", "ended"  # events
 MOST_PROCESSES = 2**31
 LAST_SECOND = 253402300799.0  # of the year 9999

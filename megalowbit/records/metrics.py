@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalowbit.records.files import METRICS
 from megalowbit.records.lines import LARGEST, SMALLEST, note_damage, number_of, objects, step_in
 from megalowbit.values import counted
 
-METRICS = "metrics.jsonl"
 # figures that count or name a rank
 WHOLE = frozenset({
     "skipped_steps", "skipped/rank", "skipped/ranks", "skipped/tensors", "rollbacks", "ranks/slowest",

@@ -11,9 +11,9 @@ from typing import Any
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
 from megalowbit.records.attempts import BEGUN, read_attempts
-from megalowbit.records.files import CONFIG, SUMMARY, object_if_any
+from megalowbit.records.files import CONFIG, METRICS, SUMMARY, object_if_any
 from megalowbit.records.finish import planned_steps, read_finish
-from megalowbit.records.metrics import METRICS, Metrics, read_metrics
+from megalowbit.records.metrics import Metrics, read_metrics
 from megalowbit.records.tables import Checks, Grids, read_checks, read_grids
 from megalowbit.values import BLOCK
 

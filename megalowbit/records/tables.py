@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalowbit.errors import file_system_error
+from megalowbit.records.files import CHECKS, LAYERS
 from megalowbit.records.lines import is_regular, note_damage, number_of, object_in
 
-LAYERS, CHECKS = "overflow_layers.jsonl", "speculation.jsonl"
 COLUMNS = 240  # steps of a grid
 STEP = re.compile(rb'\{"step": ?(\d{1,15}),')
 MISS = b'"is_hit": false'

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megalowbit.durable_files import atomic_file, refuse_special_file
 from megalowbit.errors import UserError, file_system_error
+from megalowbit.records.files import REPORT
 from megalowbit.records.run import RunRecords, read_runs
 from megalowbit.report.drawing.chart import NUM_STYLES
 from megalowbit.report.drawing.document import document, paragraphs, part
@@ -20,7 +21,6 @@ from megalowbit.report.sections import losses, precision, quantisation, settings
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.head import head
 
-REPORT = "report.html"
 DOCTYPE = b"<!doctype html"  # a page begins with it
 MOST_RUNS = NUM_STYLES  # more lines could not be told apart
 

@@ -80,14 +80,14 @@ def _spectra(run: Path, block: Mapping[str, Any]) -> str:
     prepare_environment()
     import torch
 
-    from megalowbit.hf.folders.config_file import config_from_dict
+    from megalowbit.hf.folders.config_file import CONFIG_FILE, config_from_dict
     from megalowbit.hf.model import load_weights
     from megalowbit.layers.conversion.convert import convert
     from megalowbit.layers.conversion.weight_spectra import weight_spectra
     from megalowbit.layers.settings import DEFAULT_RECIPE
     from megalowbit.report.sections.spectra import spectra
 
-    config = config_from_dict(read_json_object(folder / "config.json"), {}, str(folder))
+    config = config_from_dict(read_json_object(folder / CONFIG_FILE), {}, str(folder))
     model = load_weights(config, folder, dtype=torch.float32)
     convert(model, block.get("recipe", DEFAULT_RECIPE))
 

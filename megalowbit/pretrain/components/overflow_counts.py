@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalowbit.pretrain.components.base import Component, RunParts
+from megalowbit.records.files import LAYERS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,7 @@ class OverflowCounts(Component):
     """
 
     key = "tracker"
-    records = ("overflow_layers.jsonl",)
+    records = (LAYERS,)
 
     def __init__(self, tracker: GradientOverflowTracker, model: nn.Module, every: int = 1) -> None:
         self.tracker = tracker

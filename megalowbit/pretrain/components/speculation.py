@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megalowbit.errors import UserError
 from megalowbit.pretrain.components.base import Component, RunParts, Summary, find
 from megalowbit.pretrain.components.late_switch import LateSwitch
+from megalowbit.records.files import CHECKS
 from megalowbit.speculation.counters import share_of_few_bits
 from megalowbit.speculation.report import Change, SpeculationReport, SpeculationTotals
 from megalowbit.speculation.settings import SpeculationSettings
@@ -51,7 +52,7 @@ class Speculation(Component):
     key = "speculation"
     settings_class = SpeculationSettings
     description = "choose the precision of each product during the run; off unless set"
-    records = ("speculation.jsonl",)
+    records = (CHECKS,)
 
     def __init__(self, controller: PrecisionController, switch: LateSwitch | None = None) -> None:
         self.controller = controller

@@ -16,7 +16,8 @@ from megalowbit.engine.run_checks.ranks_agree import PACKAGE, code_digest
 from megalowbit.pretrain.components.machine.throughput import name_of
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import num_parameters
-from megalowbit.report.written import REPORT, write_report
+from megalowbit.records.files import REPORT
+from megalowbit.report.written import write_report
 
 logger = logging.getLogger(__name__)
 

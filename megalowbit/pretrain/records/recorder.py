@@ -18,8 +18,7 @@ from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import splits_line
 from megalowbit.pretrain.records.page import write_page
-from megalowbit.pretrain.run_folder.folder import METRICS
-from megalowbit.report.written import REPORT
+from megalowbit.records.files import METRICS, REPORT
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.moving_rate import MovingRate
 from megalowbit.telemetry.sinks.console import Console

@@ -25,7 +25,8 @@ from typing import IO, Any
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.durable_files import open_regular, sync
 from megalowbit.errors import TransientError, UserError, file_system_error, shortened
-from megalowbit.records.attempts import ATTEMPTS, BEGUN, ENDED, RANK_ATTEMPTS
+from megalowbit.records.attempts import BEGUN, ENDED
+from megalowbit.records.files import ATTEMPTS, RANK_ATTEMPTS
 
 # how an attempt has ended
 FINISHED, STOPPED, INTERRUPTED, USER_ERROR, TRANSIENT, DEFECT = (

@@ -24,17 +24,16 @@ from megalowbit.durable_files import atomic_file, open_regular, remove_drafts, s
 from megalowbit.errors import TransientError, UserError, file_system_error, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.components.registry import COMPONENTS
-from megalowbit.records.metrics import METRICS
+from megalowbit.records.files import CONFIG, DONE, METRICS, REPORT, SAVED, SUMMARY
 
 LOCK = ".lock"
 MAX_LOCK_BYTES = 4096  # a larger file belongs to another program and must not be truncated
 ATTEMPT_VARIABLE = "MEGALOWBIT_TRY"  # set by the job script to the name of the attempt
-CONFIG = "config.json"
 RECORDS = (METRICS, *(name for component in COMPONENTS for name in component.records))
 # `--restart` moves a run to before-restart-<n>; the name ends in .moving until everything has been moved.
 ASIDE_PREFIX, MOVING_SUFFIX = "before-restart", ".moving"
 # These are written as drafts, which a kill can leave behind. Drafts of other files are not ours to remove.
-DRAFT_NAMES = ("hf", CONFIG, "saved.json", "summary.json", "DONE", "report.html", "*.jsonl")
+DRAFT_NAMES = ("hf", CONFIG, SAVED, SUMMARY, DONE, REPORT, "*.jsonl")
 
 
 def run_folder_of(path: Path) -> Path | None:
@@ -81,12 +80,12 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         """The summary written at the end of the run."""
-        return self.path / "summary.json"
+        return self.path / SUMMARY
 
     @property
     def done(self) -> Path:
         """Marks a finished run, whatever exit code its launcher returns."""
-        return self.path / "DONE"
+        return self.path / DONE
 
     def sync_records(self) -> None:
         """Flush all records to disk with fsync; written lines may still be in the system's cache."""
@@ -115,7 +114,7 @@ class RunFolder:
     @property
     def saved(self) -> Path:
         """Records the first complete checkpoint; kept outside `checkpoints/`, which may be removed."""
-        return self.path / "saved.json"
+        return self.path / SAVED
 
     def first_saved_step(self) -> int | None:
         """The first step with a complete checkpoint according to `saved.json`; `None` if there was none.
@@ -319,7 +318,7 @@ def _claim_numbered(root: Path, stem: str, is_resume: bool) -> RunFolder:
 
 def _holds_run(folder: Path) -> bool:
     """Whether a folder holds a run that can be continued, or would if missing files were put back."""
-    names = (folder / "config.json", folder / "saved.json", folder / "checkpoints")
+    names = (folder / CONFIG, folder / SAVED, folder / "checkpoints")
     return any(map(os.path.lexists, names)) or (folder.is_symlink() and not folder.exists())
 
 

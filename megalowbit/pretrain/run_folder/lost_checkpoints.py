@@ -27,7 +27,8 @@ from megalowbit.durable_files import (
 )
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_json_object
-from megalowbit.pretrain.run_folder.folder import METRICS, RunFolder
+from megalowbit.pretrain.run_folder.folder import RunFolder
+from megalowbit.records.files import METRICS
 from megalowbit.telemetry.sinks.jsonl import last_step
 
 

@@ -22,18 +22,18 @@ from megalowbit.pretrain.run_folder.folder import (
     first_free,
     numbered,
 )
-from megalowbit.records.attempts import ATTEMPTS, RANK_ATTEMPTS
+from megalowbit.records.files import ATTEMPTS, CONFIG, DONE, RANK_ATTEMPTS, REPORT, SAVED, SUMMARY
 
 RUN_FILES = (
-    "config.json",
-    "saved.json",
-    "summary.json",
-    "DONE",
+    CONFIG,
+    SAVED,
+    SUMMARY,
+    DONE,
     *RECORDS,
     *(f"{name}.[0-9]*" for name in RECORDS),
     ATTEMPTS,
     RANK_ATTEMPTS,
-    "report.html",
+    REPORT,
     "stack-rank*.txt",
     "tokenizer",
     "tensorboard",
@@ -43,7 +43,7 @@ RUN_FILES = (
     "hf-step-*",
     "checkpoints",
 )
-RUN_MARKERS = ("saved.json", "checkpoints", *RECORDS)  # the other names are not specific to runs
+RUN_MARKERS = (SAVED, "checkpoints", *RECORDS)  # the other names are not specific to runs
 
 
 def check_restart(folder: Path) -> None:

@@ -26,6 +26,7 @@ from megalowbit.errors import UserError, shown
 from megalowbit.json_text import is_finite_number
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.sweep.runs import LEAN, Gap, Run, execute, folder_name, make_folder
+from megalowbit.records.files import SUMMARY
 from megalowbit.speculation.reports.picture import draw_calibration, require_matplotlib
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.values import counted
@@ -353,7 +354,7 @@ def _outcome(
 
 def _totals(run: Run) -> dict[str, Any]:
     """The speculation section of a run's summary."""
-    summary = run.folder / "summary.json"
+    summary = run.folder / SUMMARY
     section = run.read_object(summary).get("speculation")
     if not isinstance(section, dict):
         raise UserError(f"{summary} has no speculation section ({shown(section)}): choose another --out")

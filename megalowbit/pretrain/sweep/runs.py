@@ -34,6 +34,7 @@ from megalowbit.json_text import is_finite_number, parse_json, read_text
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import with_current_names
+from megalowbit.records.files import CONFIG, METRICS, SUMMARY
 from megalowbit.records.lines import objects
 from megalowbit.shipped_files import checkout
 
@@ -73,7 +74,7 @@ class Run:
         Raises:
             UserError: the folder contains a run with other settings, or a damaged one.
         """
-        saved, summary = self.folder / "config.json", self.folder / "summary.json"
+        saved, summary = self.folder / CONFIG, self.folder / SUMMARY
         if not saved.exists():
             return False
         wanted = json.loads(json.dumps(self.resolved().to_dict()))
@@ -117,7 +118,7 @@ class Run:
     @property
     def metrics(self) -> Path:
         """The file with a line for each step."""
-        return self.folder / "metrics.jsonl"
+        return self.folder / METRICS
 
     def rows(self) -> list[dict[str, Any]]:
         """The complete lines of metrics.jsonl.

@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from megalowbit.records.metrics import METRICS
+from megalowbit.records.files import METRICS
 from megalowbit.records.run import BLOCK, RunRecords, duration_text
 from megalowbit.report.drawing.axis import number_text
 from megalowbit.report.drawing.chart import legend, style_class

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megalowbit.records.attempts import ATTEMPTS
+from megalowbit.records.files import ATTEMPTS
 from megalowbit.records.run import BLOCK, RunRecords
 from megalowbit.report.compare import differing_settings
 from megalowbit.report.drawing.document import folded, paragraphs, table

@@ -22,13 +22,13 @@ from pydantic import ValidationError
 
 from megalowbit.errors import UserError, invalid_settings, shown
 from megalowbit.json_text import is_finite_number, read_json_object
+from megalowbit.records.files import CHECKS, CONFIG, SUMMARY
 from megalowbit.speculation.counters import FEW_BITS, share_of_few_bits
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.report import GemmRow
 from megalowbit.speculation.settings import SpeculationSettings
 from megalowbit.telemetry.layer_names import short_names
 
-FILE = "speculation.jsonl"
 NEAR_DB = 1.0  # error of a prediction that counts as accurate
 ROW_KEYS = tuple(field.name for field in fields(GemmRow))
 DECIBELS = ("predicted_db", "measured_db")
@@ -202,7 +202,7 @@ def read_history(run_dir: Path) -> History:
     Raises:
         UserError: a file is missing or damaged, or contains impossible values.
     """
-    config, path = run_dir / "config.json", run_dir / FILE
+    config, path = run_dir / CONFIG, run_dir / CHECKS
     if not config.is_file():
         raise UserError(f"{run_dir} is not a run folder (no config.json): give the folder of a run")
     block = read_json_object(config).get("megalowbit")
@@ -218,7 +218,7 @@ def read_history(run_dir: Path) -> History:
         raise invalid_settings(error, where, SpeculationSettings) from None
     checks, afterwards = _read_checks(path, settings.candidates)
     steps = max(rows[-1][0] for rows in checks.values())
-    summary = run_dir / "summary.json"
+    summary = run_dir / SUMMARY
     if summary.exists():  # if the run was resumed, the summary may be that of its former end
         steps = max(steps, _steps_of(summary))
     return History(folder=run_dir, settings=settings, steps=steps, checks=checks, afterwards=afterwards)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megalowbit.records.files import LAYERS, METRICS
 from megalowbit.telemetry.facts import Facts, check_facts
 from megalowbit.telemetry.media import Medium
 from megalowbit.telemetry.overflow.counters import LayerOverflow
@@ -106,9 +107,9 @@ def open_sinks(
     """
     if not is_main:
         return SinkGroup()
-    sinks: list[Sink] = [JsonlSink(run_dir / "metrics.jsonl", resume_step=resume_step)]
+    sinks: list[Sink] = [JsonlSink(run_dir / METRICS, resume_step=resume_step)]
     if is_overflow:
-        sinks.append(LayerTableSink(run_dir / "overflow_layers.jsonl", resume_step=resume_step))
+        sinks.append(LayerTableSink(run_dir / LAYERS, resume_step=resume_step))
     tensorboard = tensorboard or TensorBoardBlock()
     if is_tensorboard or tensorboard.enabled:
         folder = tensorboard.folder(run_dir / "tensorboard")

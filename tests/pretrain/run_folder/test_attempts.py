@@ -14,7 +14,8 @@ from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import TransientError, UserError
 from megalowbit.pretrain import loop
 from megalowbit.pretrain.run import pretrain
-from megalowbit.pretrain.run_folder.attempts import ATTEMPTS, AttemptRecord
+from megalowbit.pretrain.run_folder.attempts import AttemptRecord
+from megalowbit.records.files import ATTEMPTS
 
 FIRST, SECOND = ProcessIdentity(world_size=2), ProcessIdentity(rank=1, world_size=2)
 
