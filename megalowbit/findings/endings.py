@@ -139,7 +139,7 @@ def _ending(run: RunFiles) -> Finding | None:
     if ended:
         # the main process names the rank at fault; a line of another rank counts if there is no other
         main = [line for line in ended if line.get("rank") == 0]
-        return _of_line(run, (main or ended)[-1], ended)
+        return _ending_of(run, (main or ended)[-1], ended)
     if run.refusals:
         name, text = list(run.refusals.items())[-1]
         return Finding(
@@ -150,11 +150,13 @@ def _ending(run: RunFiles) -> Finding | None:
     return _killed(run, begun)
 
 
-def _of_line(run: RunFiles, line: dict[str, Any], ended: list[dict[str, Any]]) -> Finding | None:
+def _ending_of(run: RunFiles, line: dict[str, Any], ended: list[dict[str, Any]]) -> Finding | None:
     how, text, step = str(line.get("how")), str(line.get("line") or ""), _step_of(line, run)
     kind = str(line.get("error") or "")
     evidence = tuple(
-        Evidence(file=str(each["file"]), step=_step_of(each, run), text=f"{each.get('how')}: {_said(each)}")
+        Evidence(
+            file=str(each["file"]), step=_step_of(each, run), text=f"{each.get('how')}: {_message_of(each)}"
+        )
         for each in ended
     )
     if how == FINISHED:
@@ -203,7 +205,7 @@ def _failure(line: dict[str, Any], how: str, text: str) -> tuple[str, str, base.
     return base.REFUSED, "the run ended itself", "cause"
 
 
-def _said(line: dict[str, Any]) -> str:
+def _message_of(line: dict[str, Any]) -> str:
     text, kind = str(line.get("line") or ""), str(line.get("error") or "")
     named = kind and kind not in ("UserError", "TransientError")
     return (f"{kind}: {text}" if named else text) or str(line.get("signal") or "no more is recorded")

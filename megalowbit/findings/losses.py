@@ -72,7 +72,7 @@ def findings(run: RunFiles, known: list[Finding]) -> list[Finding]:
     change = change._replace(best=int(rows[change.best]), row=int(rows[change.row]))
     if source is not None and (source.step or 0) <= metrics.steps[change.row]:
         return [source]
-    return [_explained(run, change, known), *([] if source is None else [source])]
+    return [_with_cause(run, change, known), *([] if source is None else [source])]
 
 
 def _first_change(values: Array, limit: float) -> Change | None:
@@ -111,7 +111,7 @@ def _fall(values: Array, window: int, limit: float) -> Change | None:
     return None
 
 
-def _explained(run: RunFiles, change: Change, known: list[Finding]) -> Finding:
+def _with_cause(run: RunFiles, change: Change, known: list[Finding]) -> Finding:
     """The change, with its cause if that can be told."""
     metrics = run.metrics
     step = int(metrics.steps[change.row])
@@ -123,7 +123,7 @@ def _explained(run: RunFiles, change: Change, known: list[Finding]) -> Finding:
     return rate or _batch(run, change) or symptom
 
 
-def _course(run: RunFiles, change: Change) -> list[Evidence]:
+def _losses_and_norms(run: RunFiles, change: Change) -> list[Evidence]:
     """Loss and gradient norm at the change."""
     metrics = run.metrics
     losses, norms = metrics["loss"], metrics["grad_norm"]
@@ -157,7 +157,7 @@ def _symptom(run: RunFiles, change: Change) -> Finding:
         name=base.JUMPED if change.is_sudden else base.ROSE, step=step, role="symptom", is_shown=True,
         title=f"the loss {verb} by {abs(np.expm1(change.size)):.0%} "
         f"{'in step' if change.is_sudden else 'by step'} {step}",
-        evidence=tuple(_course(run, change)),
+        evidence=tuple(_losses_and_norms(run, change)),
         remedy=(
             "record more from a checkpoint before it: --set megalowbit.telemetry.count_every=1 --set "
             "megalowbit.telemetry.layers_every=10 shows which layer changes first",
@@ -243,7 +243,7 @@ def _batch(run: RunFiles, change: Change) -> Finding | None:
         title=f"the batches of steps {step} to {last - 1} are unlike the others: the loss left its level in "
         "one step and came back in one step, so the weights are not the reason",
         evidence=(
-            *_course(run, change),
+            *_losses_and_norms(run, change),
             Evidence(
                 file=METRICS, step=step - 1, text=f"grad_norm {before:.4g} of the update before: as usual"
             ),
@@ -273,7 +273,7 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
     since = int(metrics.steps[np.argmax(rates >= LARGE_UPDATE * spread)]) if ratio >= LARGE_UPDATE else best
     warmup = _warmup(rates)
     evidence = (
-        *_course(run, change),
+        *_losses_and_norms(run, change),
         Evidence(
             file=METRICS, step=best, text=f"lr {rates[change.best]:.3g} at the lowest level of the loss"
         ),

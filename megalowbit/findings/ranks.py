@@ -19,7 +19,7 @@ from megalowbit.records.files import METRICS
 
 CHANCE = 1e-4  # that a healthy run has such a series somewhere
 SLOWER = 1.5  # times the other ranks: half of the machine's time is then lost
-APART = 3.0  # times the usual distance of losses
+LEAST_GAP = 3.0  # times the usual distance of losses
 ALLOWED = 2  # steps in a series with another rank: pauses of the other device
 LEAST_LENGTH = 10  # steps; a shorter time of slowness is over
 
@@ -28,7 +28,7 @@ def findings(run: RunFiles) -> list[Finding]:
     """A slow rank, and replicas that differ; empty for runs of one process."""
     if not len(run.metrics) or not np.isfinite(run.metrics["ranks/highest_loss_rank"]).any():
         return []
-    return [*_slow(run), *_apart(run)]
+    return [*_slow_ranks(run), *_unequal_replicas(run)]
 
 
 def is_no_chance(length: int, misses: int, share: float, rows: int) -> bool:
@@ -72,7 +72,7 @@ def num_ranks(run: RunFiles) -> int:
     return max(2, int(np.nanmax(named)) + 1) if np.isfinite(named).any() else 2
 
 
-def _slow(run: RunFiles) -> list[Finding]:
+def _slow_ranks(run: RunFiles) -> list[Finding]:
     metrics = run.metrics
     ratio = metrics["ranks/slowest_milliseconds"] / metrics["ranks/other_milliseconds"]
     found = _series(run, "ranks/slowest", is_beyond=np.nan_to_num(ratio) > SLOWER)
@@ -119,7 +119,7 @@ def _speed(speed: Array, first: int, step: int) -> list[Evidence]:
     return [Evidence(file=METRICS, step=step, text=text)]
 
 
-def _apart(run: RunFiles) -> list[Finding]:
+def _unequal_replicas(run: RunFiles) -> list[Finding]:
     metrics = run.metrics
     with np.errstate(invalid="ignore"):  # inf - inf
         gap = metrics["ranks/highest_loss"] - metrics["ranks/other_loss"]
@@ -127,7 +127,7 @@ def _apart(run: RunFiles) -> list[Finding]:
     known = gap[np.isfinite(gap)]
     if len(known) < 8:
         return []
-    found = _apart_from(run, gap)
+    found = _rank_with_large_gaps(run, gap)
     if found is None:
         return []
     rank, first, length, usual = found
@@ -136,7 +136,7 @@ def _apart(run: RunFiles) -> list[Finding]:
     named = metrics["ranks/highest_loss_rank"][rows]
     size = num_ranks(run)
     who = f"rank {rank}" if size > 2 else "the two ranks"
-    moved = _moved(run, first) if size == 2 else None
+    changed = _which_rank_changed(run, first) if size == 2 else None
     evidence = [
         Evidence(
             file=METRICS, step=step,
@@ -148,8 +148,8 @@ def _apart(run: RunFiles) -> list[Finding]:
             f"highest was {usual:.3g} above it (medians)",
         ),
     ]  # fmt: skip
-    if moved is not None:
-        evidence.append(moved)
+    if changed is not None:
+        evidence.append(changed)
     compute = "computes another model than" if size > 2 else "compute different models:"
     return [
         Finding(
@@ -166,7 +166,7 @@ def _apart(run: RunFiles) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _apart_from(run: RunFiles, gap: Array) -> tuple[int, int, int, float] | None:
+def _rank_with_large_gaps(run: RunFiles, gap: Array) -> tuple[int, int, int, float] | None:
     """Rank, first row and length of a series of large gaps, and the usual gap before it."""
     # the lower quartile of a run is healthy even if most of the run is not; of distances that are normal,
     # the median is 2.1 times as high
@@ -177,14 +177,14 @@ def _apart_from(run: RunFiles, gap: Array) -> tuple[int, int, int, float] | None
     rank, first, length = found
     before, inside = float(np.nanmedian(gap[: max(first, 4)])), gap[first : first + length]
     middle = float(np.nanmedian(inside))
-    if middle <= APART * before:
+    if middle <= LEAST_GAP * before:
         return None
     # chance may have named the same rank just before
     skipped = int(np.argmax(inside > (before + middle) / 2))
     return rank, first + skipped, length - skipped, before
 
 
-def _moved(run: RunFiles, first: int) -> Evidence | None:
+def _which_rank_changed(run: RunFiles, first: int) -> Evidence | None:
     """Which of two ranks left its own past at the beginning of the series."""
     metrics = run.metrics
     if first < 1:
@@ -199,5 +199,5 @@ def _moved(run: RunFiles, first: int) -> Evidence | None:
     return Evidence(
         file=METRICS, step=int(metrics.steps[first]),
         text=f"loss of rank {rank} {losses[rank][first - 1]:.4g} → {losses[rank][first]:.4g}, of rank "
-        f"{1 - rank} {losses[1 - rank][first - 1]:.4g} → {losses[1 - rank][first]:.4g}: rank {rank} moved",
+        f"{1 - rank} {losses[1 - rank][first - 1]:.4g} → {losses[1 - rank][first]:.4g}: rank {rank} changed",
     )  # fmt: skip

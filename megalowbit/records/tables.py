@@ -107,7 +107,7 @@ def read_sampled(
     try:
         if not is_regular(path, notes):
             return None
-        places, damaged, misses = _places(path, notes)
+        places, damaged, misses = _byte_ranges(path, notes)
         steps = sorted(places)
         picked = steps
         if len(steps) > columns:
@@ -125,7 +125,7 @@ def read_sampled(
     return Sampled(picked, rows, len(steps), misses) if steps else None
 
 
-def _places(path: Path, notes: list[str]) -> tuple[dict[int, list[tuple[int, int]]], int, int]:
+def _byte_ranges(path: Path, notes: list[str]) -> tuple[dict[int, list[tuple[int, int]]], int, int]:
     """For each step, where its lines begin and end, in bytes; damaged lines; lines with a miss."""
     places: dict[int, list[tuple[int, int]]] = {}
     offset = damaged = misses = 0

@@ -57,7 +57,7 @@ def test_a_replica_that_computes_another_loss_is_named(of_ranks, tmp_path):
     assert "rank 3 computes another model than the others" in found.title
 
 
-def test_of_two_ranks_the_one_that_moved_is_named_as_evidence_only(of_ranks, tmp_path):
+def test_of_two_ranks_the_one_that_changed_is_named_as_evidence_only(of_ranks, tmp_path):
     of_ranks.attempts[0]["processes"] = 2
     for row in of_ranks.rows:
         row["ranks/highest_loss_rank"] %= 2
@@ -65,7 +65,7 @@ def test_of_two_ranks_the_one_that_moved_is_named_as_evidence_only(of_ranks, tmp
         row |= {"ranks/highest_loss_rank": 1, "ranks/highest_loss": row["loss"] + 0.9}
     (found,) = findings(of_ranks.read(tmp_path / "run"))
     assert "the two ranks compute different models" in found.title
-    assert "rank 1 moved" in found.evidence[2].text
+    assert "rank 1 changed" in found.evidence[2].text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from megalowbit.findings.run_files import read_run
 from megalowbit.pretrain.run_folder.folder import LOCK, RECORDS
 from megalowbit.records.files import CHECKS, CONFIG, DONE, LAYERS, METRICS, REPORT, SAVED, SUMMARY
 from megalowbit.records.run import read_runs
-from megalowbit.report.written import write_report
+from megalowbit.report.page import write_report
 
 JSON_LINES = ("attempts.jsonl", "attempts-rank3.jsonl")
 NAMES = sorted({CHECKS, CONFIG, DONE, LAYERS, LOCK, METRICS, REPORT, SAVED, SUMMARY, *RECORDS, *JSON_LINES})

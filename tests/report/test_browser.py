@@ -4,7 +4,7 @@ import pytest
 from browser import NEEDS_BROWSER, open_browser
 from made_runs import write_checks, write_layers, write_run
 
-from megalowbit.report.written import write_report
+from megalowbit.report.page import write_report
 
 pytestmark = NEEDS_BROWSER
 WIDTHS = (1280, 390)

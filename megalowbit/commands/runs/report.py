@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> Path:
     from megalowbit.records.run import read_runs
-    from megalowbit.report.written import write_report
+    from megalowbit.report.page import write_report
 
     if not options.spectra:
         return write_report(options.runs, options.out)

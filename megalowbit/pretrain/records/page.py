@@ -17,7 +17,7 @@ from megalowbit.pretrain.components.machine.throughput import name_of
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import num_parameters
 from megalowbit.records.files import REPORT
-from megalowbit.report.written import write_report
+from megalowbit.report.page import write_report
 
 logger = logging.getLogger(__name__)
 

@@ -117,7 +117,7 @@ class Chart:
         with_height = [part for part in self.parts if not isinstance(part, Marks)]
         x = self.x
         if x is None:
-            ends = [values for part in self.parts for values in _ends(part.x)]
+            ends = [values for part in self.parts for values in _lowest_and_highest(part.x)]
             x = Axis(min(ends, default=0.0), max(ends, default=1.0))
         y = self.y or axis_of(
             np.concatenate([_heights(part) for part in with_height] or [np.zeros(0)]), base=self.base
@@ -129,7 +129,7 @@ class Chart:
         x, y = self.axes()
         drawn = "".join(_drawn(part, x, y) for part in _in_order(self.parts))
         grid = "".join(
-            f'<path class="{"zero" if value == 0 else "rule"}" d="M0 {_down(y, value):.1f}H{SIZE}"/>'
+            f'<path class="{"zero" if value == 0 else "rule"}" d="M0 {_from_top(y, value):.1f}H{SIZE}"/>'
             for value, _ in y.ticks()
         )
         y_texts = "".join(
@@ -203,7 +203,7 @@ def _drawn(part: Line | Band | Marks | Dots, x: Axis, y: Axis) -> str:
     kind = style_class(part.style)
     if isinstance(part, Line):
         name = f' data-n="{escape(part.label)}"' if part.label else ""
-        runs = _runs(np.asarray(part.x, dtype=float), np.asarray(part.y, dtype=float), y)
+        runs = _between_gaps(np.asarray(part.x, dtype=float), np.asarray(part.y, dtype=float), y)
         return "".join(
             f'<polyline class="{part.kind} {kind}"{name} points="{_points(x, y, *each)}"/>' for each in runs
         )
@@ -226,19 +226,19 @@ def _drawn_dots(part: Dots, x: Axis, y: Axis, kind: str) -> str:
     if part.low is not None and part.high is not None:
         for place, low, high in zip(across, np.asarray(part.low), np.asarray(part.high), strict=True):
             if low < high:
-                ends = _down(y, max(low, y.low)), _down(y, min(high, y.high))
+                ends = _from_top(y, max(low, y.low)), _from_top(y, min(high, y.high))
                 bars += f"M{place:.1f} {ends[0]:.1f}V{ends[1]:.1f}"
-                caps = [_down(y, end) for end in (low, high) if y.low <= end <= y.high]
+                caps = [_from_top(y, end) for end in (low, high) if y.low <= end <= y.high]
                 bars += "".join(f"M{place - CAP:.1f} {each:.1f}h{2 * CAP:g}" for each in caps)
     drawn = f'<path class="interval {kind}" d="{bars}"/>' if bars else ""
     # a line of no length with round ends is a dot that is not stretched
     dots = "".join(
-        f"M{place:.1f} {_down(y, height):.1f}h0" for place, height in zip(across, heights, strict=True)
+        f"M{place:.1f} {_from_top(y, height):.1f}h0" for place, height in zip(across, heights, strict=True)
     )
     return drawn + (f'<path class="dot {kind}" d="{dots}"/>' if dots else "")
 
 
-def _runs(x: Numbers, y: Numbers, axis: Axis) -> list[tuple[Numbers, Numbers]]:
+def _between_gaps(x: Numbers, y: Numbers, axis: Axis) -> list[tuple[Numbers, Numbers]]:
     """The parts of a curve between gaps; values that a logarithmic axis cannot show are gaps."""
     is_shown = np.isfinite(y) & ((y > 0) if axis.base else True)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], is_shown.astype(np.int8), [0]])))
@@ -250,7 +250,7 @@ def _points(x: Axis, y: Axis, xs: Numbers, ys: Numbers) -> str:
     return " ".join(f"{a:g},{b:g}" for a, b in zip(across.tolist(), down.tolist(), strict=True))
 
 
-def _down(y: Axis, value: float) -> float:
+def _from_top(y: Axis, value: float) -> float:
     return SIZE * (1 - float(y.place(value)))
 
 
@@ -258,7 +258,7 @@ def _range(axis: Axis) -> str:
     return f"{axis.low!r} {axis.high!r}" + (" log" if axis.base else "")
 
 
-def _ends(x: ArrayLike) -> list[float]:
+def _lowest_and_highest(x: ArrayLike) -> list[float]:
     numbers = np.asarray(x, dtype=float)
     return [float(numbers.min()), float(numbers.max())] if numbers.size else []
 

@@ -47,7 +47,7 @@ def differences(drawing: Drawing) -> str:
             rows.append([name, *values])
     if not rows:
         return paragraphs(["The configurations and the environments are equal."])
-    return _words(["", *(run.label for run in runs)], rows)
+    return _text_table(["", *(run.label for run in runs)], rows)
 
 
 def environment(drawing: Drawing) -> str:
@@ -60,7 +60,7 @@ def environment(drawing: Drawing) -> str:
         for key, name in names.items()
         if any(key in each for each in facts)
     ]
-    drawn = _words(["", *(run.label if len(runs) > 1 else "last attempt" for run in runs)], rows)
+    drawn = _text_table(["", *(run.label if len(runs) > 1 else "last attempt" for run in runs)], rows)
     unknown = [run.label for run in runs if not run.attempts]
     if unknown:
         which = "" if len(runs) == 1 else f" of {', '.join(unknown)}"
@@ -139,5 +139,5 @@ def value_text(value: Any) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[-LONGEST // 2 :]}"
 
 
-def _words(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="words">{table(head, rows)}</div>'

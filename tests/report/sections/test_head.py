@@ -7,9 +7,9 @@ import pytest
 from made_runs import write_layers, write_run
 
 from megalowbit.records.run import read_runs
+from megalowbit.report.page import page
 from megalowbit.report.sections.curves import Drawing
 from megalowbit.report.sections.head import head, key_figures, warnings
-from megalowbit.report.written import page
 
 
 def test_key_figures_are_those_of_the_records(tmp_path):

@@ -12,8 +12,8 @@ import pytest
 from made_runs import add_attempt, write_checks, write_layers, write_run
 
 from megalowbit.errors import UserError
-from megalowbit.report import written
-from megalowbit.report.written import write_report
+from megalowbit.report import page as page_module
+from megalowbit.report.page import write_report
 
 EVIL = '"><img src=x onerror=alert(1)><script>alert(1)</script>'
 
@@ -251,7 +251,7 @@ def test_a_folder_that_cannot_be_written_to_needs_another_file(full_run, tmp_pat
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(written, "atomic_file", refuse)
+    monkeypatch.setattr(page_module, "atomic_file", refuse)
     with pytest.raises(
         UserError, match=r"report.html cannot be written \(Permission denied\): .* with --out"
     ):

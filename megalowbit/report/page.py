@@ -44,7 +44,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None, *, spectra: s
         raise UserError(f"{len(folders)} runs are too many for one page: name at most {MOST_RUNS}")
     if out is None and len(folders) > 1:
         raise UserError("the page of several runs belongs to none of their folders: name it with --out FILE")
-    path = _checked(folders[0] / REPORT if out is None else out)
+    path = _page_path(folders[0] / REPORT if out is None else out)
     text = page(read_runs(folders), spectra=spectra)
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # JSON may have halves of characters
     try:
@@ -56,7 +56,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None, *, spectra: s
     return path
 
 
-def _checked(path: Path) -> Path:
+def _page_path(path: Path) -> Path:
     """The path of a page; what is there may be replaced only if it is a page, not a run's records."""
     refuse_special_file(path, "--out")
     try:
@@ -92,10 +92,10 @@ def page(runs: Sequence[RunRecords], *, spectra: str = "") -> str:
     links = "".join(f'<a href="#{anchors[title]}">{escape(title)}</a>' for title in shown)
     body = "".join(part(title, content, anchor=anchors[title]) for title, content in shown.items())
     title = runs[0].label if len(runs) == 1 else " · ".join(run.label for run in runs)
-    return document(title, f"{head(drawing)}<nav>{links}</nav>{body}{_origin(drawing)}", is_live=True)
+    return document(title, f"{head(drawing)}<nav>{links}</nav>{body}{_footer(drawing)}", is_live=True)
 
 
-def _origin(drawing: Drawing) -> str:
+def _footer(drawing: Drawing) -> str:
     """How the page was made, and what its curves leave out."""
     lines = [
         f"Curves with more than {2 * drawing.bins:,} steps are drawn through the lowest and the highest "
