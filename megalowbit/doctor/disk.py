@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megalowbit.doctor.findings import Finding, problem, warning
+from megalowbit.doctor.notices import Notice, problem, warning
 
 CHUNK = 16 * 2**20
 SECONDS = 2.0  # for writing, and again for reading
@@ -74,7 +74,7 @@ def is_shared(file_system: str) -> bool:
     return file_system.startswith(SHARED)
 
 
-def measure_disk(folder: Path, *, is_measured: bool = True) -> tuple[Disk, list[Finding]]:
+def measure_disk(folder: Path, *, is_measured: bool = True) -> tuple[Disk, list[Notice]]:
     """The disk of a run folder, and what is wrong with it.
 
     Args:
@@ -95,13 +95,13 @@ def measure_disk(folder: Path, *, is_measured: bool = True) -> tuple[Disk, list[
     return disk, list(_check(disk))
 
 
-def not_writable(folder: str, reason: str, hosts: Iterable[str] = ()) -> Finding:
-    """The finding about a folder that no run could save to; `hosts` see it, none: all do."""
+def not_writable(folder: str, reason: str, hosts: Iterable[str] = ()) -> Notice:
+    """The notice about a folder that no run could save to; `hosts` see it, none: all do."""
     text = f"{folder} cannot be written to ({reason}): no run could save there"
     return problem("disk-write", text, "name a folder of yours with --run-dir", hosts)
 
 
-def _check(disk: Disk) -> Iterator[Finding]:
+def _check(disk: Disk) -> Iterator[Notice]:
     if disk.write is not None and disk.write < SLOW:
         yield warning(
             "disk-slow",

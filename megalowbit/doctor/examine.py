@@ -11,7 +11,6 @@ from pathlib import Path
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather
 from megalowbit.doctor.disk import Disk, is_shared, measure_disk
-from megalowbit.doctor.findings import Finding, by_level, note
 from megalowbit.doctor.fits import check_memory, check_room, save_seconds
 from megalowbit.doctor.gemms import check_formats
 from megalowbit.doctor.hosts import (
@@ -24,6 +23,7 @@ from megalowbit.doctor.hosts import (
 )
 from megalowbit.doctor.machine import Machine, inspect_machine
 from megalowbit.doctor.network import Network, check_bandwidth, check_network, measure_network
+from megalowbit.doctor.notices import Notice, by_level, note
 from megalowbit.doctor.plan import RunPlan, plan_run
 from megalowbit.doctor.risks import check_risks
 from megalowbit.doctor.roofline import (
@@ -89,7 +89,7 @@ class Examination:
         assumed_mfu: as given.
         save_seconds: of a checkpoint; None: no configuration was given.
         assumptions: behind the times, one line each.
-        findings: problems first.
+        notices: problems first.
     """
 
     hosts: list[Host]
@@ -102,12 +102,12 @@ class Examination:
     assumed_mfu: float | None = None
     save_seconds: float | None = None
     assumptions: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
 
     @property
-    def problems(self) -> list[Finding]:
+    def problems(self) -> list[Notice]:
         """Reasons not to start the run."""
-        return [each for each in self.findings if each.level == "problem"]
+        return [each for each in self.notices if each.level == "problem"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +118,13 @@ class Surroundings:
         machine: of this rank.
         hosts: of the job.
         network: None: one rank, or not measured.
-        findings: about them.
+        notices: about them.
     """
 
     machine: Machine
     hosts: list[Host]
     network: Network | None
-    findings: list[Finding]
+    notices: list[Notice]
 
 
 def look_around(request: Request) -> Surroundings:
@@ -133,21 +133,21 @@ def look_around(request: Request) -> Surroundings:
     rank_hosts = gather(machine.host)
     is_leader = rank_hosts.index(machine.host) == process_group.rank()
     disk: Disk | None = None
-    of_disk: list[Finding] = []
+    of_disk: list[Notice] = []
     if is_leader:
         measures = request.measures and request.is_disk_of_run
         disk, of_disk = measure_disk(request.place, is_measured=measures)
-    machine = replace(machine, findings=(*machine.findings, *of_disk))
+    machine = replace(machine, notices=(*machine.notices, *of_disk))
     hosts = gather_hosts(machine, disk)
-    findings = check_hosts(hosts)
+    notices = check_hosts(hosts)
     if len(hosts) > 1 and request.is_disk_of_run:
-        findings += check_folder(hosts, sees_marks(request.place), rank_hosts)
+        notices += check_folder(hosts, sees_marks(request.place), rank_hosts)
     network = None
     if request.measures and len(rank_hosts) > 1:
         network = measure_network(rank_hosts)
-        findings += check_network(network)
-        findings += check_bandwidth(network, expected_bandwidth(machine.target, hosts))
-    return Surroundings(machine=machine, hosts=hosts, network=network, findings=findings)
+        notices += check_network(network)
+        notices += check_bandwidth(network, expected_bandwidth(machine.target, hosts))
+    return Surroundings(machine=machine, hosts=hosts, network=network, notices=notices)
 
 
 def examine(request: Request, around: Surroundings) -> Examination:
@@ -156,12 +156,12 @@ def examine(request: Request, around: Surroundings) -> Examination:
     Raises:
         UserError: the configuration is invalid.
     """
-    machine, hosts, network, findings = around.machine, around.hosts, around.network, around.findings
+    machine, hosts, network, notices = around.machine, around.hosts, around.network, around.notices
     is_here = request.target is None
     target = request.target or _measured(machine.target, hosts, network)
     found = Examination(hosts=hosts, target=target, is_here=is_here, network=network)
     if request.config is None:
-        return replace(found, findings=by_level(findings))
+        return replace(found, notices=by_level(notices))
     plan = plan_run(request.config)
     target = _with_processes(target, hosts, plan.processes)
     speed, of_speed = None, list[str]()
@@ -170,8 +170,8 @@ def examine(request: Request, around: Surroundings) -> Examination:
     times = step_times(plan, target, request.assumed_mfu)
     why = why_unknown(plan, target, request.assumed_mfu)
     seconds = run_seconds(plan, times) if times else None
-    findings = [
-        *findings,
+    notices = [
+        *notices,
         *check_formats(plan, target),
         *check_shapes(plan),
         *check_memory(plan, target, machine.memory if is_here else None),
@@ -188,7 +188,7 @@ def examine(request: Request, around: Surroundings) -> Examination:
         assumed_mfu=request.assumed_mfu,
         save_seconds=save_seconds(plan, speed),
         assumptions=[*assumptions(plan, target, request.assumed_mfu), *of_speed],
-        findings=by_level(findings),
+        notices=by_level(notices),
     )
 
 
@@ -206,10 +206,10 @@ def _with_processes(target: Target, hosts: list[Host], processes: int) -> Target
     return replace(target, devices_of_host=processes) if target.is_cpu else target
 
 
-def _check_disk(request: Request, plan: RunPlan, target: Target, hosts: list[Host]) -> list[Finding]:
+def _check_disk(request: Request, plan: RunPlan, target: Target, hosts: list[Host]) -> list[Notice]:
     if not request.is_disk_of_run:
         return []
-    disk, found = hosts[0].disk, list[Finding]()
+    disk, found = hosts[0].disk, list[Notice]()
     if request.measures:
         found += check_room(plan, disk.free, disk.folder)
     if len(hosts) == 1:
@@ -254,7 +254,7 @@ def _measured(target: Target, hosts: list[Host], network: Network | None) -> Tar
     return found
 
 
-def _above_roofline(times: list[StepTime]) -> list[Finding]:
+def _above_roofline(times: list[StepTime]) -> list[Notice]:
     first = times[0] if times else None
     if first is None or first.assumed_mfu is None or not first.terms:
         return []

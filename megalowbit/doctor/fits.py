@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megalowbit.doctor.findings import Finding, note, problem, warning
+from megalowbit.doctor.notices import Notice, note, problem, warning
 from megalowbit.doctor.plan import RunPlan, setting
 from megalowbit.doctor.target import Target
 from megalowbit.pretrain.estimate.memory import GIB
@@ -53,8 +53,8 @@ def save_seconds(plan: RunPlan, disk: float | None) -> float:
     return seconds if disk is None else max(seconds, plan.checkpoint_bytes / disk)
 
 
-def check_memory(plan: RunPlan, target: Target, host_memory: float | None) -> Iterator[Finding]:
-    """Findings about memory.
+def check_memory(plan: RunPlan, target: Target, host_memory: float | None) -> Iterator[Notice]:
+    """Notices about memory.
 
     Args:
         plan: the run.
@@ -94,7 +94,7 @@ def _way_to_fit(plan: RunPlan) -> str:
     return " or ".join(ways) or "more or larger devices, or divide the model (docs/parallelism.md)"
 
 
-def _check_zero(plan: RunPlan) -> Iterator[Finding]:
+def _check_zero(plan: RunPlan) -> Iterator[Notice]:
     size = plan.config.grid.data_size
     if plan.zero_stage or size == 1:
         return
@@ -108,8 +108,8 @@ def _check_zero(plan: RunPlan) -> Iterator[Finding]:
         )
 
 
-def check_room(plan: RunPlan, free: float, folder: str) -> Iterator[Finding]:
-    """Findings about the room that checkpoints need in the run folder's file system, `free` in bytes."""
+def check_room(plan: RunPlan, free: float, folder: str) -> Iterator[Notice]:
+    """Notices about the room that checkpoints need in the run folder's file system, `free` in bytes."""
     settings = plan.config.settings.checkpoint
     if settings.keep is None and settings.every:
         count = plan.steps // settings.every + 1

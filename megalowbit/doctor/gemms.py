@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megalowbit.doctor.findings import Finding, note, problem, warning
+from megalowbit.doctor.notices import Notice, note, problem, warning
 from megalowbit.doctor.plan import Projection, RunPlan
 from megalowbit.doctor.target import BF16, FP4, FP8, Target
 from megalowbit.layers.matmul.fp4 import SIZE_MULTIPLE
@@ -133,7 +133,7 @@ def _why_not_fp4(operands: tuple[str, str], columns: int, target: Target) -> str
     return ""
 
 
-def check_formats(plan: RunPlan, target: Target) -> list[Finding]:
+def check_formats(plan: RunPlan, target: Target) -> list[Notice]:
     """Products that cannot run on the target, run otherwise than the recipe says, or could run faster."""
     recipe, found = plan.recipe, []
     key = "megalowbit.recipe.gemm"
@@ -174,7 +174,7 @@ def check_formats(plan: RunPlan, target: Target) -> list[Finding]:
     return found
 
 
-def _not_there(unit: str, needed: str, plan: RunPlan, target: Target) -> Finding:
+def _not_there(unit: str, needed: str, plan: RunPlan, target: Target) -> Notice:
     return problem(
         "gemm-units",
         f'recipe {plan.recipe.name!r} has gemm "{plan.recipe.gemm}", which needs compute capability '
@@ -184,7 +184,7 @@ def _not_there(unit: str, needed: str, plan: RunPlan, target: Target) -> Finding
     )
 
 
-def _falls_back(recipe: Recipe, formats: list[ProductFormat]) -> list[Finding]:
+def _falls_back(recipe: Recipe, formats: list[ProductFormat]) -> list[Notice]:
     slow = [each for each in formats if each.reason and each.operands]
     if recipe.gemm == "bf16" or not slow or len(slow) == len([each for each in formats if each.operands]):
         return []
@@ -207,7 +207,7 @@ def _emulated(formats: list[ProductFormat]) -> str:
     return " and ".join(dict.fromkeys(_short(each.operands) for each in formats if each.operands))
 
 
-def _without_kernels(recipe: Recipe, target: Target) -> list[Finding]:
+def _without_kernels(recipe: Recipe, target: Target) -> list[Notice]:
     names = dict.fromkeys(getattr(recipe, field) for field in OPERAND_FIELDS)
     slow = [name for name in names if not quantizer(name).is_identity and not has_kernel(name)]
     if not slow or target.is_cpu:

@@ -13,8 +13,8 @@ from typing import Any
 from megalowbit.distributed import process_group
 from megalowbit.distributed.agreement import gather, share
 from megalowbit.doctor.disk import Disk, is_shared, nearest_folder, not_writable
-from megalowbit.doctor.findings import Finding, merged, problem, warning
 from megalowbit.doctor.machine import LOCAL_FACTS, Machine
+from megalowbit.doctor.notices import Notice, merged, problem, warning
 
 # facts whose difference is only a warning: results may differ in the last digit, or nothing does
 HARMLESS = {"driver", "C compiler", "cpu", "cpu units", "system", *LOCAL_FACTS}
@@ -59,14 +59,14 @@ def gather_hosts(machine: Machine, disk: Disk | None) -> list[Host]:
     return [replace(host, ranks=ranks[name]) for name, host in found.items()]
 
 
-def check_hosts(hosts: Sequence[Host]) -> list[Finding]:
+def check_hosts(hosts: Sequence[Host]) -> list[Notice]:
     """What differs between hosts, with the hosts that differ from most."""
     return merged(
-        [(host.name, found) for host in hosts for found in host.machine.findings], len(hosts)
+        [(host.name, found) for host in hosts for found in host.machine.notices], len(hosts)
     ) + list(_differences(hosts))
 
 
-def _differences(hosts: Sequence[Host]) -> Iterator[Finding]:
+def _differences(hosts: Sequence[Host]) -> Iterator[Notice]:
     for name in hosts[0].machine.facts:
         values = {host.name: host.machine.facts[name] for host in hosts}
         usual, _ = Counter(values.values()).most_common(1)[0]
@@ -119,12 +119,12 @@ def _names_in(folder: Path) -> list[str]:
         return []
 
 
-def check_folder(hosts: Sequence[Host], seen: Sequence[bool], rank_hosts: Sequence[str]) -> Iterator[Finding]:
+def check_folder(hosts: Sequence[Host], seen: Sequence[bool], rank_hosts: Sequence[str]) -> Iterator[Notice]:
     """Whether all hosts share the run folder: each rank of ZeRO writes its part of a checkpoint there."""
     if len(hosts) == 1:
         return
     if not seen[0]:
-        if all(each.code != "disk-write" for each in hosts[0].machine.findings):  # its disk was not measured
+        if all(each.code != "disk-write" for each in hosts[0].machine.notices):  # its disk was not measured
             yield not_writable(hosts[0].disk.folder, "no file can be made and listed there", [hosts[0].name])
         return
     blind = dict.fromkeys(host for host, is_seen in zip(rank_hosts, seen, strict=True) if not is_seen)
@@ -140,7 +140,7 @@ def check_folder(hosts: Sequence[Host], seen: Sequence[bool], rank_hosts: Sequen
         )
 
 
-def check_planned_folder(disk: Disk, hosts: int) -> Iterator[Finding]:
+def check_planned_folder(disk: Disk, hosts: int) -> Iterator[Notice]:
     """The same for a run on several hosts that is looked at from one."""
     if hosts > 1 and not is_shared(disk.file_system) and disk.file_system != "unknown":
         yield warning(

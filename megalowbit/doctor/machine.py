@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from megalowbit.doctor.disk import file_system_of, is_shared
-from megalowbit.doctor.findings import Finding, note, problem, warning
+from megalowbit.doctor.notices import Notice, note, problem, warning
 from megalowbit.doctor.target import BF16, FP4, FP8, Target, cpu_target, target_of_device
 from megalowbit.errors import UserError
 from megalowbit.pretrain.checks import this_device
@@ -48,7 +48,7 @@ class Machine:
         capability: of the first GPU; None: there is none, or it is AMD's.
         gpu_memory: GiB of the smallest GPU; 0 without one.
         memory: GiB of the host, within the limit of its control group.
-        findings: what was found there.
+        notices: what was found there.
     """
 
     host: str
@@ -57,7 +57,7 @@ class Machine:
     capability: tuple[int, int] | None
     gpu_memory: float
     memory: float
-    findings: tuple[Finding, ...]
+    notices: tuple[Notice, ...]
 
     @property
     def target(self) -> Target:
@@ -101,7 +101,7 @@ def inspect_machine(*, processes: int = 1, is_cpu_chosen: bool = False) -> Machi
             capability = torch.cuda.get_device_capability(0)
     memory = host_memory() / GIB
     facts = _facts(gpus, memory)
-    findings = [
+    notices = [
         *_check_versions(),
         *_check_gpus(gpus, capability, is_cpu_chosen=is_cpu_chosen),
         *_check_kernels(device, facts["C compiler"]),
@@ -115,7 +115,7 @@ def inspect_machine(*, processes: int = 1, is_cpu_chosen: bool = False) -> Machi
         capability=capability,
         gpu_memory=gpu_memory,
         memory=memory,
-        findings=tuple(findings),
+        notices=tuple(notices),
     )
 
 
@@ -220,7 +220,7 @@ def compiler_version() -> str | None:
     return (done.stdout.strip().splitlines() or [f"{command[0]}, exit code {done.returncode}"])[0]
 
 
-def _check_versions() -> Iterator[Finding]:
+def _check_versions() -> Iterator[Notice]:
     from megalowbit.engine.process_start import import_deepspeed
     from megalowbit.engine.versions.installed import check_installed
 
@@ -234,7 +234,7 @@ def _check_versions() -> Iterator[Finding]:
 
 def _check_gpus(
     gpus: tuple[str, ...], capability: tuple[int, int] | None, *, is_cpu_chosen: bool
-) -> Iterator[Finding]:
+) -> Iterator[Notice]:
     if not gpus and NVIDIA_DRIVER.exists() and not is_cpu_chosen:
         build = f"torch {torch.__version__}"
         reason = "is built without CUDA" if torch.version.cuda is None else "cannot use them"
@@ -259,7 +259,7 @@ def _check_gpus(
         yield note("gpu-units", text + (f"; none for {', '.join(lacks)}" if lacks else ""))
 
 
-def _check_kernels(device: torch.device, compiler: str) -> Iterator[Finding]:
+def _check_kernels(device: torch.device, compiler: str) -> Iterator[Notice]:
     """Whether kernels can be compiled: Triton's on GPUs, those in C elsewhere."""
     if device.type == "cuda":
         yield from _check_triton(device)
@@ -276,7 +276,7 @@ def _check_kernels(device: torch.device, compiler: str) -> Iterator[Finding]:
         )
 
 
-def _check_triton(device: torch.device) -> Iterator[Finding]:
+def _check_triton(device: torch.device) -> Iterator[Notice]:
     if importlib.util.find_spec("triton") is None:
         yield problem(
             "triton",
@@ -299,7 +299,7 @@ def _check_triton(device: torch.device) -> Iterator[Finding]:
         )
 
 
-def _check_communication(device: torch.device, processes: int) -> Iterator[Finding]:
+def _check_communication(device: torch.device, processes: int) -> Iterator[Notice]:
     if device.type != "cuda" or processes == 1:
         return
     if not torch.distributed.is_nccl_available():
@@ -316,7 +316,7 @@ def _check_communication(device: torch.device, processes: int) -> Iterator[Findi
             )
 
 
-def _check_apex(kind: str) -> Iterator[Finding]:
+def _check_apex(kind: str) -> Iterator[Notice]:
     is_asked = os.environ.get("MEGALOWBIT_APEX") == "1"
     if is_asked and kind != f"{APEX}, with its kernels":
         yield problem(

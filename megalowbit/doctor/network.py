@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import gather, share
-from megalowbit.doctor.findings import Finding, note, problem, warning
+from megalowbit.doctor.notices import Notice, note, problem, warning
 
 SMALL_ROUNDS, CLOCK_ROUNDS = 50, 20
 SIZES = (2**20, 2**24, 2**28)  # bytes of an all-reduce; the next one is tried after one within `ENOUGH`
@@ -175,7 +175,7 @@ def _clocks(leaders: dict[str, int], device: torch.device) -> dict[str, tuple[fl
     return found
 
 
-def check_bandwidth(network: Network, expected: float | None) -> Iterator[Finding]:
+def check_bandwidth(network: Network, expected: float | None) -> Iterator[Notice]:
     """Whether NCCL reaches what the hardware should; `expected` is in bytes/s, None: unknown."""
     if network.backend == "nccl" and expected and network.bandwidth < SLOW_NETWORK * expected:
         yield warning(
@@ -186,7 +186,7 @@ def check_bandwidth(network: Network, expected: float | None) -> Iterator[Findin
         )
 
 
-def check_network(network: Network) -> Iterator[Finding]:
+def check_network(network: Network) -> Iterator[Notice]:
     """Hosts with slow links or another time."""
     if network.links:
         usual = median(network.links.values())

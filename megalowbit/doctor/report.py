@@ -12,10 +12,10 @@ from typing import Any
 
 from megalowbit.doctor import fits
 from megalowbit.doctor.examine import Examination
-from megalowbit.doctor.findings import LEVELS
 from megalowbit.doctor.gemms import ProductFormat, product_formats, to_dicts
 from megalowbit.doctor.hosts import Host
 from megalowbit.doctor.network import Network
+from megalowbit.doctor.notices import LEVELS
 from megalowbit.doctor.plan import RunPlan
 from megalowbit.doctor.roofline import StepTime, run_seconds
 from megalowbit.doctor.shapes import sizes_of
@@ -43,12 +43,12 @@ SOFTWARE = (
 def to_json(found: Examination) -> dict[str, Any]:
     """The report for programs."""
     plan, target = found.plan, found.target
-    counts = Counter(each.level for each in found.findings)
+    counts = Counter(each.level for each in found.notices)
     report: dict[str, Any] = {
         "version": VERSION,
         "verdict": "problems" if counts["problem"] else "fine",
         "counts": {level: counts[level] for level in LEVELS},
-        "findings": [each.to_dict() for each in found.findings],
+        "findings": [each.to_dict() for each in found.notices],
         "hosts": [each.to_dict() for each in found.hosts],
         "network": None if found.network is None else found.network.to_dict(),
         "target": _target(target, is_here=found.is_here),
@@ -120,14 +120,14 @@ def to_text(found: Examination) -> str:
             "memory (estimate)": _memory(found),
             "time (estimate)": _times(found),
         }
-    sections["findings"] = "\n".join(map(str, found.findings)) or "  none"
+    sections["notices"] = "\n".join(map(str, found.notices)) or "  none"
     text = "\n\n".join(f"== {title}\n{body}" for title, body in sections.items())
     return f"{text}\n\n{verdict(found)}"
 
 
 def verdict(found: Examination) -> str:
-    """One line: how many findings, and the codes of problems."""
-    counts = Counter(each.level for each in found.findings)
+    """One line: how many notices, and the codes of problems."""
+    counts = Counter(each.level for each in found.notices)
     others = f"{counted(counts['warning'], 'warning')}, {counted(counts['note'], 'note')}"
     if not counts["problem"]:
         return f"doctor: no problems, {others}"
@@ -148,15 +148,15 @@ def _speed(value: float | None) -> str:
 
 
 def _hosts(found: Examination) -> str:
-    with_findings = {host for each in found.findings for host in each.hosts}
+    with_notices = {host for each in found.notices for host in each.hosts}
     chosen = [
-        host for number, host in enumerate(found.hosts) if number < MOST_HOSTS or host.name in with_findings
+        host for number, host in enumerate(found.hosts) if number < MOST_HOSTS or host.name in with_notices
     ]
     rows = [("host", "ranks", "devices", "memory", "disk", "free", "write", "read", "differs")]
     for host in chosen:
         machine, disk = host.machine, host.disk
         devices = machine.facts["GPUs"] if machine.gpus else f"{machine.facts['cpu cores']} CPU cores"
-        differs = [each.code for each in found.findings if host.name in each.hosts]
+        differs = [each.code for each in found.notices if host.name in each.hosts]
         rows.append(
             (
                 host.name,

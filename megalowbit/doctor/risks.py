@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator
 
 from megalowbit.cluster.intervals import daly_interval
-from megalowbit.doctor.findings import Finding, note, problem, warning
 from megalowbit.doctor.fits import save_seconds
+from megalowbit.doctor.notices import Notice, note, problem, warning
 from megalowbit.doctor.plan import RunPlan, setting
 from megalowbit.doctor.target import Target
 from megalowbit.layers.settings import DEFAULT_RECIPE
@@ -31,8 +31,8 @@ SLOW_BETA2 = 0.98  # language models are trained with 0.95 (arXiv:2005.14165, ap
 
 def check_risks(
     plan: RunPlan, target: Target, seconds: float | None, disk: float | None = None
-) -> list[Finding]:
-    """Findings about settings.
+) -> list[Notice]:
+    """Notices about settings.
 
     Args:
         plan: the run.
@@ -51,7 +51,7 @@ def check_risks(
     ]
 
 
-def _precision(plan: RunPlan) -> Iterator[Finding]:
+def _precision(plan: RunPlan) -> Iterator[Notice]:
     engine = plan.config.parts.settings
     if plan.precision == "fp16" and isinstance(engine.grad_scaler, ConstantSettings):
         yield warning(
@@ -68,7 +68,7 @@ def _precision(plan: RunPlan) -> Iterator[Finding]:
         )
 
 
-def _recipe(plan: RunPlan) -> Iterator[Finding]:
+def _recipe(plan: RunPlan) -> Iterator[Notice]:
     advice = recipe_advice(plan.config)
     if advice is None:
         return
@@ -80,7 +80,7 @@ def _recipe(plan: RunPlan) -> Iterator[Finding]:
     )
 
 
-def _optimizer(plan: RunPlan) -> Iterator[Finding]:
+def _optimizer(plan: RunPlan) -> Iterator[Notice]:
     betas = plan.config.parts.deepspeed["optimizer"]["params"].get("betas")
     if betas is not None and betas[1] > SLOW_BETA2:
         yield warning(
@@ -104,7 +104,7 @@ def warmup_steps(plan: RunPlan) -> int | None:
     return found if isinstance(found, int) else None
 
 
-def _schedule(plan: RunPlan) -> Iterator[Finding]:
+def _schedule(plan: RunPlan) -> Iterator[Notice]:
     deepspeed, schedule = plan.config.parts.deepspeed, plan.config.parts.settings.lr_schedule
     if schedule is None and deepspeed.get("scheduler") is None:
         yield warning(
@@ -140,7 +140,7 @@ def _needed(plan: RunPlan) -> int:
 
 def _checkpoints(
     plan: RunPlan, target: Target, seconds: float | None, disk: float | None
-) -> Iterator[Finding]:
+) -> Iterator[Notice]:
     every, hosts = plan.config.settings.checkpoint.every, target.hosts(plan.processes)
     is_long = plan.steps >= MANY_STEPS if seconds is None else seconds > UNSAVED
     if seconds is None:
@@ -169,7 +169,7 @@ def _checkpoints(
         )
 
 
-def _never_saved(how_long: str, hosts: int, setting_of: int) -> Finding:
+def _never_saved(how_long: str, hosts: int, setting_of: int) -> Notice:
     is_sure = hosts > 1  # a job of several hosts usually has a time limit, and more that fails
     make = problem if is_sure else warning
     return make(
@@ -180,7 +180,7 @@ def _never_saved(how_long: str, hosts: int, setting_of: int) -> Finding:
     )
 
 
-def _supervision(plan: RunPlan, target: Target, disk: float | None) -> Iterator[Finding]:
+def _supervision(plan: RunPlan, target: Target, disk: float | None) -> Iterator[Notice]:
     watchdog, hosts = plan.config.parts.settings.watchdog, target.hosts(plan.processes)
     if plan.processes == 1:
         return
@@ -210,7 +210,7 @@ def _supervision(plan: RunPlan, target: Target, disk: float | None) -> Iterator[
         )
 
 
-def _layout(plan: RunPlan, target: Target) -> Iterator[Finding]:
+def _layout(plan: RunPlan, target: Target) -> Iterator[Notice]:
     size = plan.config.grid.tensor_size
     if size > target.domain and not target.is_cpu:
         yield warning(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megalowbit.doctor.findings import Finding, note, warning
+from megalowbit.doctor.notices import Notice, note, warning
 from megalowbit.doctor.plan import RunPlan, setting
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import num_tokens
@@ -116,12 +116,12 @@ def _tokens(plan: RunPlan, block: int) -> Size:
     return Size("tokens of a micro-batch", value, wanted, _largest(value), fix)
 
 
-def check_shapes(plan: RunPlan) -> list[Finding]:
-    """Findings about sizes, each with its fix."""
+def check_shapes(plan: RunPlan) -> list[Notice]:
+    """Notices about sizes, each with its fix."""
     return [*_check_vocabulary(plan), *_check_head(plan), *_check_others(plan)]
 
 
-def _check_vocabulary(plan: RunPlan) -> Iterator[Finding]:
+def _check_vocabulary(plan: RunPlan) -> Iterator[Notice]:
     rows, tokens = int(plan.model.vocab_size), num_tokens(plan.model)
     if rows % VOCABULARY == 0:
         return
@@ -137,7 +137,7 @@ def _check_vocabulary(plan: RunPlan) -> Iterator[Finding]:
     yield (warning if rows % UNITS else note)("shape-vocabulary", text, fix)
 
 
-def _check_head(plan: RunPlan) -> Iterator[Finding]:
+def _check_head(plan: RunPlan) -> Iterator[Notice]:
     size = next(each for each in sizes_of(plan) if each.name == "head size")
     if size.value % UNITS or size.value > LARGEST_HEAD:
         names = family(plan.model.model_type)
@@ -149,7 +149,7 @@ def _check_head(plan: RunPlan) -> Iterator[Finding]:
         )
 
 
-def _check_others(plan: RunPlan) -> Iterator[Finding]:
+def _check_others(plan: RunPlan) -> Iterator[Notice]:
     block = block_size(plan.recipe)
     missed, partial = [], []
     for size in sizes_of(plan):

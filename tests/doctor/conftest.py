@@ -89,7 +89,7 @@ def machine(*gpus, memory=512.0):
         capability=(9, 0) if gpus else None,
         gpu_memory=79.1 if gpus else 0.0,
         memory=memory,
-        findings=(),
+        notices=(),
     )
 
 
@@ -106,5 +106,5 @@ def surroundings(*gpus, hosts=1, ranks=1, network=None, write=1e9, file_system="
         machine=found,
         hosts=[Host(machine=replace(found, host=f"n{n}"), disk=disk, ranks=ranks) for n in range(hosts)],
         network=network,
-        findings=[],
+        notices=[],
     )

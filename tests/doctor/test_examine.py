@@ -22,12 +22,12 @@ def config(tmp_path):
 
 
 def codes(found):
-    return {each.code for each in found.findings}
+    return {each.code for each in found.notices}
 
 
 def test_without_a_configuration_only_the_machine_is_examined(around):
     found = examine(Request(), around())
-    assert (found.plan, found.times, found.findings) == (None, [], [])
+    assert (found.plan, found.times, found.notices) == (None, [], [])
     assert found.target.is_cpu
 
 

@@ -53,9 +53,9 @@ def test_fp4_products_with_odd_columns_fall_back(tiny):
     plan = tiny(FP4, model={"n_embd": 64, "n_head": 4, "n_inner": 200})  # 200 columns: no multiple of 16
     found = units(plan, TARGETS["b200"])
     assert found["output"] == found["grad_weight"] == {"fp4", "bf16"}
-    (finding,) = check_formats(plan, TARGETS["b200"])
-    assert finding.code == "gemm-falls-back"
-    assert "200 columns" in finding.text
+    (notice,) = check_formats(plan, TARGETS["b200"])
+    assert notice.code == "gemm-falls-back"
+    assert "200 columns" in notice.text
 
 
 @pytest.mark.parametrize(("target", "unit"), [("h100", "fp8"), ("mi300x", "fp8"), ("a100", "bf16")])

@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from megalowbit.doctor.disk import Disk, not_writable
-from megalowbit.doctor.findings import warning
 from megalowbit.doctor.hosts import (
     Host,
     check_folder,
@@ -13,11 +12,12 @@ from megalowbit.doctor.hosts import (
     sees_marks,
 )
 from megalowbit.doctor.machine import Machine
+from megalowbit.doctor.notices import warning
 
 DISK = Disk(folder="/runs", file_system="ext4", free=10**12)
 
 
-def host(name, *, ranks=8, findings=(), **facts):
+def host(name, *, ranks=8, notices=(), **facts):
     machine = Machine(
         host=name,
         facts={"torch": "2.13.0", "driver": "570", "cpu cores": "96", **facts},
@@ -25,12 +25,12 @@ def host(name, *, ranks=8, findings=(), **facts):
         capability=None,
         gpu_memory=0.0,
         memory=512.0,
-        findings=tuple(findings),
+        notices=tuple(notices),
     )
     return Host(machine=machine, disk=DISK, ranks=ranks)
 
 
-def test_equal_hosts_have_no_findings():
+def test_equal_hosts_have_no_notices():
     assert check_hosts([host("n1"), host("n2"), host("n3")]) == []
 
 
@@ -48,11 +48,11 @@ def test_another_number_of_ranks_is_named():
     assert found.hosts == ("n2",)
 
 
-def test_findings_of_all_hosts_are_said_once():
+def test_notices_of_all_hosts_are_said_once():
     slow = warning("disk-slow", "slow")
-    (found,) = check_hosts([host("n1", findings=[slow]), host("n2", findings=[slow])])
+    (found,) = check_hosts([host("n1", notices=[slow]), host("n2", notices=[slow])])
     assert found.hosts == ()
-    (found,) = check_hosts([host("n1", findings=[slow]), host("n2")])
+    (found,) = check_hosts([host("n1", notices=[slow]), host("n2")])
     assert found.hosts == ("n1",)
 
 
@@ -76,7 +76,7 @@ def test_a_folder_that_rank_0_cannot_write_to_is_a_problem_once():
     assert (found.level, found.code, found.hosts) == ("problem", "disk-write", ("n1",))
     assert "/runs cannot be written to" in found.text
     # a measurement of the disk has said it already
-    measured = host("n1", findings=[not_writable("/runs", "Permission denied")])
+    measured = host("n1", notices=[not_writable("/runs", "Permission denied")])
     assert list(check_folder([measured, host("n2")], [False] * 4, ranks)) == []
 
 

@@ -23,7 +23,7 @@ def _versions_are_checked_again():
 
 
 def codes(machine):
-    return {(each.level, each.code) for each in machine.findings}
+    return {(each.level, each.code) for each in machine.notices}
 
 
 def test_this_machine_is_described():
@@ -38,7 +38,7 @@ def test_this_machine_is_described():
 
 def test_another_version_is_a_problem_with_its_remedy(monkeypatch):
     monkeypatch.setattr(installed, "TORCH", "1.0.0")
-    (found,) = [each for each in inspect_machine().findings if each.code == "versions"]
+    (found,) = [each for each in inspect_machine().notices if each.code == "versions"]
     assert found.level == "problem"
     assert "verified only with 1.0.0" in found.text
     assert found.fix.startswith("pip install 'torch==1.0.0'")
@@ -64,10 +64,10 @@ def test_nvidias_apex_is_told_from_the_package_on_pypi(tmp_path, monkeypatch, fi
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     assert apex_kind() == kind
     expected = {"another package": "note", "not installed": None}.get(kind, "note")
-    found = {each.code: each.level for each in inspect_machine().findings}
+    found = {each.code: each.level for each in inspect_machine().notices}
     assert found.get("apex") == expected
     monkeypatch.setenv("MEGALOWBIT_APEX", "1")
-    found = {each.code: each.level for each in inspect_machine().findings}
+    found = {each.code: each.level for each in inspect_machine().notices}
     assert found.get("apex") == (None if kind.endswith("with its kernels") else "problem")
 
 
@@ -87,7 +87,7 @@ def test_without_a_compiler_the_c_kernels_are_missed(monkeypatch, tmp_path):
     from megalowbit.quantize.cpu.fp4 import LIBRARY
 
     monkeypatch.setattr(LIBRARY, "why_unavailable", lambda: "no C compiler found: install gcc")
-    (found,) = [each for each in inspect_machine().findings if each.code == "c-kernels"]
+    (found,) = [each for each in inspect_machine().notices if each.code == "c-kernels"]
     assert found.level == "warning"
     assert "no C compiler found" in found.text
 
@@ -109,7 +109,7 @@ def test_gpus_have_units_and_need_nccl(monkeypatch):
     found = inspect_machine(processes=2)
     assert found.facts["GPUs"] == "2 × NVIDIA H100 80GB HBM3"
     assert (found.target.name, found.target.devices_of_host) == ("h100", 2)
-    (units,) = [each for each in found.findings if each.code == "gpu-units"]
+    (units,) = [each for each in found.notices if each.code == "gpu-units"]
     assert units.text == "compute capability 9.0: units for bf16, FP8; none for FP4"
     assert (("problem", "nccl") in codes(found)) == (not torch.distributed.is_nccl_available())
     assert ("problem", "nccl") not in codes(inspect_machine(processes=1))

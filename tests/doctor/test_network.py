@@ -22,7 +22,7 @@ def with_values(**changes):
     return replace(NETWORK, **{name: {**getattr(NETWORK, name), **more} for name, more in changes.items()})
 
 
-def test_a_healthy_network_has_no_findings():
+def test_a_healthy_network_has_no_notices():
     assert list(check_network(NETWORK)) == []
     assert list(check_bandwidth(NETWORK, 400e9)) == []
     assert list(check_bandwidth(NETWORK, None)) == []

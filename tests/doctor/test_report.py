@@ -8,7 +8,7 @@ import pytest
 
 from launchers import ROOT, write_config
 from megalowbit.doctor.examine import Request, examine
-from megalowbit.doctor.findings import LEVELS, problem
+from megalowbit.doctor.notices import LEVELS, problem
 from megalowbit.doctor.report import to_json, to_text, verdict
 from megalowbit.doctor.target import TARGETS
 from megalowbit.pretrain.config import load_config
@@ -52,8 +52,8 @@ def test_the_json_has_every_documented_key_and_round_trips(found):
 
 
 def test_the_verdict_follows_from_problems(found):
-    fine = replace(found, findings=[each for each in found.findings if each.level != "problem"])
-    bad = replace(found, findings=[problem("memory-device", "too large")])
+    fine = replace(found, notices=[each for each in found.notices if each.level != "problem"])
+    bad = replace(found, notices=[problem("memory-device", "too large")])
     assert [to_json(each)["verdict"] for each in (fine, bad)] == ["fine", "problems"]
     assert verdict(fine).startswith("doctor: no problems, ")
     assert verdict(bad) == "doctor: 1 problem (memory-device), 0 warnings, 0 notes"
@@ -72,10 +72,10 @@ def test_the_text_has_the_figures_of_the_json(found):
         assert line in text
 
 
-def test_a_long_list_of_hosts_shows_the_first_and_those_with_findings(found):
+def test_a_long_list_of_hosts_shows_the_first_and_those_with_notices(found):
     (host,) = found.hosts
     hosts = [replace(host, machine=replace(host.machine, host=f"n{number}")) for number in range(40)]
-    text = to_text(replace(found, hosts=hosts, findings=[problem("clock", "late", "", ["n33"])]))
+    text = to_text(replace(found, hosts=hosts, notices=[problem("clock", "late", "", ["n33"])]))
     assert re.search(r"^  n33 .* clock$", text, re.MULTILINE)
     assert "n34 " not in text
     assert "and 31 more hosts" in text

@@ -10,7 +10,7 @@ from megalowbit.doctor.target import TARGETS
 from megalowbit.pretrain.config import load_config
 
 H100 = TARGETS["h100"]
-# a run without findings: warm-up, decay, the usual betas, clipping, a late switch, and too short to be saved
+# a run without notices: warm-up, decay, the usual betas, clipping, a late switch, and too short to be saved
 GOOD = (
     'megalowbit.lr_schedule={"type": "cosine", "warmup_steps": 40}',
     "optimizer.params.betas=[0.9, 0.95]",
@@ -43,7 +43,7 @@ def codes(plan, seconds=600.0, disk=None):
     return {each.code for each in check_risks(plan, H100, seconds, disk)}
 
 
-def test_a_good_run_has_no_findings(good):
+def test_a_good_run_has_no_notices(good):
     assert codes(good()) == set()
 
 

@@ -12,7 +12,7 @@ def codes(plan):
     return [each.code for each in check_shapes(plan)]
 
 
-def test_even_sizes_have_no_findings(tiny):
+def test_even_sizes_have_no_notices(tiny):
     plan = tiny(*SAMPLE, model=EVEN)
     assert codes(plan) == []
     assert all(size.value % size.wanted == 0 and not size.fix for size in sizes_of(plan))

@@ -1,7 +1,7 @@
-from megalowbit.doctor.findings import by_level, merged, note, problem, warning
+from megalowbit.doctor.notices import by_level, merged, note, problem, warning
 
 
-def test_findings_are_sorted_by_level_and_listed_once():
+def test_notices_are_sorted_by_level_and_listed_once():
     found = [note("c", "3"), problem("a", "1"), warning("b", "2"), problem("a", "1")]
     assert [each.code for each in by_level(found)] == ["a", "b", "c"]
 

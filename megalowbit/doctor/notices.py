@@ -14,8 +14,8 @@ LEVELS = ("problem", "warning", "note")
 SIGNS = {"problem": "✗", "warning": "!", "note": "·"}
 
 
-class Finding(NamedTuple):
-    """One thing found.
+class Notice(NamedTuple):
+    """One thing that the doctor says.
 
     Attributes:
         level: of `LEVELS`.
@@ -41,37 +41,37 @@ class Finding(NamedTuple):
         return f"  {SIGNS[self.level]} {where}{self.text} [{self.code}]{fix}"
 
 
-def problem(code: str, text: str, fix: str = "", hosts: Iterable[str] = ()) -> Finding:
+def problem(code: str, text: str, fix: str = "", hosts: Iterable[str] = ()) -> Notice:
     """A reason not to start the run."""
-    return Finding("problem", code, text, fix, tuple(hosts))
+    return Notice("problem", code, text, fix, tuple(hosts))
 
 
-def warning(code: str, text: str, fix: str = "", hosts: Iterable[str] = ()) -> Finding:
+def warning(code: str, text: str, fix: str = "", hosts: Iterable[str] = ()) -> Notice:
     """A likely mistake."""
-    return Finding("warning", code, text, fix, tuple(hosts))
+    return Notice("warning", code, text, fix, tuple(hosts))
 
 
-def note(code: str, text: str, fix: str = "", hosts: Iterable[str] = ()) -> Finding:
+def note(code: str, text: str, fix: str = "", hosts: Iterable[str] = ()) -> Notice:
     """A fact that is worth knowing."""
-    return Finding("note", code, text, fix, tuple(hosts))
+    return Notice("note", code, text, fix, tuple(hosts))
 
 
-def by_level(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings without repetitions, problems first; otherwise in their order."""
-    return sorted(dict.fromkeys(findings), key=lambda each: LEVELS.index(each.level))
+def by_level(notices: Iterable[Notice]) -> list[Notice]:
+    """The notices without repetitions, problems first; otherwise in their order."""
+    return sorted(dict.fromkeys(notices), key=lambda each: LEVELS.index(each.level))
 
 
-def merged(findings: Iterable[tuple[str, Finding]], num_hosts: int) -> list[Finding]:
-    """One finding for all hosts that have the same one; without hosts if all have it.
+def merged(notices: Iterable[tuple[str, Notice]], num_hosts: int) -> list[Notice]:
+    """One notice for all hosts that have the same one; without hosts if all have it.
 
     Args:
-        findings: the host, and what was found there.
+        notices: the host, and what was found there.
         num_hosts: of the job.
     """
-    hosts: dict[Finding, dict[str, None]] = {}
-    for host, finding in findings:
-        hosts.setdefault(finding, {})[host] = None
+    hosts: dict[Notice, dict[str, None]] = {}
+    for host, notice in notices:
+        hosts.setdefault(notice, {})[host] = None
     return [
-        finding if len(where) == num_hosts else finding._replace(hosts=tuple(where))
-        for finding, where in hosts.items()
+        notice if len(where) == num_hosts else notice._replace(hosts=tuple(where))
+        for notice, where in hosts.items()
     ]
