@@ -31,6 +31,7 @@ class RunRecords:
         grids: saturation, underflow and SNR by layer; None: there are none.
         checks: the precision checks; None: there are none.
         finished: the step after which it has finished; None: it has not, or was continued with more steps.
+        is_trained: whether all steps were trained and summarised; the export and `DONE` follow.
         age: seconds since its last record.
         notes: what could not be read, of all files.
     """
@@ -43,6 +44,7 @@ class RunRecords:
     grids: Grids | None
     checks: Checks | None
     finished: int | None
+    is_trained: bool
     age: float
     notes: Sequence[str]
 
@@ -76,10 +78,12 @@ class RunRecords:
 
     @property
     def state(self) -> str:
-        """`finished`, or how far it is and when it last recorded something."""
+        """`finished`; `trained`, as in the page that the run itself writes; or how far it is."""
         last = self.metrics.last_step
         if self.finished is not None:
             return f"finished after {self.finished:,} steps"
+        if self.is_trained:
+            return f"trained for all {last:,} steps"
         of = f" of {self.steps:,}" if self.steps else ""
         return f"not finished: step {last:,}{of}, last record {duration_text(self.age)} before this page"
 
@@ -114,9 +118,7 @@ def _read(folder: Path, label: str) -> RunRecords:
         raise UserError(f"{folder} has no step ({why}): wait for the run's first step, or name another run")
     notes = list(metrics.notes)
     finish = read_finish(folder, content, metrics.last_step, notes)
-    # a run writes this page between its summary and DONE
     summary = object_if_any(folder / SUMMARY, notes)
-    is_at_end = summary.get("steps") == planned_steps(content) == metrics.last_step
     return RunRecords(
         folder=folder,
         label=label,
@@ -125,7 +127,8 @@ def _read(folder: Path, label: str) -> RunRecords:
         metrics=metrics,
         grids=read_grids(folder, notes),
         checks=read_checks(folder, notes),
-        finished=(finish.step or metrics.last_step) if finish.is_final or is_at_end else None,
+        finished=(finish.step or metrics.last_step) if finish.is_final else None,
+        is_trained=summary.get("steps") == planned_steps(content) == metrics.last_step,
         age=max(0.0, time.time() - (folder / METRICS).stat().st_mtime),
         notes=notes,
     )

@@ -65,7 +65,10 @@ def test_report_and_diagnose_agree_whether_a_run_has_finished(tmp_path, done, pl
 def test_the_state_of_a_run(tmp_path):
     write_run(tmp_path / "done", 20)
     write_run(tmp_path / "going", 20, changes={"megalowbit.run.steps": 50}, is_done=False)
-    done, going = read_runs([tmp_path / "done", tmp_path / "going"])
+    (write_run(tmp_path / "trained", 20) / "DONE").unlink()
+    done, going, trained = read_runs([tmp_path / "done", tmp_path / "going", tmp_path / "trained"])
+    assert trained.state == "trained for all 20 steps"
+    assert trained.finished is None
     assert done.state == "finished after 20 steps"
     assert going.state.startswith("not finished: step 20 of 50, last record 0 s")
     assert going.tokens_per_step == 512

@@ -24,7 +24,7 @@ def test_a_run_ends_with_its_page_and_each_attempt_has_a_line(resolve, tmp_path,
     run(resolve("megalowbit.run.steps=2"), folder)
     assert f"report: {folder / 'report.html'}" in capsys.readouterr().out
     text = (folder / "report.html").read_text()
-    assert "finished after 2 steps" in text
+    assert "trained for all 2 steps" in text
     first = starts(folder)
     pretrain(resolve("megalowbit.run.steps=3"), ProcessIdentity(), run_dir=folder, is_resume=True)
     again = starts(folder)
@@ -34,7 +34,7 @@ def test_a_run_ends_with_its_page_and_each_attempt_has_a_line(resolve, tmp_path,
     assert again[0]["low_bit_layers"] > 0
     assert 0 < again[0]["low_bit_weights"] < again[0]["parameters"]
     text = (folder / "report.html").read_text()
-    assert "finished after 3 steps" in text
+    assert "trained for all 3 steps" in text
     assert "Attempts" in text
     assert "<td>after step 2</td>" in text
 
