@@ -69,6 +69,14 @@ def _precision(plan: RunPlan) -> Iterator[Notice]:
 
 
 def _recipe(plan: RunPlan) -> Iterator[Notice]:
+    split = plan.recipe.split_grad_output
+    if split is not None and split.gains != "none":
+        yield warning(
+            "gradient-gains",
+            f'split_grad_output has gains "{split.gains}", which multiply in each layer that the gradient '
+            "passes; losses of small models leapt with them (docs/spectral.md)",
+            "watch grad_norm in a short run, or leave gains out",
+        )
     advice = recipe_advice(plan.config)
     if advice is None:
         return

@@ -52,6 +52,8 @@ def test_a_good_run_has_no_notices(good):
     [
         ("gradient_clipping=0", "no-clipping"),
         ("megalowbit.late_switch=null", None),  # off on purpose
+        ('megalowbit.recipe={"base": "nvfp4", "split_grad_output": {"gains": "ysche"}}', "gradient-gains"),
+        ('megalowbit.recipe={"base": "nvfp4", "split_grad_output": {}}', None),
         ("optimizer.params.betas=[0.9, 0.999]", "beta2"),
         ("megalowbit.lr_schedule.warmup_steps=10", "warmup"),
         ("megalowbit.lr_schedule.total_steps=500", "schedule-length"),
