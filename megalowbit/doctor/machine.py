@@ -24,6 +24,7 @@ import torch
 from megalowbit.doctor.disk import file_system_of, is_shared
 from megalowbit.doctor.notices import Notice, note, problem, warning
 from megalowbit.doctor.target import BF16, FP4, FP8, Target, cpu_target, target_of_device
+from megalowbit.engine.versions.extension_locks import stale_lock_lines
 from megalowbit.errors import UserError
 from megalowbit.pretrain.checks import this_device
 from megalowbit.pretrain.estimate.host_memory import host_memory
@@ -106,6 +107,7 @@ def inspect_machine(*, processes: int = 1, is_cpu_chosen: bool = False) -> Machi
         *_check_gpus(gpus, capability, is_cpu_chosen=is_cpu_chosen),
         *_check_kernels(device, facts["C compiler"]),
         *_check_communication(device, processes),
+        *_check_locks(),
         *_check_apex(facts["apex"]),
     ]
     return Machine(
@@ -335,3 +337,10 @@ def _check_apex(kind: str) -> Iterator[Notice]:
             "apex",
             f"apex is {kind}; it is not used unless MEGALOWBIT_APEX is 1, because it has not been tested",
         )
+
+
+def _check_locks() -> Iterator[Notice]:
+    """Also those of operators that only other libraries' loops build."""
+    for line in stale_lock_lines():
+        text, _, fix = line.rpartition(". ")
+        yield warning("stale-lock", text, fix.lower())

@@ -1,3 +1,4 @@
+import os
 import re
 import sys
 from pathlib import Path
@@ -127,3 +128,15 @@ def test_a_triton_that_cannot_compile_is_a_problem(monkeypatch):
     monkeypatch.setattr(machine_module, "file_system_of", lambda path: "nfs4")
     found = list(machine_module._check_triton(torch.device("cpu")))
     assert [(each.level, each.code) for each in found] == [("problem", "triton"), ("warning", "triton-cache")]
+
+
+def test_the_lock_of_a_killed_build_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "deepspeed_shm_comm" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    assert ("warning", "stale-lock") not in codes(inspect_machine())
+    os.utime(lock, (0, 0))
+    (found,) = [each for each in inspect_machine().notices if each.code == "stale-lock"]
+    assert str(lock) in found.text
+    assert found.fix == "remove the file if nothing is compiling"
