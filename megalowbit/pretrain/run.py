@@ -117,11 +117,13 @@ def pretrain(
             at_first_step()
         has_summary = agree(lambda: folder.has_summary_of(job.step))  # a kill after the last step leaves none
         facts = attempt_facts(job) if identity.is_main else {}
-        succeed_together(lambda: attempt.begin(is_resumed=is_resumed, facts=facts))
+        begin = partial(attempt.begin, is_resumed=is_resumed, facts=facts)
         if job.step >= config.settings.run.steps and has_summary:
+            succeed_together(begin)
             console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to continue")
         else:
             recorder = Recorder(job, console, is_main=identity.is_main, is_resume=is_resume)
+            succeed_together(begin)  # nothing is written before all records are open
             if _train(job, recorder, watchdog, has_launcher_ended) is Ending.STOPPED:
                 attempt.is_stopped, attempt.stopped_by = True, pending_stop_signal()
                 return
