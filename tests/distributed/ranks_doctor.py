@@ -36,9 +36,9 @@ gather(None)  # both have removed their marks
 result = {
     "hosts": [[host.name, host.ranks] for host in around.hosts],
     "network": around.network.to_dict(),
-    "findings": [each.to_dict() for each in around.findings],
+    "findings": [each.to_dict() for each in around.notices],
     "apart": apart,
-    "of_run": None if found is None else [each.code for each in found.findings],
+    "of_run": None if found is None else [each.code for each in found.notices],
     "devices_of_host": None if found is None else found.target.devices_of_host,
     "left": gather(sorted(map(str, folder.rglob(".megalowbit*")))),
 }
