@@ -27,7 +27,7 @@ from torch import Tensor
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey, random_words
 from megalowbit.quantize.quantized_tensor import matrix_shape
-from megalowbit.quantize.tensor_statistics import in_memory_order, tensor_moments
+from megalowbit.quantize.tensor_statistics import in_memory_order, largest_magnitude
 from megalowbit.speculation.settings import EstimatorSettings
 from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS
 
@@ -77,7 +77,7 @@ def estimate(
     if x.numel() == 0:
         return row
     ordered, matrix = in_memory_order(x), x.reshape(matrix_shape(x.shape))
-    absmax = tensor_moments(ordered).largest
+    absmax = largest_magnitude(ordered)
     if full_amax is not None:
         # MAX drops NaN
         largest = absmax.to(torch.float32).nan_to_num(nan=torch.inf, posinf=torch.inf)
