@@ -1,4 +1,4 @@
-"""Statistics of a full tensor, separate from quantising it: the maximum for its scale, and moments.
+"""Maxima of a full tensor, separate from quantising it: for its scale, and its largest magnitude.
 
 `tensor_maximum` is for shards. Each rank computes its maximum, the ranks reduce them by MAX, and the
 quantizer gets the result as `tensor_amax`. It is the number that the quantizer would compute for the full
@@ -6,79 +6,34 @@ tensor; on GPUs its kernel is used. With block scales, a block with an infinity 
 single scale, it makes the maximum infinite and the tensor NaN. The result is never NaN, because the MAX of
 some libraries drops NaN. Not supported: scales from the mean magnitude, and `seed_compat`.
 
-`tensor_moments` computes the largest magnitude and the sum of squares in float64. A C kernel on CPUs reads a
-tensor once, in memory order; plain torch reads it twice, in pieces. Both give the same largest magnitude, and
-sums equal to within 1e-12. The backend is chosen as in `backends`, including `MEGALOWBIT_BACKEND`; the use of
-plain torch on a CPU is logged once. A tensor whose axes do not merge into two is copied first (a slice along
-two axes of three).
+`largest_magnitude` knows of no format, and keeps NaN. It reads a tensor in memory order. A tensor whose axes
+do not merge into two is copied first (a slice along two axes of three).
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import logging
-import os
-from pathlib import Path
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from megalowbit.c_library import KernelLibrary, address
 from megalowbit.errors import UserError
-from megalowbit.quantize.backends import BACKEND_VARIABLE, backend_of, maximum
-from megalowbit.quantize.cpu.kernel_arguments import DTYPES, arguments_of
-from megalowbit.quantize.cpu.known_bits import KNOWN_MOMENTS, answers_moments
+from megalowbit.quantize.backends import maximum
 from megalowbit.quantize.encoding import EncodeRequest, Encoding
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
 
-CPU_PIECE = 2**16  # elements; the float64 copy, 512 KiB, stays in cache
-PIECE = 2**22  # elements on other devices; few launches, and the copy takes 32 MiB
-logger = logging.getLogger("megalowbit")
-
-
-class Moments(NamedTuple):
-    """Moments of all elements, each float64, 0-dim, on the tensor's device.
-
-    Attributes:
-        largest: largest magnitude; NaN if an element is NaN.
-        squares: sum of squares; not finite if an element is not.
-    """
-
-    largest: Tensor
-    squares: Tensor
-
 
 @torch.no_grad()
-def tensor_moments(x: Tensor) -> Moments:
-    """Largest magnitude and sum of squares of any floating-point tensor, without waiting for the device."""
-    matrix = in_memory_order(x.detach())
-    if backend_of(matrix) == "c" and _has_kernel(matrix.dtype, os.environ.get(BACKEND_VARIABLE, "")):
-        return Moments(*moments_on_cpu(matrix).unbind())
-    if matrix.numel() == 0:
-        return Moments(*torch.zeros(2, dtype=torch.float64, device=x.device).unbind())
-    low, high = torch.aminmax(matrix)
-    return Moments(torch.maximum(low.neg(), high).to(torch.float64), _sum_of_squares(matrix.flatten()))
-
-
-def moments_on_cpu(matrix: Tensor, *, library: ctypes.CDLL | None = None) -> Tensor:
-    """Largest magnitude (NaN if there is one) and sum of squares (relative error < 2.4e-13), computed by C.
-
-    Args:
-        matrix: fp32, bf16 or fp16 (rows, cols), any strides, may be empty.
-        library: a library to be checked; `None`: the one in use.
+def largest_magnitude(x: Tensor) -> Tensor:
+    """The largest magnitude of any floating-point tensor, without waiting for the device.
 
     Returns:
-        float64 (2,), independent of the number of threads.
+        float64, 0-dim, on x's device; NaN if an element is NaN, 0 if there is none.
     """
-    matrix = matrix.detach().resolve_neg()
-    found = torch.empty(2, dtype=torch.float64, device="cpu")
-    call = (library or LIBRARY.get()).megalowbit_moments
-    if call(ctypes.byref(arguments_of(matrix, None)), ctypes.c_void_p(address(found))):
-        raise MemoryError(f"not enough memory to read a matrix of {matrix.shape[0]} × {matrix.shape[1]}")
-    return found
+    matrix = in_memory_order(x.detach())
+    if matrix.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=x.device)
+    low, high = torch.aminmax(matrix)
+    return torch.maximum(low.neg(), high).abs().to(torch.float64)
 
 
 def in_memory_order(x: Tensor) -> Tensor:
@@ -101,28 +56,6 @@ def in_memory_order(x: Tensor) -> Tensor:
     if x.numel() == 0 or len(sizes) > 2:
         return ordered.contiguous().view(1, -1)
     return ordered.view([1] * (2 - len(sizes)) + sizes)
-
-
-def _sum_of_squares(flat: Tensor) -> Tensor:
-    sums = []
-    for piece in flat.split(CPU_PIECE if flat.device.type == "cpu" else PIECE):
-        wide = piece.to(torch.float64)
-        sums.append(torch.dot(wide, wide))
-    return torch.stack(sums).sum()
-
-
-@functools.lru_cache(maxsize=64)  # so each message is logged once
-def _has_kernel(dtype: torch.dtype, forced: str) -> bool:
-    """Whether the C kernel supports this dtype."""
-    if dtype not in DTYPES:
-        logger.info("statistics of %s on cpu use plain torch operations: no kernel supports it", dtype)
-        return False
-    reason = LIBRARY.why_unavailable()
-    if reason and forced:
-        raise UserError(f"{BACKEND_VARIABLE}={forced} cannot be used for operand statistics: {reason}")
-    if reason:
-        logger.warning("operand statistics use plain torch operations, which is slower: %s", reason)
-    return reason is None
 
 
 def needs_maximum(quantizer: Quantizer) -> bool:
@@ -179,17 +112,3 @@ def _block_maxima(x: Tensor, block: tuple[int, int]) -> Tensor:
         x = torch.nn.functional.pad(x, padding)
     low, high = torch.aminmax(x.unflatten(1, (-1, cols)), dim=2)  # unlike abs, without a copy of x
     return torch.maximum(low.neg(), high).abs().unflatten(0, (-1, rows)).amax(1)
-
-
-def _answers(library: ctypes.CDLL) -> dict[str, int]:
-    return answers_moments(functools.partial(moments_on_cpu, library=library))
-
-
-# separate from the libraries of `quantize.cpu`, so only runs that need these statistics wait for its
-# compilation
-LIBRARY = KernelLibrary(
-    Path(__file__).with_name("cpu") / "moments.c",
-    ("tasks.h", "codes.h", "lanes.h"),
-    _answers,
-    KNOWN_MOMENTS,
-)

@@ -43,13 +43,12 @@ from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.agreement import agreed
 from megalowbit.speculation.counters import PrecisionCounters
 from megalowbit.speculation.exchange import Findings
-from megalowbit.speculation.noise import predict_snr_db
+from megalowbit.speculation.noise import predict_candidates
 from megalowbit.speculation.policy import RESTART, Policy, finite_or_none
 from megalowbit.speculation.precisions import OPERANDS, PRODUCTS, recipe_with
 from megalowbit.speculation.probe import PrecisionCheck, ProductProbe, RankFindings
 from megalowbit.speculation.report import Change, GemmRow, SpeculationReport, SpeculationTotals
 from megalowbit.speculation.settings import SpeculationSettings
-from megalowbit.speculation.statistics import OperandStatistics
 
 Gemm = tuple[str, str]  # layer, product
 
@@ -162,7 +161,6 @@ class PrecisionController:
                 step=self.step,
                 candidates=self.settings.candidates[:-1],
                 estimator=self.settings.estimator,
-                signal=self.settings.signal,
                 verify_size=self.settings.verify_size if is_verified else 0,
                 findings=RankFindings(),
             )
@@ -299,7 +297,7 @@ class PrecisionController:
         left, right = operands
         if left is None or right is None:  # empty operands
             return GemmRow(layer=layer, product=product, precision=used, reason=before.reason), None
-        predicted = self._predicted(left, right, unquantized)
+        predicted = predict_candidates(left, right, len(candidates) - 1, unquantized=unquantized)
         state, is_hit, measured = before, None, math.nan
         verification = findings.verified.get(gemm)
         if verification is not None:
@@ -332,16 +330,6 @@ class PrecisionController:
             reason=state.reason,
             predicted_db=finite_or_none(next_db),
         )
-
-    def _predicted(
-        self, left: OperandStatistics, right: OperandStatistics, unquantized: tuple[bool, bool]
-    ) -> list[float]:
-        """Uncorrected SNR in dB of each candidate; inf if the candidate quantises neither operand."""
-        found = [
-            predict_snr_db(left, right, index, unquantized=unquantized, signal=self.settings.signal)
-            for index in range(len(self.settings.candidates) - 1)
-        ]
-        return [*found, math.inf]
 
 
 def _unquantized_sides(recipe: Recipe, product: str) -> tuple[bool, bool]:

@@ -1,14 +1,13 @@
 """Computes the statistics of a tensor, and its rounding errors at each candidate precision, on its device.
 
-The largest magnitude and the sum of squares come from all elements. They are computed in float64, which does
-not overflow or underflow, and on a CPU in one pass (`quantize.tensor_statistics`). The center and the spread
-of the bulk come from a sample drawn with Philox: the median, and the 68.27 % quantile of the distance from
-it. Neither depends on how large the outliers are. Elements equal to the median are left out of the second
-one, because the zeros of a sparse tensor say nothing about the size of the others.
+The largest magnitude comes from all elements. The center and the spread of the bulk come from a sample drawn
+with Philox: the median, and the 68.27 % quantile of the distance from it. Neither depends on how large the
+outliers are. Elements equal to the median are left out of the second one, because the zeros of a sparse
+tensor say nothing about the size of the others.
 
-Outliers, the power of the bulk and the rounding errors come from up to `COUNTED` elements, in pieces of whole
-blocks that are spread evenly over rows and columns. The quantizers of the candidates round these pieces, with
-the scale of the full tensor; stochastic ones draw up to `DRAWS` times. No distribution is assumed, so heavy
+The power of the bulk and its rounding errors come from up to `COUNTED` elements, in pieces of whole blocks
+that are spread evenly over rows and columns. The quantizers of the candidates round these pieces, with the
+scale of the full tensor; stochastic ones draw up to `DRAWS` times. No distribution is assumed, so heavy
 tails, one-sided data and zeros need no special treatment. An error that is an estimate is raised by two
 standard errors, because few, rare errors decide in sparse tensors.
 
@@ -28,13 +27,13 @@ from torch import Tensor
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey, random_words
 from megalowbit.quantize.quantized_tensor import matrix_shape
-from megalowbit.quantize.tensor_statistics import in_memory_order, tensor_moments
+from megalowbit.quantize.tensor_statistics import in_memory_order, largest_magnitude
 from megalowbit.speculation.settings import EstimatorSettings
-from megalowbit.speculation.statistics import COLUMNS, ERRORS, OUTLIER_SIGMAS
+from megalowbit.speculation.statistics import COLUMNS, OUTLIER_SIGMAS
 
 WITHIN_SIGMA = 0.6826894921370859  # share of a Gaussian within one standard deviation
 PIECE = 128  # neighbouring elements of a row; a multiple of the candidates' blocks
-COUNTED = 2**18  # elements in which outliers are counted: a share of 1e-4 is estimated to ±20 %
+COUNTED = 2**18  # elements of the pieces, at most
 DRAWS = 4  # of stochastic rounding, at most: fewer if they have more than `COUNTED` elements together
 
 
@@ -69,43 +68,31 @@ def estimate(
         full_amax: maps x's largest magnitude, fp32, to that of the full tensor, if x is a shard of one.
 
     Returns:
-        float64, `COLUMNS` and then `ERRORS` for each quantizer, on x's device; the host does not wait for
+        float64, `COLUMNS` and then an error for each quantizer, on x's device; the host does not wait for
         the device. The largest magnitude is that of the full tensor. If x contains an infinity or a NaN, all
         but the count are NaN. If x is empty, all are zero.
     """
     x = x.detach()
-    row = torch.zeros(len(COLUMNS) + len(ERRORS) * len(quantizers), dtype=torch.float64, device=x.device)
+    row = torch.zeros(len(COLUMNS) + len(quantizers), dtype=torch.float64, device=x.device)
     if x.numel() == 0:
         return row
     ordered, matrix = in_memory_order(x), x.reshape(matrix_shape(x.shape))
-    absmax, squares = tensor_moments(ordered)
+    absmax = largest_magnitude(ordered)
     if full_amax is not None:
         # MAX drops NaN
         largest = absmax.to(torch.float32).nan_to_num(nan=torch.inf, posinf=torch.inf)
         absmax = full_amax(largest).to(torch.float64)
-    power = squares / x.numel()
     center, sigma = _center_and_sigma(_sample(ordered, settings.sample, key))
     pieces = _pieces(matrix, max(COUNTED, settings.sample), key)
     wide = pieces.values.to(torch.float64)
-    is_outlier = ((wide - center).abs() > OUTLIER_SIGMAS * sigma) & pieces.is_element
-    is_bulk = pieces.is_element & ~is_outlier
-    bulk_power, outlier_power = _mean(wide.square(), is_bulk), _mean(wide.square(), is_outlier)
-    share = is_outlier.sum().to(torch.float64) / pieces.is_element.sum()
-    has_outlier = absmax - center.abs() > OUTLIER_SIGMAS * sigma
-    share = share.maximum(has_outlier.to(torch.float64) / x.numel())
-    numbers = [absmax, center, sigma, power, bulk_power, share]
+    is_bulk = ((wide - center).abs() <= OUTLIER_SIGMAS * sigma) & pieces.is_element
+    numbers = [absmax, center, sigma, _mean(wide.square(), is_bulk)]
     for name in quantizers:
         errors = _squared_errors(name, pieces.values, key, absmax.to(torch.float32))
         is_exact = pieces.values.numel() == x.numel() and not quantizer(name).is_stochastic
-        of_bulk = _mean(errors[0], is_bulk) if is_exact else _cautious_mean(errors, is_bulk)
-        # the power of outliers is known from all elements, and the pieces may contain too few of them
-        part = torch.where(outlier_power > 0, _mean(errors.mean(0), is_outlier), of_bulk)
-        whole = torch.where(outlier_power > 0, outlier_power, bulk_power)
-        relative = torch.where(whole > 0, part / whole, 1.0)
-        beyond = (power - (1 - share) * bulk_power).clamp(min=0.0)
-        numbers += [of_bulk, (1 - share) * of_bulk + relative * beyond]
+        numbers.append(_mean(errors[0], is_bulk) if is_exact else _cautious_mean(errors, is_bulk))
     found = torch.stack(numbers)
-    row[1:] = torch.where((absmax + power).isfinite(), found, torch.nan)
+    row[1:] = torch.where(absmax.isfinite(), found, torch.nan)
     row[0].fill_(x.numel())
     return row
 

@@ -28,10 +28,10 @@ from megalowbit.distributed.agreement import gather
 from megalowbit.errors import UserError, shown
 from megalowbit.speculation.precisions import PRODUCTS
 from megalowbit.speculation.probe import ENERGIES, ROLES, ROUNDING, RankFindings
-from megalowbit.speculation.statistics import COLUMNS, ERRORS, Errors, OperandStatistics
+from megalowbit.speculation.statistics import COLUMNS, OperandStatistics
 
-# all but the first × count; the `ERRORS` of each candidate follow
-MOMENTS = ("count", "center", "square", "power", "bulk_power", "outlier_share")
+# all but the first × count; the error at each candidate follows
+MOMENTS = ("count", "center", "square", "bulk_power")
 SIDES = 2  # left and right operand of a product
 HIGHEST_DB = 100.0  # highest measured SNR; beyond it the float64 reference is not exact enough
 _FINGERPRINT_BITS = 48  # exact in a float64
@@ -164,7 +164,7 @@ class Exchange:
             RuntimeError: ranks made different decisions in an earlier check.
         """
         device = process_group.exchange_device(self._group, device)
-        width = len(COLUMNS) + len(ERRORS) * self._candidates
+        width = len(COLUMNS) + self._candidates
         statistics = _rows(self._operands, found.statistics, width, device)
         of = dict(zip(COLUMNS, statistics.unbind(1), strict=False))
         width = len(ENERGIES) + len(ROUNDING) * self._candidates
@@ -206,7 +206,7 @@ class Exchange:
                 "round differently: run all ranks on machines of one kind"
             )
         operands, products = self._operands, self._products
-        width = len(MOMENTS) + len(ERRORS) * self._candidates
+        width = len(MOMENTS) + self._candidates
         split = width * len(operands)
         moments = [sums[start : start + width] for start in range(0, split, width)]
         width = len(ENERGIES) + len(ROUNDING) * self._candidates
@@ -240,16 +240,14 @@ def pooled(moments: Sequence[float], absmax: float) -> OperandStatistics:
     if not all(map(math.isfinite, (*moments, absmax))):
         unknown = dict.fromkeys(COLUMNS[1:], math.nan)
         return OperandStatistics(count=count, errors=(), **unknown)
-    center, square, power, bulk_power, outlier_share, *errors = (moment / count for moment in moments[1:])
+    center, square, bulk_power, *errors = (moment / count for moment in moments[1:])
     return OperandStatistics(
         count=count,
         absmax=absmax,
         center=center,
         sigma=math.sqrt(max(0.0, square - center * center)),
-        power=power,
         bulk_power=bulk_power,
-        outlier_share=outlier_share,
-        errors=tuple(map(Errors, errors[::2], errors[1::2])),
+        errors=tuple(errors),
     )
 
 
@@ -275,9 +273,7 @@ def _moments(of: Mapping[str, Tensor], errors: Tensor) -> Tensor:
     weighted = [
         of["center"],
         of["sigma"].square() + of["center"].square(),
-        of["power"],
         of["bulk_power"],
-        of["outlier_share"],
         *errors.unbind(1),
     ]
     return torch.stack([of["count"], *(of["count"] * each for each in weighted)], dim=1)

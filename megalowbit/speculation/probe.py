@@ -5,10 +5,11 @@ each on the device, in a `RankFindings`; the host does not wait. In a verified c
 columns of the unquantised operands and multiplies them in float64, as the reference. It compares the
 reference with
 
-- the product of this step. Signal "all": as the layer computed it. Signal "bulk": the product of the
-  quantised operands, with elements beyond 6 σ set to zero on both sides.
+- the product of this step's quantised operands.
 - the product at each candidate, of the same rows and columns quantised by the probe. Therefore a precision is
   measured before a product first runs at it.
+
+Elements beyond 6 σ are zero in all of them, because their energy would hide the noise of the others.
 
 Samples of input and weight are kept until backward; full tensors never are.
 
@@ -23,7 +24,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +71,6 @@ class PrecisionCheck:
         step: the optimizer step; part of every random key.
         candidates: the candidate precisions but the last.
         estimator: how operand statistics are estimated.
-        signal: "bulk" or "all", for verification.
         verify_size: number of rows and columns to compare; 0: no verification.
         findings: where the probes store their findings.
     """
@@ -78,7 +78,6 @@ class PrecisionCheck:
     step: int
     candidates: tuple[str, ...]
     estimator: EstimatorSettings
-    signal: Literal["bulk", "all"]
     verify_size: int
     findings: RankFindings
 
@@ -139,9 +138,14 @@ class ProductProbe:
 
     @torch.no_grad()
     def observe_product(
-        self, product: str, left: MatmulOperand, right: MatmulOperand, result: Tensor, bias: Tensor | None
+        self,
+        product: str,
+        left: MatmulOperand,
+        right: MatmulOperand,
+        result: Tensor,  # noqa: ARG002  # has outliers, and is rounded to bf16
+        bias: Tensor | None,  # noqa: ARG002
     ) -> None:
-        """See `layers.matmul.slots.Probe.observe_product`."""
+        """See `layers.matmul.slots.Probe.observe_product`; the result itself is not used."""
         self._check.findings.energies[self._layer, product] = None
         roles, axes = OPERANDS[product], _SIDES[product]
         places = [self._places.get(_AXES[role][axis]) for role, axis in zip(roles, axes, strict=True)]
@@ -150,15 +154,8 @@ class ProductProbe:
             return  # not verified
         rows, cols = places[0], places[1]
         masks = _is_bulk(sides[0]), _is_bulk(sides[1])
-        if self._check.signal == "all":
-            masks = torch.ones_like(masks[0]), torch.ones_like(masks[1])
-            matrix = result.detach().reshape(matrix_shape(result.shape))
-            made = matrix.index_select(0, rows).index_select(1, cols).double()
-            if bias is not None:
-                made = made - bias.detach().index_select(0, cols).double()
-        else:
-            quantized = _taken(_values(left), axes[0], rows), _taken(_values(right), axes[1], cols)
-            made = _masked(quantized[0], masks[0]) @ _masked(quantized[1], masks[1]).t()
+        quantized = _taken(_values(left), axes[0], rows), _taken(_values(right), axes[1], cols)
+        made = _masked(quantized[0], masks[0]) @ _masked(quantized[1], masks[1]).t()
         unquantized = self._unquantized.get(product, (False, False))
         self._check.findings.energies[self._layer, product] = _energies(
             (sides[0], sides[1]), masks, made, unquantized

@@ -15,7 +15,7 @@ import itertools
 import math
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -27,7 +27,7 @@ HIGHEST = "bf16"  # the last candidate, always: it is not quantised, and so alwa
 EXAMPLE = '["int8", "fp8", "bf16"]'
 FORMER_KEY = "ladder"  # what `candidates` was called; still accepted
 # Former settings, and the value that is built in now. It is accepted and ignored, others are errors.
-FIXED = {"model": "calibrated"}
+FIXED = {"model": "calibrated", "signal": "bulk"}
 FIXED_IN_ESTIMATOR = {"type": "quantile"}
 UNUSED_IN_ESTIMATOR = "negative_k"  # belonged to the estimator type "negative"
 
@@ -82,11 +82,6 @@ class SpeculationSettings(SettingsModel):
     )
     estimator: EstimatorSettings = Field(
         default=EstimatorSettings(), description="how to estimate the spread of operands"
-    )
-    signal: Literal["bulk", "all"] = Field(
-        default="bulk",
-        description="`bulk`: leave out elements beyond 6 σ, whose energy would hide the noise of the others. "
-        "`all`: include them",
     )
     every: Count = Field(
         default=10, description="interval between precision checks", json_schema_extra=unit("steps")

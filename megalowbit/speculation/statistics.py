@@ -11,21 +11,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple
 
 OUTLIER_SIGMAS = 6.0  # a share of 2e-9 of a Gaussian's elements is beyond
-
-
-class Errors(NamedTuple):
-    """Mean squared rounding errors of an operand at one candidate, measured on a sample.
-
-    Attributes:
-        bulk: over the elements of the bulk.
-        all: over all elements.
-    """
-
-    bulk: float
-    all: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,20 +24,16 @@ class OperandStatistics:
         absmax: largest magnitude of all elements.
         center: median of a sample.
         sigma: standard deviation of the bulk if it is a Gaussian, estimated from a sample.
-        power: mean square of all elements.
         bulk_power: mean square of the elements within `OUTLIER_SIGMAS` · sigma of the center, from a sample.
-        outlier_share: share of the elements beyond that, 0 … 1, from a sample.
-        errors: rounding errors at each candidate but the last, cheapest first.
+        errors: mean squared rounding error of these elements at each candidate but the last, cheapest first.
     """
 
     count: float
     absmax: float
     center: float
     sigma: float
-    power: float
     bulk_power: float
-    outlier_share: float
-    errors: tuple[Errors, ...] = ()
+    errors: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -61,8 +44,8 @@ class OperandStatistics:
     def is_finite(self) -> bool:
         """Whether all numbers are finite, so that a prediction is possible."""
         numbers = [getattr(self, name) for name in COLUMNS]
-        return all(map(math.isfinite, [*numbers, *(value for each in self.errors for value in each)]))
+        return all(map(math.isfinite, [*numbers, *self.errors]))
 
 
+# the error at each candidate follows
 COLUMNS = tuple(field.name for field in fields(OperandStatistics) if field.name != "errors")
-ERRORS = Errors._fields  # columns for each candidate, after `COLUMNS`

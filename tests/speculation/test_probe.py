@@ -21,9 +21,9 @@ KEY = RandomKey(5, 7)
 CANDIDATES = ("int8", "nvfp4")
 
 
-def precision_check(*, size=1 << 20, signal="all", step=3, estimator=ALL):
+def precision_check(*, size=1 << 20, step=3, estimator=ALL):
     return PrecisionCheck(
-        step=step, candidates=CANDIDATES, estimator=estimator, signal=signal, verify_size=size,
+        step=step, candidates=CANDIDATES, estimator=estimator, verify_size=size,
         findings=RankFindings(),
     )  # fmt: skip
 
@@ -54,9 +54,9 @@ def matrices(product, of):
     }[product]()
 
 
-def run(probe, x, name, *, bias=None, product_dtype=torch.bfloat16, is_packed=False):
-    """Show a probe everything in a layer's order; the quantised operands and results in float64."""
-    factors, results = {}, {}
+def run(probe, x, name, *, is_packed=False):
+    """Show a probe everything in a layer's order; the quantised operands in float64."""
+    factors = {}
     for role in ("input", "weight", "grad_output"):
         maximum = probe.observe_operand(role, x[role])
         assert maximum.dtype == torch.float32
@@ -66,13 +66,10 @@ def run(probe, x, name, *, bias=None, product_dtype=torch.bfloat16, is_packed=Fa
     values = {role: factor.tensor.dequantize() for role, factor in factors.items()}
     for product in PRODUCTS:
         left, right = matrices(product, {role: each.double() for role, each in values.items()})
-        own_bias = bias if product == "output" else None
-        result = left @ right.t()
-        result = (result if own_bias is None else result + own_bias.double()).to(product_dtype)
-        results[product] = result.double()
+        result = (left @ right.t()).to(torch.bfloat16)
         left, right = (factors[role] for role in OPERANDS[product])
-        probe.observe_product(product, left, right, result, own_bias)
-    return {role: each.double() for role, each in values.items()}, results
+        probe.observe_product(product, left, right, result, None)
+    return {role: each.double() for role, each in values.items()}
 
 
 def db(found):
@@ -94,39 +91,16 @@ def test_statistics_of_each_operand_are_those_of_its_elements(shape):
         values = each.double().numpy()
         assert found["count"] == values.size
         assert found["absmax"] == np.abs(values).max()
-        assert found["power"] == pytest.approx(np.square(values).mean(), rel=1e-12)
         assert found["sigma"] == pytest.approx(1.0, rel=0.03)
         bulk = values[np.abs(values) < 6]
         assert found["bulk_power"] == pytest.approx(np.square(bulk).mean(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8e4m3", "nvfp4e2m1bnosr", "fp32"])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_energies_of_whole_products(name, has_bias):
-    x, check = operands(), precision_check()
-    bias = torch.linspace(-3, 3, OUTPUTS) if has_bias else None
-    _, results = run(ProductProbe(check, "a"), x, name, bias=bias)
-    for product in PRODUCTS:
-        left, right = matrices(product, {role: each.double() for role, each in x.items()})
-        exact = left @ right.t()
-        made = results[product] - (bias.double() if has_bias and product == "output" else 0)
-        power = left.square().mean() * right.square().mean()
-        expected = [
-            exact.square().sum(),
-            (made - exact).square().sum(),
-            exact.numel() * left.shape[1] * power,
-        ]
-        found = check.findings.energies["a", product]
-        assert found.dtype == torch.float64
-        assert len(found) == len(ENERGIES) + len(ROUNDING) * len(CANDIDATES)
-        torch.testing.assert_close(found[:3], torch.stack(expected), rtol=1e-9, atol=0)
-
-
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("name", ["int8", "fp8e5m2", "nvfp4e2m1bnosr", "fp32"])
 def test_energies_of_the_bulk_leave_outliers_out_of_both_sides(name, is_packed):
-    x, check = operands(dtype=torch.float32), precision_check(signal="bulk")
-    quantized, _ = run(ProductProbe(check, "a"), x, name, is_packed=is_packed)
+    x, check = operands(dtype=torch.float32), precision_check()
+    quantized = run(ProductProbe(check, "a"), x, name, is_packed=is_packed)
     is_bulk = {role: each.double().abs() <= 6 for role, each in x.items()}  # outliers are far beyond
     assert all((~each).sum() >= 2 for each in is_bulk.values())
     exact_of = {role: each.double() * is_bulk[role] for role, each in x.items()}
@@ -137,18 +111,19 @@ def test_energies_of_the_bulk_leave_outliers_out_of_both_sides(name, is_packed):
         exact, made = left @ right.t(), made_left @ made_right.t()
         power = left.square().mean() * right.square().mean()
         found = check.findings.energies["a", product]
+        assert found.dtype == torch.float64
+        assert len(found) == len(ENERGIES) + len(ROUNDING) * len(CANDIDATES)
         signal, noise = exact.square().sum(), (made - exact).square().sum()
         torch.testing.assert_close(found[:2], torch.stack([signal, noise]), rtol=1e-6, atol=1e-20)
         assert found[2] == pytest.approx(exact.numel() * left.shape[1] * power.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("signal", ["all", "bulk"])
 @pytest.mark.parametrize("unquantized", [(False, False), (True, False), (False, True)])
-def test_the_noise_at_each_candidate_is_that_of_full_products(signal, unquantized):
+def test_the_noise_at_each_candidate_is_that_of_full_products(unquantized):
     """Whatever the products of the step run at; INT8 and NVFP4 rounded to nearest are the same each time."""
-    x, check = operands(dtype=torch.float32), precision_check(signal=signal)
+    x, check = operands(dtype=torch.float32), precision_check()
     run(ProductProbe(check, "a", dict.fromkeys(PRODUCTS, unquantized)), x, "fp32")
-    is_bulk = {role: each.double().abs() <= (6 if signal == "bulk" else 1e9) for role, each in x.items()}
+    is_bulk = {role: each.double().abs() <= 6 for role, each in x.items()}
     exact_of = {role: each.double() * is_bulk[role] for role, each in x.items()}
     for candidate, (noise, expected) in zip(
         CANDIDATES, check.findings.energies["a", "output"][3:].view(-1, 2), strict=True
@@ -194,16 +169,11 @@ def test_the_scale_of_a_shard_is_that_of_the_full_operand():
     assert now[COLUMNS.index("absmax")] == 10 * before[COLUMNS.index("absmax")]
     at_int8 = len(COLUMNS)
     assert (now / before)[at_int8] == pytest.approx(100, rel=0.05)
-    assert torch.equal(now[2:6], before[2:6])
+    assert torch.equal(now[2:at_int8], before[2:at_int8])
 
 
-@pytest.mark.parametrize("signal", ["all", "bulk"])
-def test_a_sample_estimates_the_statistics_of_the_full_operands(signal):
-    x, whole, part = (
-        operands(outliers=0),
-        precision_check(signal=signal),
-        precision_check(signal=signal, size=24),
-    )
+def test_a_sample_estimates_the_statistics_of_the_full_operands():
+    x, whole, part = operands(outliers=0), precision_check(), precision_check(size=24)
     for check in (whole, part):
         run(ProductProbe(check, "a"), x, "int8")
     for product in PRODUCTS:
@@ -252,7 +222,7 @@ def test_a_product_whose_operand_was_not_shown_is_not_compared():
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_ends_as_numbers_that_are_not(bad):
-    x, check = operands(), precision_check(signal="bulk")
+    x, check = operands(), precision_check()
     x["input"][3, 5] = bad
     probe = ProductProbe(check, "a")
     for role in ("input", "weight"):

@@ -141,7 +141,11 @@ def test_invalid_candidates_are_reported_before_their_thresholds():
 
 def test_former_settings_with_the_values_that_are_built_in_are_accepted_and_not_written_back():
     """As configurations and the records of earlier runs have them."""
-    written = {"model": "calibrated", "estimator": {"type": "quantile", "sample": 64, "negative_k": 5}}
+    written = {
+        "model": "calibrated",
+        "signal": "bulk",
+        "estimator": {"type": "quantile", "sample": 64, "negative_k": 5},
+    }
     assert SpeculationSettings.model_validate(written) == SpeculationSettings(estimator={"sample": 64})
     assert with_current_keys({"ladder": ["int8", "bf16"], **written}) == {
         "candidates": ["int8", "bf16"],
@@ -154,6 +158,7 @@ def test_former_settings_with_the_values_that_are_built_in_are_accepted_and_not_
     [
         ({"model": "zeros"}, "", "model 'zeros' was removed, \"calibrated\" is built in: remove model"),
         ({"model": None}, "", "model None was removed"),
+        ({"signal": "all"}, "", "signal 'all' was removed, \"bulk\" is built in: remove signal"),
         (
             {"estimator": {"type": "mad"}},
             ".estimator",
@@ -212,7 +217,6 @@ def test_a_trend_must_reach_the_next_check(values, is_valid):
         ({"verify_size": 0}, "verify_size = 0 is not valid"),
         ({"cooldown": -1}, "cooldown = -1 is not valid"),
         ({"use_alignment": 1}, "use_alignment = 1 is not valid"),
-        ({"signal": "most"}, "signal = 'most' is not valid: Input should be 'bulk' or 'all'"),
         ({"estimator": {"sample": 0}}, "estimator.sample = 0 is not valid"),
         (
             {"trend_window": 1001},

@@ -140,18 +140,6 @@ KNOWN_BITS_8BIT: dict[str, int] = {
     },
 }
 
-KNOWN_MOMENTS: dict[str, int] = {
-    f"moments of {dtype} {what}": checksum
-    for dtype in DTYPES
-    for what, checksum in {
-        "by rows": 0x7AB9F1C0,
-        "by one row": 0x7AB9F1C0,
-        "by columns": 0x7AB9F1C0,
-        "by neither": 0x7AB9F1C0,
-        "with an infinity": 0x07EB46D8,
-    }.items()
-}
-
 
 def answers(
     encode: Callable[[EncodeRequest], Encoded],
@@ -221,27 +209,6 @@ def answers_8bit(
         for order, x in (("rows", numbers), ("neither", numbers.repeat_interleave(2, 1)[:, ::2])):
             encoded = encode(EncodeRequest(x, Encoding(format=FORMATS_8BIT["int8"]), tensor_amax=given))
             found[f"{dtype} by {order}" + (" with a given maximum" if amax else "")] = _of_encoded(encoded)
-    return found
-
-
-def answers_moments(moments: Callable[[Tensor], Tensor]) -> dict[str, int]:
-    """As `answers`, of a function with the signature of `tensor_statistics.moments_on_cpu`."""
-    found = {}
-    integers = [(i * 2654435761 >> 9) % 255 - 127 for i in range(75 * 300)]
-    exact = [number * 2.0 ** (i * i // 5 % 9 - 4) for i, number in enumerate(integers)]
-    for dtype in DTYPES:
-        # More than one task, and no sum of squares is rounded, whatever its order.
-        numbers = torch.tensor(exact, dtype=dtype, device="cpu").view(75, 300)
-        orders = {
-            "rows": numbers,
-            "one row": numbers.view(1, -1),
-            "columns": numbers.t().contiguous().t(),
-            "neither": numbers.repeat_interleave(2, 1)[:, ::2],
-        }
-        for order, matrix in orders.items():
-            found[f"moments of {dtype} by {order}"] = _checksum(moments(matrix))
-        numbers[70, 3] = -torch.inf
-        found[f"moments of {dtype} with an infinity"] = _checksum(moments(numbers))
     return found
 
 
