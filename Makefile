@@ -38,12 +38,12 @@ pretrain: install
 	@$(if $(GPUS),,echo "counting the GPUs: one process for each")
 	env PATH="$(abspath $(BIN)):$$PATH" $(LAUNCHER) --log_level error --master_port $(FREE_PORT) launch/pretrain.py --ds-config $(CONFIG) $(ARGS)
 
-# Many tests wait for processes they started, so four workers of one thread each keep two cores busy. One
+# Many tests wait for processes they started, so three workers of one thread each keep two cores busy. One
 # worker runs all tests of a file, because they share fixtures. The order is tests/conftest.py's: longest files first.
 # Byte code may be written: otherwise each of some hundred interpreters would compile the same files again.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 $(BIN)/python
 
-QUICK = $(PYTEST) -m pytest -m "not slow and not gpu" -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+QUICK = $(PYTEST) -m pytest -m "not slow and not gpu" -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test: install lint types
 	$(QUICK)

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WORKERS = 4  # of one thread each, on two cores: long tests often wait for processes
+WORKERS = 3  # of one thread each, on two cores: long tests often wait for processes
 MOST_REPEATED = 10
 TESTS_FAILED = 1  # pytest's exit code
 END, LEFT = "LONG_TESTS_END", "LONG_TESTS_LEFT"  # when tests no longer start; where their names are written
