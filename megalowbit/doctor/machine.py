@@ -342,5 +342,5 @@ def _check_apex(kind: str) -> Iterator[Notice]:
 def _check_locks() -> Iterator[Notice]:
     """Also those of operators that only other libraries' loops build."""
     for line in stale_lock_lines():
-        text, _, fix = line.rpartition(". ")
-        yield warning("stale-lock", text, fix.lower())
+        text, _, fix = line.rpartition(": ")
+        yield warning("stale-lock", text, fix)

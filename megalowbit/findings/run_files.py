@@ -14,7 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalowbit.config.deepspeed_json import BLOCK
 from megalowbit.durable_files import damaged_in
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.findings.layer_tables import LayerTables, read_layers
@@ -25,6 +24,7 @@ from megalowbit.records.files import ATTEMPTS, CONFIG, LAYERS, METRICS, SUMMARY,
 from megalowbit.records.finish import Finish, planned_steps, read_finish
 from megalowbit.records.lines import step_in
 from megalowbit.records.metrics import Metrics, read_metrics
+from megalowbit.values import BLOCK
 
 UNUSED = ("quantization/", "milliseconds/", "speculation/")  # by findings; most figures of a step
 LARGEST_REFUSAL = 2**20  # bytes

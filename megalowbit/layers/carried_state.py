@@ -26,6 +26,7 @@ from megalowbit.errors import UserError, shown
 from megalowbit.layers.conversion.convert import bit_layers, random_stream
 from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.matmul.use_counter import UseCounter
+from megalowbit.spectral.settings import OperandSplit
 from megalowbit.spectral.state import SplitState
 
 OWN_ROLES = ("input", "grad_output")
@@ -95,9 +96,15 @@ def draws_numbers(model: nn.Module) -> bool:
     return any(
         layer.recipe.redraws_signs
         or any(each.quantizer.is_stochastic for each in quantizations_of(layer.recipe))
+        or any(_draws_factors(getattr(layer.recipe, f"split_{role}")) for role in ROLES)
         for layer in bit_layers(model).values()
         if layer.random_stream is not None
     )
+
+
+def _draws_factors(split: OperandSplit | None) -> bool:
+    """Whether factors start from, or are rounded by, random numbers; a mean row is not."""
+    return split is not None and split.method != "mean"
 
 
 def has_splits(model: nn.Module, roles: Collection[str] = ROLES) -> bool:

@@ -8,6 +8,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
+    draws_numbers,
     has_splits,
     load_split_state_dict,
     split_counts,
@@ -21,6 +22,7 @@ RECIPE = {
     "split_weight": {"rank": 2},
     "split_grad_output": {"rank": 4, "refresh_every": 2},
 }
+NEAREST = {"base": "nvfp4", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 
 
 def converted(recipe=RECIPE):
@@ -40,6 +42,29 @@ def train(model, steps):
         model(x).square().sum().backward()
         gradients += [each.grad.clone() for each in model.parameters() if each.grad is not None]
     return gradients
+
+
+@pytest.mark.parametrize(
+    ("recipe", "draws"),
+    [
+        ("bf16", False),
+        ("nvfp4", True),  # output gradients
+        (NEAREST, False),
+        ({**NEAREST, "split_input": {"method": "mean"}}, False),
+        ({**NEAREST, "split_weight": {"rank": 2}}, True),
+    ],
+)
+def test_stochastic_rounding_and_low_rank_splits_depend_on_the_stream(recipe, draws):
+    assert draws_numbers(converted(recipe)) is draws
+    results = []
+    for step in (3, 8):  # the same data at two positions of the stream
+        model = converted(recipe)
+        if draws:
+            random_stream(model).load_state_dict({"seed": 3, "step": step})
+        x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+        model(x).square().sum().backward()
+        results.append(torch.cat([each.grad.flatten() for each in model.parameters()]))
+    assert torch.equal(*results) is not draws
 
 
 def test_a_model_with_restored_states_continues_bit_for_bit():

@@ -331,7 +331,8 @@ def _with_content(path: Path, files: Sequence[Path]) -> list[Path]:
     """
     empty = [file for file in files if _is_empty(file)]
     _leave_out(path, files, empty, "empty files")
-    return [file for file in files if file not in set(empty)]
+    left_out = set(empty)
+    return [file for file in files if file not in left_out]
 
 
 def _is_empty(file: Path) -> bool:

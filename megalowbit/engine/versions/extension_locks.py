@@ -57,7 +57,7 @@ def stale_lock_lines(*, never_built: Collection[str] = ()) -> list[str]:
         return []
     return [
         f"{lock} is {age / 3600:.1f} hours old: a build of the extension {lock.parent.name} was probably "
-        "killed, and each process that needs it waits for ever. Remove the file if nothing is compiling"
+        "killed, and each process that needs it waits for ever: remove the file if nothing is compiling"
         for lock, age in locks
         if lock.parent.name not in never_built
     ]

@@ -19,12 +19,12 @@ from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
-from megalowbit.config.deepspeed_json import BLOCK
 from megalowbit.durable_files import atomic_file, open_regular, remove_drafts, sync
 from megalowbit.errors import TransientError, UserError, file_system_error, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.components.registry import COMPONENTS
 from megalowbit.records.files import CONFIG, DONE, METRICS, REPORT, SAVED, SUMMARY
+from megalowbit.values import BLOCK
 
 LOCK = ".lock"
 MAX_LOCK_BYTES = 4096  # a larger file belongs to another program and must not be truncated

@@ -126,6 +126,8 @@ class Run:
         Raises:
             UserError: a line is damaged.
         """
+        if self.metrics.exists() and not self.metrics.is_file():
+            self.refuse(self.metrics, "it is not a regular file")
         return [self._row(row, number) for number, row in objects(self.metrics, [])]
 
     def read_object(self, path: Path) -> dict[str, Any]:

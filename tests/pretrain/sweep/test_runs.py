@@ -1,5 +1,6 @@
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,14 @@ def test_a_damaged_file_is_named_with_the_folder_to_remove(make_run, name, conte
         f"{run.folder / name} is damaged ({reason}): "
         f"remove that run's folder, {run.folder}, to repeat the run"
     )
+
+
+def test_a_pipe_in_place_of_the_records_is_refused(make_run):
+    run = recorded(make_run(""), [3.0, 2.0])
+    run.metrics.unlink()
+    os.mkfifo(run.metrics)
+    with pytest.raises(UserError, match=r"metrics\.jsonl is damaged \(it is not a regular file\)"):
+        run.rows()
 
 
 def test_a_record_without_a_loss_is_not_a_result(make_run):
