@@ -15,6 +15,7 @@ the flag before their update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -23,8 +24,10 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import collectives, process_group
-from megalowbit.optim.gradients.norm import GradientFacts, Measurement
+from megalowbit.errors import UserError
+from megalowbit.optim.gradients.norm import GradientFacts, Measurement, clip_coefficient
 from megalowbit.optim.gradients.report import Overflow, StepReport
+from megalowbit.optim.gradients.step_gradients import StepGradients
 from megalowbit.optim.instruments import Instruments, adapt
 from megalowbit.optim.loss_scale.base import GradScaler
 
@@ -121,6 +124,41 @@ def take_step(optimizer: Steppable, closure: object = None) -> StepReport:
     optimizer.end_step(report)
     adapt(instruments, grad_scaler, numbers, is_applied=is_applied, loss_scale=loss_scale)
     return report
+
+
+@torch.no_grad()
+def clip_grad_norm(optimizer: Steppable, each: Sequence[StepGradients], clip_grad: float) -> float:
+    """Scale gradients down between backward and step; collective, reads the device.
+
+    Args:
+        optimizer: the coming step's.
+        each: the gradients of all that it steps.
+        clip_grad: the largest norm that they keep, without the loss scale.
+
+    Returns:
+        The norm before, without the loss scale; inf if a gradient is not finite. Gradients then stay as they
+        are, so the step is skipped.
+
+    Raises:
+        UserError: `clip_grad` is not a positive number.
+    """
+    if not 0 < clip_grad < math.inf:
+        raise UserError(f"clip_grad_norm({clip_grad}): the largest norm must be positive and finite")
+    for gradients in each:
+        gradients.check_factors()
+        gradients.collect()
+    measured = _measure(optimizer, is_exact=False)
+    facts, _ = measured.read()
+    if facts.found_inf:  # as in a step
+        measured = _measure(optimizer, is_exact=True)
+        facts, _ = measured.read()
+    if facts.found_inf:
+        return math.inf
+    loss_scale = 1.0 if optimizer.grad_scaler is None else optimizer.grad_scaler.scale
+    coefficient = clip_coefficient(clip_grad, measured.norm / loss_scale)
+    for gradients in each:
+        gradients.multiply(coefficient)
+    return facts.norm / loss_scale
 
 
 def _measure(optimizer: Steppable, *, is_exact: bool) -> Measurement:

@@ -81,6 +81,12 @@ class StepGradients:
         gradients = [self.of(model) for model in self._models]
         return measure_gradients(gradients, is_counted=self._is_counted, kind=kind, **options)
 
+    def multiply(self, factor: torch.Tensor) -> None:
+        """Multiply all of them by a number, 0-dim."""
+        for gradient in map(self.of, self._models):
+            if gradient is not None:
+                gradient.mul_(factor.to(gradient.device))
+
     def zero(self) -> None:
         """Clear them: `.grad`s of models and masters become None, `main_grad`s zero; see `GradBuffer`."""
         for model, master in self._pairs:

@@ -25,7 +25,7 @@ from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.optimizers.base import MegatronOptimizer, call_closure, no_later_parameters, not_copied
 from megalowbit.optim.optimizers.options import SHARED
 from megalowbit.optim.optimizers.saved_state import REMEDY
-from megalowbit.optim.step import take_step
+from megalowbit.optim.step import clip_grad_norm, take_step
 
 
 class ChainedOptimizer(torch.optim.Optimizer):
@@ -168,6 +168,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
         """Clear all gradients."""
         for each in self.chained_optimizers:
             each.end_step(report)
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Scale all gradients down by one norm; see `MegatronOptimizer.clip_grad_norm`."""
+        return clip_grad_norm(self, [each.gradients for each in self.chained_optimizers], clip_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of all optimizers."""
