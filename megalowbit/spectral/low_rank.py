@@ -4,7 +4,8 @@ In training, similar matrices are factored repeatedly. The default, `qb`, theref
 directions V: one product M·V, Cholesky QR, and one product Qᵀ·M, all in the precision of the matrix. This is
 a step of orthogonal iteration, which tracks slowly changing directions. `power` is Metis's iteration.
 `svd_lowrank` is torch's algorithm (Halko, Martinsson, Tropp, SIAM Review 2011), and `svd` is exact. `sampled`
-computes V from a few rows, and `random` projects on random directions.
+computes V from a few rows, and `random` projects on random directions. `channels` takes the columns with the
+largest norms as they are: outlier channels.
 
 Factors of `qb` and `power` converge to singular vectors only over several steps. The columns of U are
 orthonormal in `qb`, those of V in `sampled`. If the rank of the matrix is below k, the remaining columns are
@@ -34,7 +35,8 @@ class LowRank:
     """M ≈ left · diag(values) · rightᵀ.
 
     Attributes:
-        left: (rows, k), in the matrix's dtype; columns have unit length, unless the value is zero.
+        left: (rows, k), in the matrix's dtype; columns have unit length, unless the value is zero. Those of
+            `channels` are 1 to 2 long.
         values: (k,), fp32 (fp64 for fp64), ≥ 0, descending.
         right: (cols, k), like left; zero if the value is zero.
     """
@@ -205,6 +207,23 @@ def sampled(matrix: Tensor, rank: int, fraction: float, random_key: RandomKey) -
 def random(matrix: Tensor, rank: int, random_key: RandomKey) -> Factored:
     """`qb` from random directions, without a power step."""
     return qb(matrix, gaussian((rank, matrix.shape[1]), matrix, random_key))
+
+
+def channels(matrix: Tensor, rank: int) -> Factored:
+    """The `rank` columns with the largest norms: U·S holds them exactly; each row of Vᵀ is 1 at its column.
+
+    Values are the norms rounded down to powers of two, so columns of U are 1 to 2 long. Of equally long
+    columns the first ones are taken. A column that is not finite counts as zeros.
+    """
+    norms = row_norms(matrix.t())
+    norms, order = torch.where(norms.isfinite(), norms, 0.0).sort(descending=True, stable=True)
+    norms, places = norms[:rank].unsqueeze(1), order[:rank]
+    values = torch.where(norms > 0, torch.ldexp(torch.ones_like(norms), torch.frexp(norms)[1] - 1), 0.0)
+    left = torch.where(values > 0, matrix.index_select(1, places).t() / values, 0.0).to(matrix.dtype)
+    right = matrix.new_zeros((len(places), matrix.shape[1])).scatter_(1, places.unsqueeze(1), 1.0)
+    left, values, right = (_padded(each, rank) for each in (left, values, right))
+    low_rank = LowRank(left.t(), values.squeeze(1), torch.where(values > 0, right, 0.0).t())
+    return Factored(low_rank, right)
 
 
 def _finite(matrix: Tensor) -> Tensor:

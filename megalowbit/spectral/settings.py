@@ -29,6 +29,7 @@ FIELDS_READ = MappingProxyType(
         "svd": _BY_FACTORS,
         "sampled": (*_BY_FACTORS, "sample_fraction"),
         "random": _BY_FACTORS,
+        "channels": _BY_FACTORS,
         "mean": _BY_ALL,
     }
 )
@@ -46,7 +47,8 @@ class OperandSplit:
     Attributes:
         method: how factors are computed: "qb" (warm start, Cholesky QR), "power" (warm start, Householder QR,
             `niter` steps each time), "svd_lowrank" (randomised, `niter` power steps), "svd" (exact),
-            "sampled" (from a few rows), "random" (random projection), or "mean" (only the mean row).
+            "sampled" (from a few rows), "random" (random projection), "channels" (the columns with the
+            largest norms), or "mean" (only the mean row).
         rank: columns of U and V: an integer ≥ 1, or a fraction of the smaller of the layer's two sizes, above
             0 and up to 1.0.
         niter: power steps; for "qb" those of a cold start.
@@ -67,7 +69,7 @@ class OperandSplit:
         UserError: a value is wrong, values contradict each other, or one has no effect with the method.
     """
 
-    method: Literal["qb", "power", "svd_lowrank", "svd", "sampled", "random", "mean"] = "qb"
+    method: Literal["qb", "power", "svd_lowrank", "svd", "sampled", "random", "channels", "mean"] = "qb"
     rank: int | float = 0.015
     niter: int = 2
     power_every: int = 8

@@ -341,6 +341,8 @@ def _found(
         return low_rank.sampled(matrix, rank, settings.sample_fraction, random_key)
     if method == "random":
         return low_rank.random(matrix, rank, random_key)
+    if method == "channels":
+        return low_rank.channels(matrix, rank)
     directions = None if start is None else start.directions
     if directions is None:
         directions = low_rank.gaussian((rank, matrix.shape[1]), matrix, random_key)

@@ -30,6 +30,7 @@ REFUSED = {  # by recipe: what the error names
     "metis-qb": "the choice of a split's factors",
     "metis-seed": "random numbers that no Triton kernel draws",
     "quartet-2": "signs of the Hadamard transform",
+    "tetrajet-2": "the choice of a split's factors",
     SPLIT["name"]: "the choice of a split's factors",
 }
 

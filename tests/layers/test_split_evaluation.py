@@ -24,6 +24,7 @@ def kept(layer):
         "metis-qb",
         {"base": "nvfp4", "split_input": {"rank": 4}},
         {"base": "nvfp4", "split_weight": {"rank": 4, "method": "svd_lowrank"}},
+        {"base": "nvfp4", "split_input": {"rank": 4, "method": "channels"}},
     ],
 )
 def test_forwards_of_one_input_are_equal_in_evaluation_mode(recipe, trained):

@@ -114,6 +114,7 @@ UNREAD = {
     "mean": VALUES.keys() - {"broadcast_dim"},
     "svd": {"niter", "power_every", "sample_fraction"},
     "random": {"niter", "power_every", "sample_fraction"},
+    "channels": {"niter", "power_every", "sample_fraction"},
     "sampled": {"niter", "power_every"},
     "svd_lowrank": {"power_every", "sample_fraction"},
     "power": {"power_every", "sample_fraction"},

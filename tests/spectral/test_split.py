@@ -116,7 +116,7 @@ def test_low_rank_part_and_residual_make_up_the_whole(method, dtype, bound, spec
     product = scaled_left(done.left, done.values, dtype) @ right_factor(done.right, dtype)
     assert product.dtype == dtype
     assert error(x.view(96, 40), product.double() + done.residual.double()) < bound
-    if method != "mean":
+    if method not in ("mean", "channels"):
         assert done.residual.double().norm() < 0.8 * x.double().norm()
 
 
@@ -240,6 +240,32 @@ def test_the_mean_split_subtracts_the_mean_row():
     assert torch.allclose(right_factor(done.right, torch.float64)[0], mean, atol=1e-6)
     assert torch.allclose(done.residual.double(), x.double().reshape(40, 16) - mean, atol=1e-6)
     assert torch.equal(scaled_left(done.left, done.values, torch.float32), torch.ones(40, 1))
+
+
+def test_channels_leave_the_rest_to_the_quantizer_as_if_they_were_zeros():
+    x = torch.randn(64, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[:, [5, 30]] *= 100
+    done = run(x, OperandSplit(method="channels", q_factors="mxfp8e4m3b", order="seed"), rank=2)
+    others = x.clone()
+    others[:, [5, 30]] = 0
+    assert torch.equal(done.residual, others)
+    held = low_rank_part(done)
+    assert not held[:, others.any(0)].any()
+    # E4M3 has three bits of mantissa: half a unit in the last place is 2⁻⁴ of an element
+    assert ((held - x.double())[:, [5, 30]].abs() <= x.double()[:, [5, 30]].abs() * 2.0**-4).all()
+
+
+def test_channels_kept_for_several_micro_batches_are_those_of_the_first():
+    settings, state = OperandSplit(method="channels", rank=1, refresh_every=3, q_factors="fp32"), SplitState()
+    x = torch.ones(8, 16)
+    places = []
+    for step, channel in enumerate((3, 9, 9, 9), start=1):
+        x = torch.ones(8, 16)
+        x[:, channel] = 10.0
+        done = run(x, settings, state, rank=1, step=step)
+        places.append(int(low_rank_part(done).norm(dim=0).argmax()))
+        assert error(x, whole(done)) < 1e-5
+    assert places == [3, 3, 3, 9]
 
 
 def test_autocast_does_not_reach_the_factors(spectra):

@@ -21,7 +21,7 @@ PACKED = {  # named recipe → format of its weights, and whether servers round 
     "nvfp4-unbiased-backward": ("nvfp4", False),
     "fp4-all-the-way": ("nvfp4", True),
     "quartet-2": ("nvfp4", False),
-    "tetrajet-2": ("nvfp4", True),
+    "tetrajet-2": ("nvfp4", False),
     "nvfp4-dequantized-backward": ("nvfp4", True),
 }
 

@@ -31,6 +31,10 @@ SPLITS = {
         "split_grad_output": {"rank": 8, "gains": "ysche_seed", "order": "seed"},
     },
     "bf16 factors": {"split_input": {"rank": 4, "q_factors": "fp32"}, "split_grad_output": {"rank": 4}},
+    "channels": {
+        "split_input": {"method": "channels", "rank": 4, "order": "seed", "q_factors": "mxfp8e4m3b"},
+        "split_weight": {"method": "channels", "rank": 2},
+    },
 }
 LAYOUTS = {
     "single copy": {},
