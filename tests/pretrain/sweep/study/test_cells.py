@@ -213,7 +213,8 @@ def test_every_study_in_configs_is_valid():
         for cell in cells_of(study, Path("/nowhere"), ROOT / "launch" / "pretrain.py"):
             if cell.seed == study.seeds[0]:
                 seen[cell.label] = recipe(cell.config.recipe)
-        assert len(seen) == len(study.recipes) + len(study.replicas), path
+        rows = sum(len(each.lr_factors) for each in study.recipes)
+        assert len(seen) == rows + len(study.replicas), path
         assert seen[study.baseline].name == "bf16", path
 
 
