@@ -31,6 +31,7 @@ from megalowbit.pretrain.sweep.study.texts import HELD_OUT, TRAIN, TextFacts
 
 CELLS, TEXTS, LOGS, LOCKS = "cells", "texts", "logs", "locks"
 SETTINGS, RESULT = "cell.json", "result.json"
+RUN_ELSEWHERE = "is run by another process"  # in the error of a cell whose lock is held
 # No event files and no counts, which take time. A study may set them again.
 LEAN = {"megalowbit.telemetry.tensorboard": False, "megalowbit.telemetry.overflow": False}
 REMOVED_PATHS = (("model", "config"), ("data", "corpus"), ("data", "cache_dir"))
@@ -319,7 +320,7 @@ def locked(cell: Cell) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise TransientError(f"{cell.name} is run by another process: wait for it") from None
+            raise TransientError(f"{cell.name} {RUN_ELSEWHERE}: wait for it") from None
         yield
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megalowbit.errors import EXIT_TRANSIENT, UserError
-from megalowbit.pretrain.sweep.study.cells import LOGS, Cell
+from megalowbit.pretrain.sweep.study.cells import LOGS, RUN_ELSEWHERE, Cell
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_STOPPED = 3  # of a cell that a signal has stopped
@@ -67,7 +67,8 @@ def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:
     Raises:
         KeyboardInterrupt: a stop signal or Ctrl-C; the cells have been stopped.
     """
-    waiting, running, outcome = list(reversed(cells)), dict[str, tuple[Cell, Process, float]](), Outcome()
+    waiting, outcome = list(reversed(cells)), Outcome()
+    running: dict[str, tuple[Cell, Process, float, int]] = {}
     for folder in {cell.folder for cell in cells}:
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
     stopped: list[int] = []
@@ -76,21 +77,23 @@ def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:
         while (waiting or running) and not stopped:
             while waiting and len(running) < jobs and not stopped:
                 cell = waiting.pop()
-                running[cell.name] = (cell, start(cell, log_of(cell)), time.monotonic())
-            for name, (cell, process, started) in list(running.items()):
+                log = log_of(cell)
+                written = log.stat().st_size if log.exists() else 0  # by earlier attempts
+                running[cell.name] = (cell, start(cell, log), time.monotonic(), written)
+            for name, (cell, process, started, written) in list(running.items()):
                 code = process.poll()
                 if code is None:
                     continue
                 del running[name]
-                _note(cell, code, outcome)
+                _note(cell, code, written, outcome)
                 number = len(outcome.finished) + len(outcome.failed) + len(outcome.elsewhere)
                 ending = f"{_ending(name, outcome)}, {time.monotonic() - started:.0f} s"
                 print(f"  [{number}/{len(cells)}] {name}: {ending}", flush=True)
             time.sleep(SECONDS_BETWEEN_POLLS)
     finally:
-        for _, process, _ in running.values():
+        for _, process, *_ in running.values():
             process.terminate()
-        for _, process, _ in running.values():
+        for _, process, *_ in running.values():
             process.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -104,15 +107,21 @@ def log_of(cell: Cell) -> Path:
     return cell.folder / LOGS / f"{cell.name}.log"
 
 
-def _note(cell: Cell, code: int, outcome: Outcome) -> None:
+def _note(cell: Cell, code: int, written: int, outcome: Outcome) -> None:
+    """Note how a process has ended; its lines in the log begin after `written` bytes."""
     if code == 0:
         outcome.finished.append(cell.name)
-    elif code == EXIT_TRANSIENT:
+        return
+    if code == EXIT_STOPPED:
+        outcome.failed[cell.name] = "stopped"
+        return
+    log = log_of(cell)
+    lines = log.read_bytes()[written:].decode(errors="replace").splitlines() if log.exists() else []
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if code == EXIT_TRANSIENT and errors and RUN_ELSEWHERE in errors[-1]:
         outcome.elsewhere.append(cell.name)
     else:
-        lines = log_of(cell).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        reason = lines[-1].removeprefix("error: ") if lines else f"exit code {code}"
-        outcome.failed[cell.name] = "stopped" if code == EXIT_STOPPED else reason
+        outcome.failed[cell.name] = errors[-1] if errors else f"exit code {code}: see {log}"
 
 
 def _ending(name: str, outcome: Outcome) -> str:

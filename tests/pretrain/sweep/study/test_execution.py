@@ -10,34 +10,67 @@ import pytest
 
 from megalowbit.errors import EXIT_TRANSIENT, UserError
 from megalowbit.pretrain.sweep.study.cells import cells_of
-from megalowbit.pretrain.sweep.study.execution import execute, raise_failures
+from megalowbit.pretrain.sweep.study.execution import execute, log_of, raise_failures
 from megalowbit.pretrain.sweep.study.study_file import read_study
 
 ROOT = Path(__file__).parents[4]
 
 
-def cells_with_code(study, tmp_path, codes):
-    """Cells, and a starter of real processes that print a line and exit with these codes."""
+STACK = 'Timeout (0:10:00)!\n  File "tools/study.py", line 12 in <module>'
+ENDINGS = {  # by the ending: exit code, output, and what is printed
+    "a mistake": (2, "reading\nerror: no such thing", "failed: no such thing"),
+    "the end": (0, "reading", "finished"),
+    "a held lock": (
+        EXIT_TRANSIENT,
+        "error: it is run by another process: wait for it",
+        "run by another command",
+    ),
+    "a hang": (
+        EXIT_TRANSIENT,
+        "error: rank 0 has hung\nwhat went wrong first: diagnose",
+        "failed: rank 0 has hung",
+    ),
+    "a stack": (1, STACK, "failed: exit code 1: see {log}"),
+    "a signal": (3, "stopped after step 7", "failed: stopped"),
+}
+
+
+def cells_with_endings(study, tmp_path, endings):
+    """Cells, and a starter of real processes that end like this."""
     cells = cells_of(read_study(study), tmp_path / "out", ROOT)
+    chosen = dict(zip((cell.name for cell in cells), endings, strict=False))
 
     def start(cell, log):
-        code = f"print('reading'); print('error: no such thing'); raise SystemExit({codes[cell.name]})"
-        with log.open("w") as file:
-            return subprocess.Popen([sys.executable, "-c", code], stdout=file)
+        code, output, _ = ENDINGS[chosen[cell.name]]
+        command = [sys.executable, "-c", f"print({output!r}); raise SystemExit({code})"]
+        with log.open("a") as file:
+            return subprocess.Popen(command, stdout=file)
 
-    return cells, start
+    return cells[: len(chosen)], start
 
 
 def test_a_cell_that_fails_does_not_end_the_others(study, tmp_path, capsys):
-    names = [cell.name for cell in cells_of(read_study(study), tmp_path, ROOT)]
-    cells, start = cells_with_code(study, tmp_path, dict(zip(names, (2, 0, EXIT_TRANSIENT, 0), strict=True)))
+    endings = ("a mistake", "the end", "a held lock", "the end")
+    cells, start = cells_with_endings(study, tmp_path, endings)
+    names = [cell.name for cell in cells]
     outcome = execute(cells, jobs=2, start=start)
-    assert outcome.finished == [names[1], names[3]] or outcome.finished == [names[3], names[1]]
+    assert sorted(outcome.finished) == sorted([names[1], names[3]])
     assert outcome.failed == {names[0]: "no such thing"}
     assert outcome.elsewhere == [names[2]]
     assert f"{names[2]}: run by another command" in capsys.readouterr().out
     with pytest.raises(UserError, match=f"1 cells have failed: {names[0]}: no such thing"):
         raise_failures(outcome)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_line_of_a_cell_says_how_it_has_ended(study, tmp_path, capsys, ending):
+    cells, start = cells_with_endings(study, tmp_path, [ending])
+    log = log_of(cells[0])
+    log.parent.mkdir(parents=True)
+    log.write_text("error: of an earlier attempt\n")
+    execute(cells, jobs=1, start=start)
+    expected = ENDINGS[ending][2].format(log=log)
+    assert f"[1/1] {cells[0].name}: {expected}, " in capsys.readouterr().out
 
 
 def test_a_stop_signal_ends_all_cells(study, tmp_path):
