@@ -63,22 +63,27 @@ class _Path:
 class OscillationWindow:
     """Measures the weights of a model's low-bit layers; every rank calls every method, between steps.
 
-    Layers that no longer quantise their weight, because a late switch has changed them, are left out.
+    Layers that do not quantise their weight, or no longer since a late switch in the window, are left out.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._paths: list[_Path] = []
         self._device = next(module.parameters()).device
         for layer in bit_layers(module).values():
-            is_quantized = not quantizations_of(layer.recipe).weight.quantizer.is_identity
-            if is_quantized and layer.weight.requires_grad:
+            if _quantizes_weight(layer) and layer.weight.requires_grad:
                 master = _master(layer)
                 zeros = torch.zeros_like(master), torch.zeros_like(master)
                 self._paths.append(_Path(layer, master, _quantized(layer, master), *zeros))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to measure."""
+        return not self._paths
+
     @torch.no_grad()
     def measure(self) -> None:
         """Add the last step to the paths."""
+        self._paths = [path for path in self._paths if _quantizes_weight(path.layer)]
         for path in self._paths:
             master = _master(path.layer)
             quantized = _quantized(path.layer, master)
@@ -131,6 +136,10 @@ def check_measurable(recipe: Recipe) -> None:
             f"recipe {recipe.name!r} {reason}, so weights have no cells in which they could oscillate: "
             "leave oscillation_reset out, or choose another recipe"
         )
+
+
+def _quantizes_weight(layer: BitLinear) -> bool:
+    return not quantizations_of(layer.recipe).weight.quantizer.is_identity
 
 
 def _master(layer: BitLinear) -> Tensor:

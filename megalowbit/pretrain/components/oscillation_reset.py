@@ -95,6 +95,7 @@ class OscillationReset(Component):
         self._first, self._total_steps = settings.first(total_steps), total_steps
         self._window: OscillationWindow | None = None
         self._found: Oscillation | None = None  # of the window that ended before the current step
+        self._is_over = False  # no layer quantises its weight any more, after a late switch
         self._shares: list[float] = []  # at the threshold in each window since the start of the process
 
     @classmethod
@@ -143,12 +144,15 @@ class OscillationReset(Component):
         since = (step - self._first) % self._settings.period if step >= self._first else -1
         if self._window is not None:
             self._window.measure()
-        if self._window is not None and since == self._settings.window % self._settings.period:
-            end = self._window.reset if self._settings.reset else self._window.found
-            self._found, self._window = end(self._settings.threshold), None
-            self._shares.append(self._found.share)
-        if since == 0 and step + self._settings.window < self._total_steps:
+            if since == self._settings.window % self._settings.period and not self._window.is_empty:
+                end = self._window.reset if self._settings.reset else self._window.found
+                self._found, self._window = end(self._settings.threshold), None
+                self._shares.append(self._found.share)
+        if since == 0 and step + self._settings.window < self._total_steps and not self._is_over:
             self._window = OscillationWindow(self._module)
+        if self._window is not None and self._window.is_empty:
+            self._window, self._is_over = None, True
+            return "oscillation is no longer measured: no layer quantises its weight in the forward any more"
         if self._found is None:
             return None
         return (

@@ -87,6 +87,24 @@ def test_layers_that_do_not_quantise_their_weight_are_left_out():
     assert window.reset(1.0) == (0.0, 0.0)
 
 
+def test_layers_that_no_longer_quantise_are_left_as_they_are():
+    engine = make("0", "bf16")
+    first, last = bit_layers(engine.module).values()
+    safe_set_full_fp32_param(first.weight, weight_at(0))
+    window = OscillationWindow(engine.module)
+    for step in (1, 2, 3):
+        safe_set_full_fp32_param(first.weight, weight_at(step))
+        window.measure()
+    first.recipe = "bf16"
+    window.measure()
+    assert not window.is_empty  # the last layer still quantises
+    assert window.reset(4.0) == (0.0, 0.0)
+    assert torch.equal(safe_get_full_fp32_param(first.weight), weight_at(3))
+    last.recipe = "bf16"
+    window.measure()
+    assert window.is_empty
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [

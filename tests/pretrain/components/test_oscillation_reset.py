@@ -63,6 +63,16 @@ def test_windows_without_a_reset_change_nothing_and_find_the_same_at_first(resol
     assert "of the weights at a ratio of 4 or more" in printed
 
 
+@pytest.mark.parametrize("switch", [5, 6])  # in the second window, and at its end
+def test_a_late_switch_ends_a_window_without_a_reset(resolve, tmp_path, capsys, switch):
+    late = f"megalowbit.late_switch={json.dumps({'at': switch, 'scope': 'forward'})}"
+    rows = run(resolve(LENGTH, late, f"{KEY}={json.dumps(SETTINGS)}"), tmp_path / "run")
+    assert [row["step"] for row in rows if "oscillation/ratio" in row] == [4]
+    lines = [line for line in capsys.readouterr().out.splitlines() if "no longer measured" in line]
+    assert len(lines) == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["oscillation_reset"]["windows"] == 1
+
+
 def test_a_window_with_a_resume_in_it_is_dropped(resolve, tmp_path):
     overrides = (f"{KEY}={json.dumps(SETTINGS)}", "megalowbit.checkpoint.every=5")
     run(resolve(LENGTH, *overrides), tmp_path / "run")
