@@ -216,14 +216,24 @@ def channels(matrix: Tensor, rank: int) -> Factored:
     columns the first ones are taken. A column that is not finite counts as zeros.
     """
     norms = row_norms(matrix.t())
-    norms, order = torch.where(norms.isfinite(), norms, 0.0).sort(descending=True, stable=True)
-    norms, places = norms[:rank].unsqueeze(1), order[:rank]
-    values = torch.where(norms > 0, torch.ldexp(torch.ones_like(norms), torch.frexp(norms)[1] - 1), 0.0)
-    left = torch.where(values > 0, matrix.index_select(1, places).t() / values, 0.0).to(matrix.dtype)
+    places = torch.where(norms.isfinite(), norms, 0.0).sort(descending=True, stable=True)[1][:rank]
     right = matrix.new_zeros((len(places), matrix.shape[1])).scatter_(1, places.unsqueeze(1), 1.0)
-    left, values, right = (_padded(each, rank) for each in (left, values, right))
-    low_rank = LowRank(left.t(), values.squeeze(1), torch.where(values > 0, right, 0.0).t())
-    return Factored(low_rank, right)
+    return given_channels(matrix, _padded(right, rank))
+
+
+def given_channels(matrix: Tensor, directions: Tensor) -> Factored:
+    """The columns where the rows of `directions` (k, cols) are 1, as in `channels`; zeros stand for none."""
+    if not matrix.shape[1]:
+        left = matrix.new_zeros((len(matrix), len(directions)))
+        return Factored(LowRank(left, row_norms(directions), directions.t()), directions)
+    columns = matrix.index_select(1, directions.argmax(1)).t()
+    norms = torch.where(directions.any(1), row_norms(columns), 0.0).unsqueeze(1)
+    is_used = norms.isfinite() & (norms > 0)
+    values = torch.where(is_used, torch.ldexp(torch.ones_like(norms), torch.frexp(norms)[1] - 1), 0.0)
+    values, order = values.sort(dim=0, descending=True, stable=True)
+    columns, is_used, right = (each.index_select(0, order[:, 0]) for each in (columns, is_used, directions))
+    left = torch.where(is_used, columns / values, 0.0).to(matrix.dtype)
+    return Factored(LowRank(left.t(), values.squeeze(1), torch.where(is_used, right, 0.0).t()), right)
 
 
 def _finite(matrix: Tensor) -> Tensor:

@@ -139,7 +139,8 @@ def split(
         first = _first_slice(x.detach(), settings.broadcast_dim)
         if settings.method == "mean":
             return _split_mean(matrix, first)
-        first = first.to(work_dtype(x.dtype))
+        if settings.method != "channels":  # it takes columns as they are
+            first = first.to(work_dtype(x.dtype))
         maxima = None
         if isinstance(x, FakeTensor):  # a dry run needs shapes only; factors need values
             found = _nothing(first, rank)
@@ -322,7 +323,8 @@ def _reused(matrix: Tensor, settings: OperandSplit, kept: Kept) -> LowRank | Non
     """Factors from the stored ones; `None` if `reuse` is "factors" and the number of rows differs."""
     assert kept.directions is not None, "checked by `fitting`"
     if settings.reuse == "directions":
-        return low_rank.from_directions(matrix, kept.directions).low_rank
+        given = low_rank.given_channels if settings.method == "channels" else low_rank.from_directions
+        return given(matrix, kept.directions).low_rank
     if kept.factors is None or len(kept.factors.left) != len(matrix):
         return None
     return kept.factors

@@ -254,7 +254,10 @@ def _reproduce(options: argparse.Namespace) -> int:
         raise UserError(f"{cell.path} is finished already: use another --out, so that the cell runs again")
     if cell.text not in kept.content.texts:
         raise UserError(f"{results} does not say what the text {cell.text!r} is: restore the file")
-    check_text(kept.content.texts[cell.text], _write_texts(study, [cell])[cell.text])
+    facts = _write_texts(study, [cell])[cell.text]
+    check_text(kept.content.texts[cell.text], facts)
+    if found := cell.changed_settings(recorded.settings.model_dump(), cell.settings(facts)):
+        raise UserError(f"{results} does not have the study of this cell: {found}: restore the file")
     raise_failures(_execute(study, [cell], study_file, 1))
     largest = 0.0
     for what, before, now in deviations(recorded, cell):

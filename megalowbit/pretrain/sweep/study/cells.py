@@ -235,12 +235,20 @@ class Cell:
         except UserError as error:
             raise UserError(f"{str(error).removesuffix(': fix it')}: {remedy}") from error
         found = result_of(content, str(path), remedy)
-        steps, diverged_at = found.loss_means(self.block).steps, found.diverged_at
-        if diverged_at is None and steps != self.steps:
-            raise UserError(f"{path} has the losses of {steps} of {self.steps} steps: {remedy}")
-        if diverged_at is not None and not 1 <= diverged_at <= self.steps:
-            raise UserError(f"{path} has diverged_at {diverged_at} of {self.steps} steps: {remedy}")
+        self.check_steps(found, str(path), remedy)
         return found
+
+    def check_steps(self, result: Result, where: str, remedy: str) -> None:
+        """Check that a result is one of as many steps.
+
+        Raises:
+            UserError: it is not; begins with `where`, ends with `remedy`.
+        """
+        steps, diverged_at = result.loss_means(self.block).steps, result.diverged_at
+        if diverged_at is None and steps != self.steps:
+            raise UserError(f"{where} has the losses of {steps} of {self.steps} steps: {remedy}")
+        if diverged_at is not None and not 1 <= diverged_at <= self.steps:
+            raise UserError(f"{where} has diverged_at {diverged_at} of {self.steps} steps: {remedy}")
 
     def check_block(self, result: Result, where: str) -> None:
         """Check that the means of the study's windows can be computed from a kept result.

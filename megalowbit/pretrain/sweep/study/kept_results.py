@@ -111,7 +111,7 @@ def read_kept(path: Path) -> KeptStudy:
     for name, cell in content.cells.items():
         value = {key: cell[key] for key in (*OWN_FIELDS, "losses") if key in cell}
         try:
-            value["made_with"] = content.origins[cell["origin"]]
+            value["made_with"] = dict(enumerate(content.origins))[cell["origin"]]
             value["settings"] = changed(content.settings, cell["changes"])
         except (KeyError, IndexError, TypeError, ValueError):
             raise UserError(
@@ -144,6 +144,8 @@ def take_over(kept: KeptStudy, cells: Sequence[Cell], facts: Mapping[str, TextFa
         result = kept.results[cell.name].model_dump()
         try:
             with locked(cell):
+                if cell.result() is not None:  # another process has finished it meanwhile
+                    continue
                 cell.write(SETTINGS, result["settings"])
                 cell.write(RESULT, result)
                 count += 1
@@ -162,7 +164,7 @@ def check_text(recorded: KeptText, facts: TextFacts) -> None:
         if getattr(recorded, key) != getattr(facts, key):
             raise UserError(
                 f"the text is not that of the study: {facts.description}, not {recorded.description}: "
-                "install that version"
+                "install that version, or restore the files"
             )
 
 
@@ -182,6 +184,7 @@ def _check(kept: KeptStudy, cell: Cell, facts: TextFacts, present: Origin) -> No
         raise UserError(
             f"{where} was made with {name} {before}, and {now} is installed: install {before}, {remedy}"
         )
+    cell.check_steps(result, where, f"restore the file, {remedy}")
     cell.check_block(result, where)
 
 

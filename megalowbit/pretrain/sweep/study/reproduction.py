@@ -33,11 +33,14 @@ def unpack(results: Path, name: str, folder: Path) -> tuple[Path, KeptStudy]:
         raise unknown_name("cell", name, kept.results)
     base, model = copy.deepcopy(kept.content.base), kept.results[name].settings.model
     study = {**copy.deepcopy(kept.content.study), "base": BASE}
-    if model is not None:
-        base.setdefault("megalowbit", {}).setdefault("model", {})["config"] = MODEL
-        entries = [each for key in LISTS for each in study.get(key, ())]
-        for entry in (study, *entries):
-            entry.get("set", {}).pop(MODEL_CONFIG, None)  # the path of a file that may be gone
+    try:
+        if model is not None:
+            base.setdefault("megalowbit", {}).setdefault("model", {})["config"] = MODEL
+            entries = [each for key in LISTS for each in study.get(key, ())]
+            for entry in (study, *entries):
+                entry.get("set", {}).pop(MODEL_CONFIG, None)  # the path of a file that may be gone
+    except (AttributeError, TypeError):
+        raise UserError(f"{results} is damaged ('study' or 'base'): restore the file") from None
     folder.mkdir(parents=True, exist_ok=True)
     for file_name, value in ((BASE, base), (MODEL, model), (STUDY, study)):
         with atomic_file(folder / file_name) as file:

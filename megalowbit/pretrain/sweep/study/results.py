@@ -18,11 +18,12 @@ import platform
 import struct
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megalowbit.errors import UserError
 
@@ -34,6 +35,7 @@ VERSIONS = ("torch", "transformers", "numpy", "deepspeed")
 LOSS_TYPES = ("LossMeans", "list[nullable[float]]")  # how pydantic calls them in the place of an error
 
 Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
 
 
 class Recorded(BaseModel):
@@ -57,7 +59,19 @@ class LossMeans(Recorded):
     steps: Count
     means: list[float | None]
     lost: list[int]
-    sha256: str
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> LossMeans:
+        """A mean for each block, missing exactly where all steps of the block are lost."""
+        if self.lost != sorted(set(self.lost)) or not all(1 <= step <= self.steps for step in self.lost):
+            raise ValueError("lost is no ascending list of steps")
+        num_lost = Counter((step - 1) // self.block for step in self.lost)
+        sizes = [min(self.block, self.steps - start) for start in range(0, self.steps, self.block)]
+        has_mean = [num_lost[number] < size for number, size in enumerate(sizes)]
+        if [mean is not None for mean in self.means] != has_mean:
+            raise ValueError("means are not those of the blocks")
+        return self
 
     @classmethod
     def of(cls, losses: Sequence[float | None], block: int) -> LossMeans:
@@ -103,10 +117,10 @@ class Heldout(Recorded):
 class Cost(Recorded):
     """What the last part of a run took, or all parts that were not killed."""
 
-    wall_seconds: float
-    cpu_seconds: float
+    wall_seconds: Seconds
+    cpu_seconds: Seconds
     steps: Count = Field(description="that these seconds were for")
-    seconds_of_steps: float
+    seconds_of_steps: Seconds
     threads: Count
 
 
@@ -171,9 +185,6 @@ def result_of(value: Mapping[str, Any], where: str, remedy: str) -> Result:
     wrong = ""
     try:
         found = Result.model_validate(value)
-        means = found.losses
-        if isinstance(means, LossMeans) and len(means.means) != -(-means.steps // means.block):
-            wrong = "losses.means"
     except ValidationError as error:
         location = error.errors()[0]["loc"]
         wrong = ".".join(str(part) for part in location if part not in LOSS_TYPES)

@@ -223,6 +223,14 @@ DAMAGE = [
     (lambda data: data["cells"][NAMES[0]]["losses"].pop("block"), "'losses' is missing or damaged"),
     (lambda data: data["cells"][NAMES[0]].pop("cost"), "'cost' is missing or damaged"),
     (lambda data: data["settings"].update(config=3), "'settings.config' is missing or damaged"),
+    (lambda data: data["cells"][NAMES[0]].update(origin=-1), "damaged ('origin' or 'changes')"),
+]
+FREE_PARTS = [  # of the file, which only a repetition reads
+    lambda data: data["study"].update(sizes=5),
+    lambda data: data["study"].update(recipes=[None]),
+    lambda data: data["study"].update(set=[]),
+    lambda data: data["base"].update(megalowbit=None),
+    lambda data: data["base"].update(megalowbit={"model": 3}),
 ]
 
 
@@ -240,6 +248,44 @@ def test_a_damaged_file_is_one_line(study, tmp_path, capsys):
             assert done.stderr.count("\n") == 1, done.stderr
             assert done.stderr.startswith(f"error: {damaged}")
             assert expected in done.stderr
+
+
+def test_a_repetition_checks_that_the_file_has_the_study_of_the_cell(study, tmp_path, capsys):
+    finish(study, tmp_path / "a", *NAMES[:2])
+    report(study, tmp_path / "a", capsys)
+    text, damaged = (tmp_path / "a" / "study.json").read_text(), tmp_path / "damaged.json"
+    changed_base = ("optimizer.params.lr", lambda data: data["base"]["optimizer"]["params"].update(lr=0.5))
+    for number, (expected, damage) in enumerate(
+        [*(("'study' or 'base'", each) for each in FREE_PARTS), changed_base]
+    ):
+        data = json.loads(text)
+        damage(data)
+        damaged.write_text(json.dumps(data))
+        out = tmp_path / f"out{number}"
+        done = call_main(TOOL, "--reproduce", damaged, NAMES[0], "--out", out, capsys=capsys)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert done.stderr.startswith(f"error: {damaged} ")
+        assert expected in done.stderr
+        assert not list(out.glob("logs/*"))  # nothing has run
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda cell: cell["losses"].update(steps=4, means=cell["losses"]["means"][:2]), "losses of 4 of 8"),
+        (lambda cell: cell.update(diverged_at=99), "diverged_at 99 of 8 steps"),
+    ],
+)
+def test_a_result_of_other_steps_is_not_taken_over(study, tmp_path, capsys, damage, expected):
+    finish(study, tmp_path / "a", *NAMES[:2])
+    report(study, tmp_path / "a", capsys)
+    kept = tmp_path / "a" / "study.json"
+    data = json.loads(kept.read_text())
+    damage(data["cells"][NAMES[0]])
+    kept.write_text(json.dumps(data))
+    message = refused(study, tmp_path / "out", capsys, "--from", kept)
+    assert message.startswith(f"error: {kept}: {NAMES[0]} has ")
+    assert expected in message
 
 
 def test_changes_turn_one_object_into_the_other():

@@ -63,11 +63,19 @@ def test_blocks_divide_windows_marks_and_steps():
     assert block_of(7, (), 15) == 1
 
 
+MEANS = {"block": 5, "steps": 8, "means": [1.0, 2.0], "lost": [], "sha256": "0" * 64}
 DAMAGED = [
     ("losses", ["x"]),
     ("losses", {}),
     ("losses", {"block": 0, "steps": 0, "means": [], "lost": [], "sha256": ""}),
     ("losses", {"block": 5, "steps": 11, "means": [1.0, 1.0], "lost": [], "sha256": ""}),
+    ("losses", {**MEANS, "sha256": "zz"}),
+    ("losses", {**MEANS, "lost": [3, 2]}),
+    ("losses", {**MEANS, "lost": [2, 2]}),
+    ("losses", {**MEANS, "lost": [9]}),
+    ("losses", {**MEANS, "lost": [0]}),
+    ("losses", {**MEANS, "means": [1.0, None]}),
+    ("losses", {**MEANS, "lost": [6, 7, 8]}),
     ("settings", {"cell": {}}),
     ("tokens", -1),
     ("tokens", True),
@@ -76,6 +84,7 @@ DAMAGED = [
     ("heldout", {"bf16": "2", "own": 1.0, "tokens": 3}),
     ("cost", {}),
     ("cost", {**RESULT["cost"], "cpu_seconds": math.nan}),
+    ("cost", {**RESULT["cost"], "wall_seconds": -1.0}),
     ("made_with", {}),
     ("made_with", {**RESULT["made_with"], "torch": None}),
 ]
@@ -90,7 +99,8 @@ def test_damage_is_one_line_that_names_the_key(key, value):
     assert message.endswith("' is missing or damaged): remove it")
     assert "pydantic" not in message
     assert "\n" not in message
-    result_of(RESULT, "", "")  # undamaged
+    for undamaged in ({}, {"losses": MEANS}, {"losses": {**MEANS, "means": [1.0, None], "lost": [6, 7, 8]}}):
+        result_of({**RESULT, **undamaged}, "", "")
 
 
 def test_versions_are_compared_without_the_build_and_if_both_have_them():
