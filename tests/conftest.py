@@ -1,6 +1,7 @@
 """Settings for all tests: time limits, GPUs, the order of files, and what a file leaves behind."""
 
 import functools
+import gc
 import os
 import signal
 import sys
@@ -71,6 +72,26 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_LIMIT))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Leave modules and collected tests, which stay to the end, out of garbage collection.
+
+    They are more than a million objects. The collector would search them several times while they are made,
+    and at each `gc.collect()` of a test or a library afterwards.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # or libraries would take what is left over at the end for leaks
 
 
 @pytest.fixture(autouse=True, scope="module")

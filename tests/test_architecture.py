@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -139,24 +140,37 @@ FRONT_DOOR = "megalowbit"  # what users import; lazy, and imported by nothing in
 FRONT_DOORS = {FRONT_DOOR, "megalowbit.__main__"}  # the second is what users start
 
 
-def imports_of(path: Path) -> set[str]:
+def imports_of(tree: ast.Module) -> set[str]:
     """Modules that a file imports, at any depth of it; those of this package as the file that is meant."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: write absolute imports"
+            assert node.level == 0, f"{node.module}: write absolute imports"
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 names.add(full if full in MODULES else str(node.module))
     return names
 
 
+class Facts(NamedTuple):
+    """What the tests ask of a module."""
+
+    imports: set[str]
+    communication: list[str]
+
+
 @functools.cache
+def all_facts() -> dict[str, Facts]:
+    """Facts of each module, parsed once; read when a test asks, because every worker collects this file."""
+    trees = ((name, ast.parse(path.read_text(encoding="utf-8"))) for name, path in MODULES.items())
+    return {name: Facts(imports_of(tree), communication_of(tree)) for name, tree in trees}
+
+
 def all_imports() -> dict[str, set[str]]:
-    """What each module imports; read when a test asks, because every worker collects this file."""
-    return {name: imports_of(path) for name, path in MODULES.items()}
+    """What each module imports."""
+    return {name: facts.imports for name, facts in all_facts().items()}
 
 
 def inner_imports() -> dict[str, set[str]]:
@@ -236,6 +250,14 @@ def test_folders_and_files_stay_small():
     assert not wrong
 
 
+def dotted(node: ast.expr) -> str:
+    """`a.b` for such an expression; nothing for any other, which no module is."""
+    if isinstance(node, ast.Name):
+        return node.id
+    owner = dotted(node.value) if isinstance(node, ast.Attribute) else ""
+    return owner and f"{owner}.{node.attr}"
+
+
 def communication_of(tree: ast.Module) -> list[str]:
     """What a file takes from torch.distributed or deepspeed.comm beyond questions about groups."""
     modules, found = {"torch.distributed", "deepspeed.comm"}, []
@@ -249,16 +271,16 @@ def communication_of(tree: ast.Module) -> list[str]:
                 elif str(node.module).startswith(TORCH_GROUPS):
                     found.append(f"{node.module}.{alias.name}")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (ast.unparse(node.value) in modules or node.attr in METHODS):
+        if isinstance(node, ast.Attribute) and (dotted(node.value) in modules or node.attr in METHODS):
             found.append(f"{ast.unparse(node.value)}.{node.attr}")
     return [each for each in found if each.rpartition(".")[2] not in QUESTIONS]
 
 
 def test_collectives_are_issued_in_one_file():
     used = {
-        name: found
-        for name, path in MODULES.items()
-        if name != COLLECTIVES and (found := communication_of(ast.parse(path.read_text(encoding="utf-8"))))
+        name: facts.communication
+        for name, facts in all_facts().items()
+        if name != COLLECTIVES and facts.communication
     }
     assert not used
 

@@ -40,16 +40,25 @@ def examples(text):
     return re.findall(r"^    (megalowbit (?:.*\\\n)?.*)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_examples_that_parse_and_imports_nothing_heavy(name, tmp_path):
+@pytest.fixture(scope="module")
+def helps(tmp_path_factory):
+    """Command → its help, then what is heavy among all modules that have been imported by then."""
     code = (
         "import sys\nfrom megalowbit.commands.table import main\n"
-        f"try:\n    main()\nfinally:\n    print('heavy:', *({HEAVY} & set(sys.modules)))\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n        main([name, '--help'])\n    except SystemExit:\n        pass\n"
+        f"    print('heavy:', *({HEAVY} & set(sys.modules)), end='\\0')\n"
     )
-    done = command(name, "--help", code=code, cwd=tmp_path)
-    assert done.stdout.startswith(f"usage: megalowbit {name} "), done.stderr
-    assert done.stdout.endswith("heavy:\n")
-    found = examples(done.stdout)
+    done = command(*COMMANDS, code=code, cwd=tmp_path_factory.mktemp("helps"))
+    assert done.stdout.count("\0") == len(COMMANDS), done.stderr
+    return dict(zip(COMMANDS, done.stdout.split("\0"), strict=False))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples_that_parse_and_imports_nothing_heavy(name, helps):
+    assert helps[name].startswith(f"usage: megalowbit {name} ")
+    assert helps[name].endswith("heavy:")
+    found = examples(helps[name])
     assert found
     for example in found:
         words = shlex.split(example.replace("\\\n", "").partition(" > ")[0])

@@ -11,7 +11,7 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from quick_cases import slow_except
+from quick_cases import every_value, slow_except
 
 from megalowbit.data.cache.build_lock import build_lock
 from megalowbit.data.hub import HubCorpus
@@ -53,8 +53,7 @@ def with_row(number, text):
     return [*ROWS[:number], {"text": text, "number": 0}, *ROWS[number + 1 :]]
 
 
-@pytest.mark.parametrize("number", [0, 300, 1023, 1024, 1999])
-@pytest.mark.parametrize("text", ["changed", "document 30", "", None])
+@every_value(number=[0, 300, 1023, 1024, 1999], text=["changed", "document 30", "", None])
 def test_a_change_of_any_row_is_in_the_fingerprint(dataset, number, text):
     first = HubCorpus(str(dataset)).fingerprint
     write_dataset(dataset, with_row(number, text))  # in place: the name stays

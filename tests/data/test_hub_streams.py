@@ -5,8 +5,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +14,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from forks import run_script
 from hypothesis import given
 from hypothesis import strategies as st
-from quick_cases import slow_except
+from quick_cases import every_value, slow_except
 
 from megalowbit.data import hub
 from megalowbit.data.hub import HubCorpus, splits_overlap
@@ -80,8 +79,7 @@ def expected(texts):
     return b"".join(text.encode() + b"\0" for text in texts)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
-@pytest.mark.parametrize("workers", [1, 2])
+@every_value(kind=WRITERS, workers=[1, 2])
 def test_the_tokens_are_those_of_the_documents_in_their_order(tmp_path, library, kind, workers):
     corpus = HubCorpus(write(tmp_path / "set", kind=kind), stream="all")
     packed = pack(corpus, ByteTokenizer(), 8, tmp_path / "cache", workers=workers)
@@ -163,11 +161,8 @@ KILLED = """
 def test_a_killed_build_leaves_no_cache_and_the_next_one_continues(tmp_path, library, after, caplog):
     folder, cache = write(tmp_path / "set"), tmp_path / "cache"
     (tmp_path / "program.py").write_text("if True:" + KILLED)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py", folder, cache, str(after)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = run_script(tmp_path / "program.py", folder, cache, after, env=env)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not list(cache.rglob("[!.]*.npy"))
     with caplog.at_level(logging.INFO):
@@ -336,8 +331,14 @@ SEPARATE = [
 ]
 
 
-@pytest.mark.parametrize("is_blend", [False, True])
-@pytest.mark.parametrize(("trained", "held"), OVERLAPS + SEPARATE)
+@pytest.mark.parametrize(
+    ("trained", "held", "is_blend"),
+    [
+        pytest.param(*splits, is_blend, marks=() if place % 2 == is_blend else pytest.mark.slow)
+        for place, splits in enumerate(OVERLAPS + SEPARATE)
+        for is_blend in (False, True)
+    ],
+)
 def test_splits_for_validation_have_no_rows_for_training(
     tmp_path, library, as_names, trained, held, is_blend
 ):

@@ -34,19 +34,28 @@ def _environment_as_before(monkeypatch, tmp_path):
     os.environ.update(before)
 
 
+@pytest.fixture(scope="session")
+def plans():
+    """Plans by their arguments: several tests ask for the same ones, which are frozen and slow to make."""
+    return {}
+
+
 @pytest.fixture
-def tiny(tmp_path):
+def tiny(tmp_path, plans):
     """The plan of a GPT-2 of a few thousand parameters, with overrides; `model` changes its config.json."""
 
     def tiny(*overrides, processes=1, model=None, block=None):
-        path = write_config(tmp_path, model=model, block=block)
-        return plan_run(load_config(path, list(overrides), world_size=processes))
+        key = "tiny", overrides, processes, json.dumps([model, block])
+        if key not in plans:
+            path = write_config(tmp_path, model=model, block=block)
+            plans[key] = plan_run(load_config(path, list(overrides), world_size=processes))
+        return plans[key]
 
     return tiny
 
 
 @pytest.fixture
-def large(tmp_path, monkeypatch):
+def large(tmp_path, plans, monkeypatch):
     """The plan of configs/llama3_8b_fp4.json without tensor parallelism, in bf16, or of another model.
 
     Its memory takes longest to estimate, has tests of its own, and is zero here.
@@ -69,7 +78,11 @@ def large(tmp_path, monkeypatch):
             f"train_batch_size={batch}",
         ]
         path = ROOT / "configs" / "llama3_8b_fp4.json"
-        return plan_run(load_config(path, [*values, *more, *overrides], world_size=processes))
+        key = "large", overrides, processes, micro_batch, batch, json.dumps(model)
+        if key not in plans:
+            config = load_config(path, [*values, *more, *overrides], world_size=processes)
+            plans[key] = plan_run(config)
+        return plans[key]
 
     return large
 

@@ -65,6 +65,7 @@ def test_llama3_8b_on_8_h100_at_its_published_mfu(large, mfu, tokens_per_second)
     assert time.mfu == pytest.approx(mfu)
 
 
+@pytest.mark.slow
 def test_llama3_405b_on_512_h100_at_its_published_mfu(large):
     """NVIDIA/dgxc-benchmarking, llama3.1/README of 2025: BF16, 19.810 s a step, 105,863 tokens/s, 55.34 %."""
     plan = large("tensor_parallel.autotp_size=8", processes=512, micro_batch=1, batch=256, model=LLAMA_405B)

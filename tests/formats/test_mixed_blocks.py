@@ -80,8 +80,14 @@ def check(x, name):
     return got
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        pytest.param(shape, name, marks=() if (place + other) % 2 == 0 else pytest.mark.slow)
+        for place, shape in enumerate(SHAPES)
+        for other, name in enumerate(NAMES)
+    ],
+)
 def test_scales_codes_and_values_are_those_by_the_book(name, shape):
     for x in inputs(shape):
         check(x, name)
@@ -145,7 +151,7 @@ def test_blocks_change_format_where_an_outlier_is_twenty_three_deviations(name, 
 def test_the_format_chosen_is_the_one_with_the_smaller_error_of_the_others():
     """Both are tried on each block; the rule may be wrong only where they are nearly as good."""
     for ratio, is_clear in ((4, True), (15, True), (22, False), (24, False), (35, True), (200, True)):
-        x = with_outliers(400, 128, ratio=float(ratio), seed=5)
+        x = with_outliers(200, 128, ratio=float(ratio), seed=5)
         chosen = torch.signbit(quantizer("int8e5m2b").quantize(x).scales)[:, 0]
         errors = []
         for largest, code in ((127, book.int8_code), (57344, book.e5m2_code)):

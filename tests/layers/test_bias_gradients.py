@@ -5,6 +5,7 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
+from quick_cases import every_pair
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,10 +48,12 @@ def most_bytes_allocated(work):
     return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
 
 
-@pytest.mark.parametrize("backend", ["the fastest", "torch"])
-@pytest.mark.parametrize("has_main_grad", [False, True])
+@every_pair(
+    kind=["BitLinear nvfp4", *KINDS, *(f"{name} nvfp4" for name in KINDS)],
+    has_main_grad=[False, True],
+    backend=["the fastest", "torch"],
+)
 @HALF
-@pytest.mark.parametrize("kind", ["BitLinear nvfp4", *KINDS, *(f"{name} nvfp4" for name in KINDS)])
 def test_no_memory_of_the_output_gradients_size_is_allocated(
     kind, dtype, has_main_grad, backend, monkeypatch
 ):

@@ -134,7 +134,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(recipe, id=name, marks=() if name in ("nvfp4", "split") else pytest.mark.slow)
+        pytest.param(recipe, id=name, marks=() if name == "split" else pytest.mark.slow)
         for name, recipe in RECIPES.items()
     ],
 )
@@ -355,13 +355,14 @@ def change_recipe(model, recipe):
         layer.recipe = recipe_of(recipe)
 
 
-def test_a_compiled_model_notices_another_recipe():
+@pytest.mark.parametrize("recipes", slow_except([["mxfp4"]], [["mxfp4"], ["bf16", "mxfp4"]]), ids=str)
+def test_a_compiled_model_notices_another_recipe(recipes):
     eager, compiled = block(), block()
     caches = cache_weights(eager), cache_weights(compiled)
     run = torch.compile(compiled, fullgraph=True, backend="aot_eager")
     assert_same(three_steps(compiled, run), three_steps(eager, eager))
     with torch._dynamo.config.patch(error_on_recompile=False):
-        for recipe in ("bf16", "mxfp4"):
+        for recipe in recipes:
             change_recipe(eager, recipe)
             change_recipe(compiled, recipe)
             assert_same(three_steps(compiled, run), three_steps(eager, eager))

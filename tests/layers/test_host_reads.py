@@ -194,7 +194,21 @@ def test_reading_a_meta_tensor_is_an_error(read):
 READING = {"metis-seed": ["_linalg_svd"]}  # of the output gradient, as in the published code
 
 
-@pytest.mark.parametrize("recipe", [name for name in recipes() if recipe_of(name).gemm == "bf16"])
+# recipes whose quantizers, splits and transforms are those of others
+COMBINED = frozenset({
+    "nvidia-nvfp4", "nvfp4-unbiased", "four-over-six", "four-over-six-rht", "nvfp4-unbiased-backward",
+    "mxfp4-rht",
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in COMBINED else ())
+        for name in recipes()
+        if recipe_of(name).gemm == "bf16"
+    ],
+)
 def test_forward_and_backward_of_every_recipe_read_nothing(reads, recipe):
     layer = BitLinear(64, 64, recipe=recipe, device="meta", dtype=torch.bfloat16)
     x = torch.randn(32, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -5,6 +5,7 @@ import json
 import pytest
 from bad_values import overrides
 from forks import run_script
+from quick_cases import slow_except
 
 from launchers import ROOT, write_config
 from megalowbit.commands.runs import submit
@@ -31,24 +32,63 @@ def config(tmp_path):
     return write_config(tmp_path)
 
 
-@pytest.mark.parametrize(("override", "word"), list(overrides()))
-def test_all_entry_points_reject_a_value_with_the_same_message(override, word, config, tmp_path, capsys):
-    run_dir = tmp_path / "run"
+def rejected_by_pretrain(*more):
+    def rejected(config, run_dir, override, capsys):
+        arguments = ["--ds-config", str(config), "--run-dir", str(run_dir), "--set", override]
+        return printed_by(main, [*arguments, *more], capsys)
+
+    return rejected
+
+
+def rejected_by_submit(config, run_dir, override, capsys):
     arguments = ["--ds-config", str(config), "--run-dir", str(run_dir), "--set", override]
+    of_cluster = ["--slurm", "gpus_per_node=0", "--slurm", "cpus_per_task=1", "--dry-run"]
+    return printed_by(submit.main, [*arguments, *of_cluster], capsys)
+
+
+def rejected_by_a_sweep(config, run_dir, override, capsys):
+    run = Run(label="x", seed=0, folder=run_dir, config=config, overrides=(override,), program=ROOT)
+    with pytest.raises(UserError) as caught:
+        run.resolved()
+    return 2, lines_of(caught.value)
+
+
+ENTRY_POINTS = (
+    rejected_by_pretrain(),
+    rejected_by_pretrain("--dry-run"),
+    rejected_by_pretrain("--prepare-data"),
+    rejected_by_submit,
+    rejected_by_a_sweep,
+)
+
+
+def check_rejection(override, word, config, run_dir, capsys, entry_points):
+    """The value is refused by the check itself and by the entry points, with the same lines."""
     with pytest.raises(UserError) as caught:
         load_checked_config(config, [override], world_size=1)
     expected = lines_of(caught.value)
     assert any(word in line for line in expected), expected
     assert all(len(line) < 1500 for line in expected)
-    for way in ([], ["--dry-run"], ["--prepare-data"]):
-        assert printed_by(main, [*arguments, *way], capsys) == (2, expected), way
-    of_cluster = ["--slurm", "gpus_per_node=0", "--slurm", "cpus_per_task=1", "--dry-run"]
-    assert printed_by(submit.main, [*arguments, *of_cluster], capsys) == (2, expected)
-    run = Run(label="x", seed=0, folder=run_dir, config=config, overrides=(override,), program=ROOT)
-    with pytest.raises(UserError) as caught:
-        run.resolved()
-    assert lines_of(caught.value) == expected
+    for rejected in entry_points:
+        assert rejected(config, run_dir, override, capsys) == (2, expected), override
     assert not run_dir.exists(), "nothing is written before a configuration is known to be right"
+
+
+@pytest.mark.parametrize(
+    ("override", "word", "entry_point"),
+    [(*each, ENTRY_POINTS[place % len(ENTRY_POINTS)]) for place, each in enumerate(overrides())],
+    ids=[override for override, _ in overrides()],
+)
+def test_a_value_is_rejected_by_an_entry_point_as_by_the_check(
+    override, word, entry_point, config, tmp_path, capsys
+):
+    check_rejection(override, word, config, tmp_path / "run", capsys, [entry_point])
+
+
+@pytest.mark.parametrize("is_every_value", slow_except([False], [False, True]))
+def test_all_entry_points_reject_a_value_with_the_same_message(is_every_value, config, tmp_path, capsys):
+    for override, word in list(overrides())[:: 1 if is_every_value else 40]:
+        check_rejection(override, word, config, tmp_path / "run", capsys, ENTRY_POINTS)
 
 
 def test_trackio_without_its_package_is_refused_before_a_model_is_built(config, monkeypatch):

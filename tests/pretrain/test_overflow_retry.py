@@ -2,6 +2,7 @@ import json
 import math
 
 import pytest
+from quick_cases import slow_except
 
 from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
@@ -13,6 +14,7 @@ from megalowbit.pretrain.resume import changed_settings
 from megalowbit.pretrain.run import pretrain
 
 STEPS = 4
+SPLIT = '{"base": "nvfp4", "split_input": {"method": "qb", "rank": 4}}'
 
 
 def run_of(build_job, initial_scale, retries, *overrides):
@@ -26,7 +28,7 @@ def run_of(build_job, initial_scale, retries, *overrides):
     return [train_step(job) for _ in range(STEPS)], job
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", '{"base": "nvfp4", "split_input": {"method": "qb", "rank": 4}}'])
+@pytest.mark.parametrize("recipe", slow_except([SPLIT], ["nvfp4", SPLIT]))
 def test_with_retries_the_run_equals_one_that_started_at_the_right_scale(build_job, recipe):
     override = f"megalowbit.recipe={recipe}"
     found, job = run_of(build_job, 2.0**26, 20, override)

@@ -65,7 +65,7 @@ def disturb_generators():
 
 
 # what the others add to a run has a test of its own, which resumes it too
-QUICK = ["megatron", "controller", "layer_scaling", "splits", "parameter_split"]
+QUICK = ["controller", "layer_scaling", "splits"]
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, CASES))

@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from quick_cases import slow_except
 
 from megalowbit.formats.codes import stochastic_codes
 from megalowbit.formats.element import E2M1, E4M3, INT8
@@ -81,7 +82,7 @@ def test_the_expected_value_over_every_random_number_is_the_number(every_fractio
         assert abs(mean - Fraction(number)) <= gap * (Fraction(1, 2**24) + lost)
 
 
-@pytest.mark.parametrize("exponent", [10, 17, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exponent", slow_except([10], [10, 17, 24]))
 def test_a_small_number_is_rounded_up_as_often_as_it_should_be(every_fraction, exponent):
     small = torch.full(every_fraction.shape, 0.5 * 2.0**-exponent)  # a part of E2M1's first gap
     assert stochastic_codes(small, every_fraction, E2M1).sum(dtype=torch.int64) == 2 ** (24 - exponent)

@@ -115,6 +115,14 @@ def check(name, x, encoding, operand_dtype=torch.bfloat16, **arguments):
     assert bare.counts is None
 
 
+def compare_few(device):
+    """Tiles of one encoding, for the quick tests: two tiles with a rest, tiny numbers, numbers that spoil."""
+    (encoding,) = ENCODINGS["tiled"]
+    for name, x in matrices(is_large=False):
+        if name in ("random", "subnormal", "spoiled"):
+            check(name, x.to(device), encoding)
+
+
 def compare_encoding(group, device):
     is_large = device.type == "cuda"
     for (name, x), encoding in itertools.product(matrices(is_large), ENCODINGS[group]):
@@ -240,7 +248,9 @@ def check_fp8(name, operand, scale, exponents, exact, encoded, dtype):
 def main():
     device, group = torch.device(sys.argv[1]), sys.argv[2]
     assert launch_triton.is_available(device)
-    if group == "decode":
+    if group == "few":
+        compare_few(device)
+    elif group == "decode":
         compare_decoding(device)
     elif group == "fp8":
         compare_fp8(device)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from host_reads import HostReads
+from quick_cases import every_value
 
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.philox import RandomKey
@@ -213,8 +214,7 @@ def test_errors_of_a_small_tensor_are_those_of_its_quantizer(kind, name):
     assert errors_of(x)[name] == pytest.approx(squares[is_bulk].mean().item(), **exact)
 
 
-@pytest.mark.parametrize("kind", ["outliers", "log-normal", "sparse", "rows"])
-@pytest.mark.parametrize("cols", [512, 300])
+@every_value(kind=["outliers", "log-normal", "sparse", "rows"], cols=[512, 300])
 def test_pieces_of_a_large_tensor_have_the_errors_of_all_of_it(kind, cols):
     x = data(kind, 2000, cols)
     assert x.numel() > COUNTED

@@ -1,5 +1,6 @@
 """Predictions against products that are really computed, in float64, of really quantised operands."""
 
+import functools
 import math
 from dataclasses import replace
 
@@ -65,6 +66,7 @@ class Checked:
 
     def __init__(self, operands, draws=DRAWS):
         self.x, self.draws, findings = operands, draws, RankFindings()
+        self.measured = functools.cache(self._measured)  # several tests ask
         check = PrecisionCheck(
             step=3, candidates=CANDIDATES, estimator=SpeculationSettings().estimator,
             verify_size=SpeculationSettings().verify_size, findings=findings,
@@ -94,7 +96,7 @@ class Checked:
         raw = predict_snr_db(left, right, index)
         return raw, raw + self.found.verified["a", product].correction_db(index)
 
-    def measured(self, product, candidate):
+    def _measured(self, product, candidate):
         """With the noise of several draws if rounding is stochastic."""
         names = [operand_quantizer(candidate, role) for role in OPERANDS[product]]
         masks, exact = [], []
@@ -118,21 +120,24 @@ def _rounded(x, name, seed):
     return chosen(x.float(), random_key=RandomKey(seed) if chosen.is_stochastic else None).double()
 
 
+@functools.cache
 def layers_of(name):
     """The data as one operand beside Gaussians, and as all three."""
+    layers = {}
     for places in (("input",), ("weight",), ("grad_output",), tuple(SHAPES)):
         operands = {
             role: made(name if role in places else "Gaussian", shape, 7 * seed)
             for seed, (role, shape) in enumerate(SHAPES.items(), 1)
         }
-        yield places, Checked(operands, draws=SPARSE_DRAWS if name == SPARSE else DRAWS)
+        layers[places] = Checked(operands, draws=SPARSE_DRAWS if name == SPARSE else DRAWS)
+    return layers
 
 
 @pytest.mark.parametrize("name", slow_except(["Gaussian", "GELU", "log-normal, σ = 1"], DATA))
 def test_no_candidate_is_predicted_more_than_a_decibel_too_high(name):
     """Before a product first runs at it, on any of the listed data; see docs/speculation-noise.md."""
     compared = 0
-    for places, layer in layers_of(name):
+    for places, layer in layers_of(name).items():
         for product in PRODUCTS:
             if not set(places) & set(OPERANDS[product]):
                 continue
@@ -151,11 +156,11 @@ def test_no_candidate_is_predicted_more_than_a_decibel_too_high(name):
 @pytest.mark.parametrize(
     "name",
     slow_except(
-        ["Gaussian", "one sign"], ["Gaussian", "Laplace", "relu²", "uniform", "N(1, 1)", "one sign", "GELU"]
+        ["Gaussian", "GELU"], ["Gaussian", "Laplace", "relu²", "uniform", "N(1, 1)", "one sign", "GELU"]
     ),
 )
 def test_predictions_are_not_too_low_either(name):
-    for places, layer in layers_of(name):
+    for places, layer in layers_of(name).items():
         for product in PRODUCTS:
             if set(places) & set(OPERANDS[product]):
                 for candidate in CANDIDATES:

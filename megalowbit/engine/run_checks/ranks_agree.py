@@ -9,6 +9,7 @@ Not covered: values of weights, which DeepSpeed broadcasts; paths, whose content
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -73,12 +74,8 @@ RANKS_NAMED = 4
 
 def installation_facts() -> dict[str, str]:
     """Code, versions, kernel selection and device type of this process."""
-    facts = {"code of megalowbit": code_digest(PACKAGE)}
-    for name in DISTRIBUTIONS:
-        try:
-            facts[f"version of {name}"] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            facts[f"version of {name}"] = "not installed"
+    facts = {"code of megalowbit": package_digest()}
+    facts |= {f"version of {name}": version_of(name) or "not installed" for name in DISTRIBUTIONS}
     facts |= {f"environment variable {name}": shown(os.environ.get(name)) for name in ENVIRONMENT}
     facts["device"] = "cpu"
     if torch.cuda.is_available():
@@ -171,6 +168,21 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:RANKS_NAMED]))
     more = f" and {len(ranks) - RANKS_NAMED} more" if len(ranks) > RANKS_NAMED else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {named}{more}"
+
+
+@functools.cache
+def version_of(distribution: str) -> str | None:
+    """The installed version, None if there is none; read once, because a process imports it once."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def package_digest() -> str:
+    """`code_digest` of this package; computed once, because a process imports it once."""
+    return code_digest(PACKAGE)
 
 
 def code_digest(folder: Path) -> str:

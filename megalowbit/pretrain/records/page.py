@@ -5,14 +5,13 @@ Both are for readers only. A run never fails because of them, but a warning says
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import platform
 import shlex
 import sys
 from typing import Any
 
-from megalowbit.engine.run_checks.ranks_agree import PACKAGE, code_digest
+from megalowbit.engine.run_checks.ranks_agree import package_digest, version_of
 from megalowbit.pretrain.components.machine.throughput import name_of
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import num_parameters
@@ -45,8 +44,8 @@ def _attempt_facts(job: Job) -> dict[str, Any]:
         "device": name_of(job.engine.device),
         "layout": f"{job.engine.process_grid}" + (f", ZeRO {stage}" if stage else ""),
         "python": platform.python_version(),
-        **{name: _version(name) for name in LIBRARIES},
-        "code": code_digest(PACKAGE),
+        **{name: version_of(name) for name in LIBRARIES},
+        "code": package_digest(),
         "command": shlex.join(sys.argv),
         "parameters": num_parameters(job),
         "low_bit_layers": len(report.swapped),
@@ -54,13 +53,6 @@ def _attempt_facts(job: Job) -> dict[str, Any]:
         "kept_layers": len(report.kept),
         "formats": formats if report.swapped else {},
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def write_page(job: Job) -> str:

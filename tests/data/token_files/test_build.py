@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from forks import Forked, fork_server
+from quick_cases import slow_except
 
 from megalowbit.data.cache import built_files, digests
 from megalowbit.data.corpus import Corpus, DocumentShare
@@ -67,7 +68,7 @@ def frequent_journals(monkeypatch, small_batches):
     monkeypatch.setattr(build, "SECONDS_BETWEEN_JOURNALS", 0.0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("count", slow_except([1, 3], [1, 2, 3]))
 def test_the_ids_do_not_depend_on_the_number_of_processes(tmp_path, small_batches, count):
     pack(Documents(TEXTS), ByteTokenizer(), 8, tmp_path, workers=count)
     assert np.array_equal(np.load(token_file(tmp_path)), ids_of(TEXTS))
@@ -87,7 +88,11 @@ def test_a_trained_bpe_works_in_other_processes(tmp_path, small_batches, is_of_a
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(signal.SIGKILL, "if memory was short"), (signal.SIGTERM, "start again")]
+    ("number", "remedy"),
+    [
+        (signal.SIGKILL, "if memory was short"),
+        pytest.param(signal.SIGTERM, "start again", marks=pytest.mark.slow),
+    ],
 )
 def test_a_process_that_is_killed_is_named_with_its_documents(
     tmp_path, small_batches, monkeypatch, number, remedy

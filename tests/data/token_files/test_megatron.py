@@ -15,6 +15,7 @@ import pytest
 from environments import environment_with
 from hypothesis import given
 from hypothesis import strategies as st
+from quick_cases import every_value
 from safetensors.torch import load_file
 
 from launchers import ROOT, metrics, run, training_text, write_config
@@ -235,8 +236,7 @@ def kept_apart(prefix, cache_dir):
     return build_loader(settings, micro_batch_size=1, rank=0, world_size=1)
 
 
-@pytest.mark.parametrize("block", [1, 7, 2**14])
-@pytest.mark.parametrize("place", [0, 1, 1300, 2999])
+@every_value(place=[0, 1, 1300, 2999], block=[7, 1, 2**14])
 def test_no_document_without_an_end_is_kept_apart_from_the_next(tmp_path, monkeypatch, place, block):
     monkeypatch.setattr(megatron, "DOCUMENTS_AT_ONCE", block)
     documents = [[1, 2, 0], [], [3, 0]] * 1000

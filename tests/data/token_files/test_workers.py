@@ -95,7 +95,11 @@ class Fragile(ByteTokenizer):
     ("how", "said"),
     [
         ("exit", r"has ended with exit code 3 at place 39, which begins 'document 39 é [^']*': mend"),
-        ("SIGSEGV", r"has ended by signal SIGSEGV at place 39, which begins 'document 39 é [^']*': mend"),
+        pytest.param(
+            "SIGSEGV",
+            r"has ended by signal SIGSEGV at place 39, which begins 'document 39 é [^']*': mend",
+            marks=pytest.mark.slow,
+        ),
         ("SIGKILL", r"has ended by signal SIGKILL at place 39, .*: if memory was short, lower data\.workers"),
     ],
 )
@@ -161,7 +165,10 @@ def sleeping(folder):
     return len(list(folder.glob("asleep *")))
 
 
-@pytest.mark.parametrize("error", [None, UserError("line 5 is damaged"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error",
+    [None, UserError("line 5 is damaged"), pytest.param(KeyboardInterrupt(), marks=pytest.mark.slow)],
+)
 def test_processes_that_work_are_ended_and_no_others_start(started, tmp_path, error):
     """Also: nothing waits for their answers, which come when they wake up."""
 

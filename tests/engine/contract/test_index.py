@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from deepspeed.runtime.engine import DeepSpeedEngine
-from zero_internals import used
+from zero_internals import tree, used
 
 from megalowbit.engine.versions.contracts import contracts
 from megalowbit.engine.versions.internals import (
@@ -30,14 +30,22 @@ NOT_AN_ENGINE = {"config.py", "dry_run.py"}  # there, `engine` is a section of s
 
 
 @cache
-def trees():
-    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
+def nodes():
+    """Imports and attributes in each file of the package that has a name of an engine or of DeepSpeed."""
+    wanted = ast.Import, ast.ImportFrom, ast.Attribute
+    files = {path: path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        path: [node for node in ast.walk(tree(path)) if isinstance(node, wanted)]
+        for path, text in files.items()
+        if "deepspeed" in text or "engine" in text
+    }
 
 
+@cache
 def imported():
     names = set()
-    for _, tree in trees():
-        for node in ast.walk(tree):
+    for found in nodes().values():
+        for node in found:
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -45,13 +53,14 @@ def imported():
     return {name for name in names if name.split(".")[0] == "deepspeed"}
 
 
+@cache
 def used_attributes():
     names = set()
-    for path, tree in trees():
+    for path, found in nodes().items():
         room = path.relative_to(PACKAGE).parts[0]
         if path.name in NOT_AN_ENGINE or room not in {"engine", "pretrain"}:
             continue
-        for node in ast.walk(tree):
+        for node in found:
             if isinstance(node, ast.Attribute):
                 owner = node.value
                 name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", None)

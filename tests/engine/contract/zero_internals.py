@@ -5,6 +5,7 @@ use without an entry in `engine.versions.internals.INTERNALS` is found, whatever
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import deepspeed
@@ -33,6 +34,12 @@ ELSEWHERE = frozenset({
 BY_NAME = frozenset({"getattr", "hasattr", "setattr"})
 
 
+@cache
+def tree(path):
+    """A source, parsed once for all tests of a process."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def defined_by_deepspeed():
     """Names of attributes, methods and fields in DeepSpeed's ZeRO and pipeline sources."""
     names = set()
@@ -54,7 +61,7 @@ def used():
     of_torch = {name for each in classes for name in dir(each)} | {"grad"}
     found = {}
     for path in READ:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             name, owner = None, None
             if isinstance(node, ast.Attribute):
                 name, owner = node.attr, node.value

@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partition_parameters import Init
+from quick_cases import every_value
 from tiny_models import tiny_config
 from torch import nn
 
@@ -144,8 +145,7 @@ def test_deepspeed_moves_a_model_at_once_and_partitions_one_parameter_at_a_time(
     assert "param.data = param.data.to(self.local_device)" in source
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@every_value(stage=[0, 1, 3], precision=["fp32", "fp16"])
 def test_an_engine_trains_a_model_that_began_without_weights(tmp_path, stage, precision):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama").to_dict()))
     settings = ModelSettings(config=tmp_path / "config.json")

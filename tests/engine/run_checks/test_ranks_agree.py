@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from megalowbit.config.deepspeed_json import read_deepspeed_config
+from megalowbit.engine.run_checks import ranks_agree
 from megalowbit.engine.run_checks.ranks_agree import (
+    PACKAGE,
     check_ranks_agree,
     code_digest,
     configuration_facts,
     installation_facts,
     model_facts,
+    version_of,
 )
 
 
@@ -54,6 +57,14 @@ def test_an_installation_is_described_by_short_texts():
     assert facts["version of torch"] == importlib.metadata.version("torch")
     assert {"code of megalowbit", "version of deepspeed", "device"} <= facts.keys()
     assert all(isinstance(value, str) and len(value) < 100 for value in facts.values())
+    assert facts["code of megalowbit"] == code_digest(PACKAGE)
+    assert version_of("megalowbit-has-no-such-part") is None
+
+
+def test_a_process_hashes_its_code_once(monkeypatch):
+    first = installation_facts()
+    monkeypatch.setattr(ranks_agree, "code_digest", lambda folder: "of a later installation")
+    assert installation_facts() == first
 
 
 @pytest.mark.parametrize(("name", "value"), [("MEGALOWBIT_BACKEND", "torch"), ("MEGALOWBIT_APEX", "1")])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick_cases import every_value
 from safetensors import safe_open
 from tiny_models import KINDS, tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -48,8 +49,7 @@ def check_same(found, expected):
         assert found[name].equal(value), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@every_value(kind=KINDS, dtype=[torch.float32, torch.bfloat16])
 def test_there_and_back_gives_what_transformers_saves(tmp_path, kind, dtype):
     tiny_model(kind).to(dtype).save_pretrained(tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").write_text(

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick_cases import every_pair
 from recording_chooser import (
     ONE_USE,
     RecordingChooser,
@@ -63,11 +64,11 @@ def test_a_chooser_of_the_layers_own_recipe_changes_no_bit_of_a_training_run(cho
         assert torch.equal(one[2], other[2])
 
 
-@pytest.mark.parametrize(
-    "name", ["int8", "int8:sr", "fp8e4m3", "fp8e5m2", "nvfp4e2m1bnosr", "nvfp4e2m1b", "int4"]
+@every_pair(
+    name=["int8", "int8:sr", "fp8e4m3", "fp8e5m2", "nvfp4e2m1bnosr", "nvfp4e2m1b", "int4"],
+    dtype=[torch.float32, torch.bfloat16, torch.float16, torch.float64],
+    spoiled=[None, math.inf, math.nan],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("spoiled", [None, math.inf, math.nan])
 def test_the_maximum_a_probe_hands_on_changes_no_bit(name, dtype, spoiled):
     x, g = tensors(dtype=dtype)
     if spoiled is not None:

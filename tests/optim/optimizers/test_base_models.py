@@ -81,8 +81,14 @@ def reference():
     return reference_run()
 
 
-@pytest.mark.parametrize("has_factors", [False, True], ids=["one scale", "factors"])
-@pytest.mark.parametrize("name", SCALERS)
+@pytest.mark.parametrize(
+    ("name", "has_factors"),
+    [
+        pytest.param(name, has_factors, marks=() if place % 2 == has_factors else pytest.mark.slow)
+        for place, name in enumerate(SCALERS)
+        for has_factors in (False, True)
+    ],
+)
 def test_a_model_trains_as_a_float64_loop_does(reference, name, has_factors):
     model, scaler = model_of(), SCALERS[name]()
     instruments = Instruments.attach(model, scaler, layer_scaling=LayerScalingSettings(enabled=has_factors))

@@ -4,6 +4,7 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
+from quick_cases import every_value
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -263,8 +264,7 @@ def test_half_after_keep_fp32_raises_a_one_line_error_with_the_module_and_the_or
     keep_fp32(model().to(dtype))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("is_attached_first", [False, True])
+@every_value(is_attached_first=[False, True], backend=["eager", "aot_eager"])
 def test_a_compiled_model_under_autocast_computes_and_trains_the_same(is_attached_first, backend):
     torch.compiler.reset()
     results = []

@@ -71,7 +71,6 @@ def test_component_columns_are_in_the_order_in_which_components_act(build_job):
         ]
 
 
-@pytest.mark.parametrize("kind", COMPONENTS)
-def test_a_checkpoint_has_an_entry_for_each_component_also_if_it_is_off(build_job, kind):
+def test_a_checkpoint_has_an_entry_for_each_component_also_if_it_is_off(build_job):
     progress = build_job()._state({})["progress"]
-    assert not kind.key or kind.key in progress
+    assert {kind.key for kind in COMPONENTS if kind.key} <= progress.keys()

@@ -277,9 +277,10 @@ def test_amounts_are_those_of_the_whole_run(resolve, blend, taken, tmp_path):
     assert (len(taken), of_shout(taken)) == (2 * steps * PER_STEP, 17)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
+def test_other_sources_on_resume_are_refused(resolve, blend, tmp_path):
+    run(resolve(*blend(**THREE_TO_ONE), "megalowbit.run.steps=3"), tmp_path / "run")
+    (tmp_path / "noise.txt").write_text("noise " * 2000)
+    for changed, message in (
         (
             {"prose": {"weight": 1}},
             r"the checkpoint blends prose, shout, and this run blends prose: resume with the sources of the "
@@ -294,14 +295,10 @@ def test_amounts_are_those_of_the_whole_run(resolve, blend, taken, tmp_path):
             {"prose": {"weight": 1}, "shout": {"tokens": 2 * LENGTH}},
             r"shout.tokens = 64 is less than the run has read: 96",
         ),
-    ],
-)
-def test_other_sources_on_resume_are_refused(resolve, blend, tmp_path, changed, message):
-    run(resolve(*blend(**THREE_TO_ONE), "megalowbit.run.steps=3"), tmp_path / "run")
-    (tmp_path / "noise.txt").write_text("noise " * 2000)
-    overrides = () if changed is None else blend(**changed)
-    with pytest.raises(UserError, match=message):
-        run(resolve(*overrides, "megalowbit.run.steps=6"), tmp_path / "run", is_resume=True)
+    ):
+        overrides = () if changed is None else blend(**changed)
+        with pytest.raises(UserError, match=message):
+            run(resolve(*overrides, "megalowbit.run.steps=6"), tmp_path / "run", is_resume=True)
 
 
 def test_a_blend_does_not_continue_one_corpus_or_other_text(resolve, blend, tmp_path):

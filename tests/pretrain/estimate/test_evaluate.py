@@ -19,7 +19,7 @@ from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.evaluate import ProgressLines, _configuration, evaluate
 from megalowbit.pretrain.run import pretrain
 
-TEXT = training_text()[50:2000]
+TEXT = training_text()[50:1050]
 BLOCK = {"recipe": "nvfp4", "run": {"steps": 4}, "validation": {"every": 2, "bf16": True}}
 SWITCH = {"late_switch": {"at": 3}}
 SPECULATION = {
@@ -30,19 +30,40 @@ BPE = {"tokenizer": "bpe", "vocab_size": 300}
 
 
 def trained(folder, held=("held.txt", TEXT), **block):
-    """A finished run in `folder / "run"`; rows of its validations by step. `held`: a file and its text."""
+    """Train in `folder / "run"`; returns the validations. `held`: a file and its text."""
     config = write_config(folder, model={"vocab_size": 320}, block={**BLOCK, **block})
     (folder / held[0]).write_text(held[1])
     text = f'megalowbit.data.validation={{"corpus": "{folder / held[0]}"}}'
     pretrain(
         load_config(config, [text], world_size=1), ProcessIdentity(), run_dir=folder / "run", is_resume=False
     )
+    return validations(folder)
+
+
+def validations(folder):
+    """By step, from the records of the run."""
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return {
         row["step"]: {key: value for key, value in row.items() if "validation/" in key}
         for row in rows
         if "validation/loss" in row
     }
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    return tmp_path_factory.mktemp("finished")
+
+
+@pytest.fixture
+def recorded(finished_run, tmp_path):
+    """Validations of a run in `tmp_path / "run"`, trained once: a copy, as if it had been trained there."""
+    if not (finished_run / "run").exists():
+        trained(finished_run)
+    shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "run" / "config.json"
+    config.write_text(config.read_text().replace(str(finished_run), str(tmp_path)))
+    return validations(tmp_path)
 
 
 def evaluated(path, folder, *overrides, config_file=None, inputs="dynamic", **more):
@@ -60,8 +81,9 @@ def figures(found):
     return {key: value for key, value in found.items() if "validation/" in key}
 
 
-def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(tmp_path, capsys, monkeypatch):
-    recorded = trained(tmp_path)
+def test_a_run_its_checkpoints_and_its_export_give_the_recorded_losses(
+    recorded, tmp_path, capsys, monkeypatch
+):
     (tmp_path / "text.txt").unlink()  # the text for training is not needed
     run = tmp_path / "run"
     newest = evaluated(run, tmp_path)
@@ -209,8 +231,7 @@ def test_the_state_of_a_run_is_part_of_its_checkpoint(tmp_path, block):
     assert figures(evaluated(tmp_path / "run" / "checkpoints" / "step-00000002", tmp_path)) == recorded[2]
 
 
-def test_a_folder_from_elsewhere_needs_a_configuration(tmp_path, capsys):
-    recorded = trained(tmp_path)
+def test_a_folder_from_elsewhere_needs_a_configuration(recorded, tmp_path, capsys):
     shutil.move(tmp_path / "run" / "hf", tmp_path / "elsewhere")
     assert main(["evaluate", str(tmp_path / "elsewhere")]) == 2
     assert "is not in a run's folder: name a configuration with --ds-config" in capsys.readouterr().err
@@ -223,8 +244,7 @@ def test_a_folder_from_elsewhere_needs_a_configuration(tmp_path, capsys):
     assert figures(evaluated(tmp_path / "start", tmp_path, text, config_file=config)) == recorded[4]
 
 
-def test_weights_are_not_evaluated_with_the_ids_of_another_tokenizer(tmp_path, caplog):
-    recorded = trained(tmp_path)
+def test_weights_are_not_evaluated_with_the_ids_of_another_tokenizer(recorded, tmp_path, caplog):
     config, elsewhere = tmp_path / "tiny.json", tmp_path / "elsewhere"
     shutil.move(tmp_path / "run" / "hf", elsewhere)
     bpe = train_bpe(LocalCorpus(tmp_path / "text.txt"), 300, tmp_path / "cache")

@@ -20,7 +20,7 @@ from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.pretrain.estimate.quantize import REPORT_FILE, TextOptions, quantize
 
 LENGTH = 64
-TEXT = training_text()[:2000]
+TEXT = training_text()[:1000]
 
 
 @pytest.fixture

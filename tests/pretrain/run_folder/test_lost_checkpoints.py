@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from ended_runs import STEPS, Killed, contents, dangle, remove_manifests, rows
+from quick_cases import every_value
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
@@ -93,8 +94,7 @@ def test_any_trace_of_a_checkpoint_is_detected(resolve, finished, evidence, mess
     assert contents(finished) == before
 
 
-@pytest.mark.parametrize("is_earlier_version", [False, True])
-@pytest.mark.parametrize("is_in_save", [False, True])
+@every_value(is_in_save=[False, True], is_earlier_version=[False, True])
 def test_a_run_killed_before_its_first_checkpoint_restarts_and_keeps_its_records(
     resolve, tmp_path, monkeypatch, caplog, is_in_save, is_earlier_version
 ):

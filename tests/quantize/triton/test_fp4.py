@@ -1,4 +1,5 @@
 import pytest
+from quick_cases import slow_except
 from triton_comparison import compare_in_a_process
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -6,9 +7,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 GROUPS = ["nearest", "stochastic", "tiled", "tiled_stochastic", "mxfp4", "four_over_six", "power_of_two"]
 
 
-@pytest.mark.parametrize(
-    "group", ["tiled", *(pytest.param(g, marks=pytest.mark.slow) for g in GROUPS if g != "tiled")]
-)
+@pytest.mark.parametrize("group", slow_except(["few"], ["few", *GROUPS]))
 def test_encoding_gives_the_bits_of_the_reference_in_the_interpreter(group):
     compare_in_a_process("cpu", group, TRITON_INTERPRET="1")
 
