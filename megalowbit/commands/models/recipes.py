@@ -3,6 +3,7 @@
     megalowbit recipes
     megalowbit recipes metis-nvfp4
 
+The fields are JSON on standard output; the recipe's paper, and what differs from it, are on standard error.
 A recipe says which layers are quantised, to which format, and how their products are computed. A
 configuration names one ("recipe": "nvfp4"), or has an object of fields over a "base". See
 docs/configuration.md.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from importlib.resources import files
 
 from megalowbit.errors import unknown_name
@@ -33,7 +35,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     escape_unprintable_output()
     options = build_parser().parse_args(arguments)
-    print("\n".join(described()) if options.name is None else fields_of(options.name))
+    if options.name is None:
+        print("\n".join(described()))
+        return 0
+    print(fields_of(options.name))
+    for line in origin_of(options.name):
+        print(line, file=sys.stderr)
     return 0
 
 
@@ -67,3 +74,15 @@ def fields_of(name: str) -> str:
     if name not in known:
         raise unknown_name("recipe", name, known)
     return json.dumps(known[name].to_dict(), indent=2)
+
+
+def origin_of(name: str) -> list[str]:
+    """Lines about a recipe's paper: its name, what differs from it, what it sets besides."""
+    from megalowbit.layers.recipe import named_recipes
+
+    named = named_recipes()[name]
+    if named.source is None:
+        return []
+    lines = [f"paper: {named.source['title']}, arXiv:{named.source['arxiv']}"]
+    lines += [f"differs: {each}".replace("`", "") for each in named.departures]
+    return lines + [f"the paper also sets {json.dumps({key: each})}" for key, each in named.settings.items()]

@@ -2,7 +2,7 @@ r"""Compare recipes in a study: sizes × texts × lengths × seeds × recipes as
 
     megalowbit study configs/studies/gap.json --out runs/gap --jobs 2
     megalowbit study configs/studies/gap.json --out runs/gap --size 0.8M --seed 1 --list
-    megalowbit study configs/studies/gap.json --out runs/gap --from docs/results/gap.json
+    megalowbit study configs/studies/default.json --out runs/default --from docs/results/default.json
     megalowbit study --reproduce docs/results/default.json 0.8M,python,1500,nvfp4,3
 
 Each cell of the grid is a run in its own folder, OUT/cells/NAME. Finished cells are not
@@ -152,6 +152,8 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
         make_folder(out)
         _take_over(study, chosen, options.kept)
     if options.list:
+        for cell in {cell.label: cell for cell in reversed(chosen)}.values():
+            assert cell.config  # a mistake in a recipe is an error here, too
         for cell in chosen:
             print(f"{'-' if cell.result() is None else 'finished':<10}{cell.name}")
         return 0
@@ -238,6 +240,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     from megalowbit.pretrain.sweep.study.execution import raise_failures
     from megalowbit.pretrain.sweep.study.kept_results import check_text
     from megalowbit.pretrain.sweep.study.reproduction import (
+        check_settings,
         deviations,
         difference,
         has_equal_losses,
@@ -256,8 +259,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         raise UserError(f"{results} does not say what the text {cell.text!r} is: restore the file")
     facts = _write_texts(study, [cell])[cell.text]
     check_text(kept.content.texts[cell.text], facts)
-    if found := cell.changed_settings(recorded.settings.model_dump(), cell.settings(facts)):
-        raise UserError(f"{results} does not have the study of this cell: {found}: restore the file")
+    check_settings(kept, cell, facts)
     raise_failures(_execute(study, [cell], study_file, 1))
     largest = 0.0
     for what, before, now in deviations(recorded, cell):

@@ -200,7 +200,7 @@ def table(plan: LayerPlan) -> str:
     """The layers as text, most damage first."""
     total = sum(each.weights for each in plan.layers)
     width = max(len(each.name) for each in plan.layers)
-    lines = [f"{'layer':<{width}}  weights   damage (nats)"]
+    lines = [f"{'layer':<{width}}  weights   damage (nats, ± standard error)"]
     for each in sorted(plan.layers, key=lambda each: each.damage, reverse=True):
         mark = "kept" if each.name in plan.kept else "≈ 0" if each.is_near_zero else ""
         figures = f"{each.weights / total:7.1%}  {each.damage:+.5f} ± {each.error:.5f}  {mark}"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megalowbit.commands.models.recipes import main
-from megalowbit.layers.recipe import Recipe, recipes
+from megalowbit.layers.recipe import Recipe, named_recipes, recipes
 
 
 def test_each_recipe_has_one_line_without_markdown(capsys):
@@ -20,4 +20,9 @@ def test_each_recipe_has_one_line_without_markdown(capsys):
 @pytest.mark.parametrize("name", recipes())
 def test_the_fields_of_a_recipe_are_accepted_in_place_of_its_name(name, capsys):
     assert main([name]) == 0
-    assert Recipe.from_dict(json.loads(capsys.readouterr().out)) == recipes()[name]
+    printed = capsys.readouterr()
+    assert Recipe.from_dict(json.loads(printed.out)) == recipes()[name]
+    named = named_recipes()[name]
+    lines = printed.err.splitlines()
+    assert len(lines) == (1 + len(named.departures) + len(named.settings) if named.source else 0)
+    assert not named.source or f"arXiv:{named.source['arxiv']}" in lines[0]

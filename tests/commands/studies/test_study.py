@@ -155,6 +155,16 @@ def test_a_mistake_is_one_line_and_runs_nothing(study, tmp_path, monkeypatch, ca
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_list_names_a_mistake_in_a_recipe(study, tmp_path, capsys):
+    raw = json.loads(study.read_text())
+    raw["recipes"].append({"name": "mine", "set": {"megalowbit.recipe": "nvfp5"}})
+    study.write_text(json.dumps(raw))
+    done = call_main(TOOL, study, "--out", tmp_path / "out", "--list", capsys=capsys)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "'mine'" in done.stderr
+    assert "did you mean 'nvfp4'" in done.stderr
+
+
 def test_the_list_names_cells_and_which_are_finished(study, tmp_path, capsys):
     cells = cells_of(read_study(study), tmp_path / "out", ROOT)
     cells[0].write("result.json", {**RESULT, "losses": [1.0] * 8})

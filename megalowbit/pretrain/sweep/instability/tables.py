@@ -20,9 +20,9 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"{data['baseline']} under the same stress for more than {settings['window']} steps. Cost: the loss "
         "at the end minus that of the run without stress. A warning is an alarm before that: "
         f"{settings['in_a_row']} medians of {settings['bucket']} steps in a row beyond "
-        "what unstressed runs of the recipe show."
+        f"what unstressed runs of the recipe show. Losses are means of {settings['window']} steps."
     )
-    head = ["stress", "recipe", "seed", "broken at", "at the end", "loss", "cost", "gap", "first warnings"]
+    head = ["stress", "recipe", "seed", "broken at", "at the end", "loss", "cost", "gap", "first alarms"]
     table = [head, *(_run(run) for run in runs)]
     if len({run["text"] for run in runs}) > 1:
         for row, name in zip(table, ["text", *(run["text"] for run in runs)], strict=True):

@@ -56,9 +56,16 @@ def starter(tool: Path, study: Path) -> Start:
         command = [sys.executable, str(tool), str(study), "--out", str(cell.folder), "--cell", cell.name]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         with log.open("a", encoding="utf-8") as file:
-            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+            return subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, preexec_fn=_ignore_interrupts
+            )
 
     return start
+
+
+def _ignore_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal; a cell ends by SIGTERM instead, after which it saves."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:

@@ -14,6 +14,7 @@ from megalowbit.pretrain.sweep.study.cells import Cell
 from megalowbit.pretrain.sweep.study.kept_results import KeptStudy, read_kept
 from megalowbit.pretrain.sweep.study.results import Result
 from megalowbit.pretrain.sweep.study.study_file import MODEL_CONFIG
+from megalowbit.pretrain.sweep.study.texts import TextFacts
 
 LISTS = ("sizes", "recipes", "replicas")
 BASE, MODEL, STUDY = "base.json", "model.json", "study-file.json"
@@ -46,6 +47,26 @@ def unpack(results: Path, name: str, folder: Path) -> tuple[Path, KeptStudy]:
         with atomic_file(folder / file_name) as file:
             file.write(json.dumps(value, indent=1) + "\n")
     return folder / STUDY, kept
+
+
+def check_settings(kept: KeptStudy, cell: Cell, facts: TextFacts) -> None:
+    """Check that a cell is run with the recorded settings, but for the run's name, which is that of a file.
+
+    Raises:
+        UserError: it is not; the message names the differences.
+    """
+    recorded = kept.results[cell.name]
+    before, now = recorded.settings.model_dump(), cell.settings(facts)
+    try:
+        before["config"]["megalowbit"]["run"]["name"] = now["config"]["megalowbit"]["run"]["name"]
+    except (KeyError, TypeError):
+        raise UserError(f"{kept.path}: {cell.name} is damaged ('settings'): restore the file") from None
+    if found := cell.changed_settings(before, now):
+        commit = recorded.made_with.commit
+        raise UserError(
+            f"{kept.path}: {cell.name} would run with other settings than recorded: {found}: restore the "
+            f"file, or use its commit, {commit}"
+        )
 
 
 def difference(before: float, now: float) -> float:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,34 @@ def test_the_line_of_a_cell_says_how_it_has_ended(study, tmp_path, capsys, endin
     execute(cells, jobs=1, start=start)
     expected = ENDINGS[ending][2].format(log=log)
     assert f"[1/1] {cells[0].name}: {expected}, " in capsys.readouterr().out
+
+
+def test_an_interrupt_of_the_terminal_reaches_a_cell_as_the_signal_after_which_it_saves(study, tmp_path):
+    tool = tmp_path / "tool.py"
+    tool.write_text(
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('error: saved'), os._exit(2)))\n"
+        "print('started', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from megalowbit.pretrain.sweep.study.cells import cells_of\n"
+        "from megalowbit.pretrain.sweep.study.execution import execute, starter\n"
+        "from megalowbit.pretrain.sweep.study.study_file import read_study\n"
+        "tool, study, out, root = map(Path, sys.argv[1:])\n"
+        "execute(cells_of(read_study(study), out, root)[:1], jobs=1, start=starter(tool, study))\n"
+    )
+    command = [sys.executable, "-c", code, *map(str, (tool, study, tmp_path / "out", ROOT))]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True) as grid:
+        logs = tmp_path / "out" / "logs"
+        while not any(log.read_text() for log in logs.glob("*")):
+            assert grid.poll() is None, grid.stderr.read()
+            time.sleep(0.1)
+        os.killpg(grid.pid, signal.SIGINT)  # as Ctrl-C does
+        assert grid.wait() != 0
+    (log,) = logs.glob("*")
+    assert log.read_text() == "started\nerror: saved\n"
 
 
 def test_a_stop_signal_ends_all_cells(study, tmp_path):

@@ -254,7 +254,10 @@ def test_a_repetition_checks_that_the_file_has_the_study_of_the_cell(study, tmp_
     finish(study, tmp_path / "a", *NAMES[:2])
     report(study, tmp_path / "a", capsys)
     text, damaged = (tmp_path / "a" / "study.json").read_text(), tmp_path / "damaged.json"
-    changed_base = ("optimizer.params.lr", lambda data: data["base"]["optimizer"]["params"].update(lr=0.5))
+    changed_base = (
+        "recorded: config.optimizer.params.lr = 0.5 (was 0.003): restore",
+        lambda data: data["base"]["optimizer"]["params"].update(lr=0.5),
+    )
     for number, (expected, damage) in enumerate(
         [*(("'study' or 'base'", each) for each in FREE_PARTS), changed_base]
     ):
@@ -264,7 +267,7 @@ def test_a_repetition_checks_that_the_file_has_the_study_of_the_cell(study, tmp_
         out = tmp_path / f"out{number}"
         done = call_main(TOOL, "--reproduce", damaged, NAMES[0], "--out", out, capsys=capsys)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert done.stderr.startswith(f"error: {damaged} ")
+        assert done.stderr.startswith(f"error: {damaged}")
         assert expected in done.stderr
         assert not list(out.glob("logs/*"))  # nothing has run
 

@@ -52,7 +52,7 @@ def notes(group: Group) -> list[str]:
         found.append(
             f"Gaps to {'the mean of ' if forks else ''}{baseline} in nats, means of {group.study.window} "
             f"steps; {'their' if forks else 'its'} loss at the end is {loss:.4f}. Rows marked ≈ have an "
-            "interval that contains 0."
+            "interval that contains 0; with ? there is one pair and no interval."
         )
     if missing := group.num_without_fork():
         found.append(f"Pairs that are left out, because a fork is not finished or has diverged: {missing}.")
