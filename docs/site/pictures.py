@@ -266,7 +266,53 @@ def _widest(rows: dict) -> float:
     return max((each["high"] - each["low"] for each in drawn), default=0.0)
 
 
-PICTURES = (grid, blocks, layout, layer, step, split, speculation, gap)
+def gap_over_steps() -> Picture:
+    """Gap to bf16 over 3,000 steps, of each pair and in the mean, from docs/results/default.json."""
+    results = json.loads((DOCS / "results" / "default.json").read_text(encoding="utf-8"))
+    steps, window = 3000, 150
+    curves = {name: _gap_curves(results["cells"], name, steps, window) for name in RECIPES}
+    num_pairs = len(curves["nvfp4"])
+    picture = Picture(720, 330, f"Gap to bf16 over {steps} steps, {num_pairs} pairs and their mean, in nats")
+    left, bottom, wide, high, lowest = 60, 270, 620, 2000, -0.02
+
+    def place(step, value):
+        return left + wide * step / steps, bottom - high * (value - lowest)
+
+    for value in (-0.02, 0, 0.02, 0.04, 0.06, 0.08, 0.1):
+        picture.line(*place(0, value), *place(steps, value), PALE if value else GREY)
+        picture.text(left - 8, place(0, value)[1] + 4, f"{value:g}", 12, GREY, "end")
+    for step in range(0, steps + 1, 500):
+        picture.text(place(step, 0)[0], bottom + 18, f"{step:,}", 12, GREY, "middle")
+    picture.line(*place(0.7 * steps, lowest), *place(0.7 * steps, 0.11), GREY, dashed=True)
+    picture.text(place(0.7 * steps, 0)[0] + 6, 22, "forward in bf16 (default)", 11, GREY)
+    for name, colour in RECIPES.items():
+        pale = {ORANGE: "#e9b48f", BLUE: "#a9c8f5"}[colour]
+        means = [sum(values) / num_pairs for values in zip(*curves[name], strict=True)]
+        for curve, stroke, width in (*((each, pale, 1) for each in curves[name]), (means, colour, 2.5)):
+            marks = range(window, steps + 1, window)
+            picture.path([place(step, value) for step, value in zip(marks, curve, strict=True)], stroke, width)
+    for x, (name, colour) in zip((180, 270), RECIPES.items(), strict=True):
+        picture.circle(x, 308, 5, colour)
+        picture.text(x + 10, 312, name, 12)
+    picture.text(460, 312, "pale: single pairs; steps below", 12, GREY)
+    return picture
+
+
+def _gap_curves(cells: dict, recipe: str, steps: int, window: int) -> list[list[float]]:
+    """For each seed, gaps of the means of `window` steps that follow each other."""
+    found = []
+    for name, cell in cells.items():
+        size, text, length, label, seed = name.split(",")
+        baseline = cells.get(f"{size},{text},{length},bf16,{seed}")
+        if (size, text, length, label) == ("0.8M", "docstrings", str(steps), recipe) and baseline:
+            both = [each["losses"]["means"] for each in (cell, baseline)]
+            blocks = window // cell["losses"]["block"]
+            gaps = [own - other for own, other in zip(*both, strict=True)]
+            found.append([sum(gaps[i : i + blocks]) / blocks for i in range(0, len(gaps), blocks)])
+    return found
+
+
+PICTURES = (grid, blocks, layout, layer, step, split, speculation, gap, gap_over_steps)
 
 
 def drawn() -> dict[str, str]:

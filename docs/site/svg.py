@@ -1,5 +1,6 @@
 """A small canvas for the pictures of the docs: boxes, arrows, text, points; the result is an SVG."""
 
+from collections.abc import Sequence
 from html import escape
 
 INK, GREY, PALE = "#1c2733", "#68788a", "#eef2f6"
@@ -34,6 +35,13 @@ class Picture:
         path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
         style = f'fill="none" stroke="{stroke}" stroke-width="1.5" marker-end="url(#head)"'
         self.parts.append(f'<polyline points="{path}" {style}/>')
+
+    def path(self, points: Sequence[tuple[float, float]], stroke=GREY, width=1.0) -> None:
+        """A line through all points."""
+        path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+        self.parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{stroke}" stroke-width="{_number(width)}"/>'
+        )
 
     def circle(self, x, y, radius, fill=BLUE) -> None:
         self.parts.append(
