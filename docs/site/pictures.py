@@ -289,8 +289,8 @@ def gap_over_steps() -> Picture:
         pale = {ORANGE: "#e9b48f", BLUE: "#a9c8f5"}[colour]
         means = [sum(values) / num_pairs for values in zip(*curves[name], strict=True)]
         for curve, stroke, width in (*((each, pale, 1) for each in curves[name]), (means, colour, 2.5)):
-            marks = range(window, steps + 1, window)
-            picture.path([place(step, value) for step, value in zip(marks, curve, strict=True)], stroke, width)
+            points = zip(range(window, steps + 1, window), curve, strict=True)
+            picture.path([place(step, value) for step, value in points], stroke, width)
     for x, (name, colour) in zip((180, 270), RECIPES.items(), strict=True):
         picture.circle(x, 308, 5, colour)
         picture.text(x + 10, 312, name, 12)

@@ -175,9 +175,10 @@ def _take_over(study: StudySettings, chosen: Sequence[Cell], files: Sequence[Pat
     from megalowbit.pretrain.sweep.study.kept_results import read_kept, take_over
     from megalowbit.pretrain.sweep.study.results import Origin, made_with
 
-    facts = _write_texts(study, chosen)
+    every = [read_kept(path) for path in files]
+    facts = _write_texts(study, [cell for cell in chosen if any(cell.name in kept.results for kept in every)])
     present = Origin.model_validate(made_with(shipped_folder()))
-    for kept in [read_kept(path) for path in files]:
+    for kept in every:
         count = take_over(kept, chosen, facts, present)
         known = sum(cell.name in kept.results for cell in chosen)
         print(

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from megalowbit.data.stdlib import StdlibCorpus
 from megalowbit.data.text_files.local_files import LocalCorpus
@@ -35,6 +36,8 @@ WORDS = 8  # of a phrase
 MOST_REPEATED = 0.05  # of the phrases of a held-out part
 TRAIN, HELD_OUT, FACTS = "train.jsonl", "heldout.jsonl", "text.json"
 MADE_FROM = "made_from"
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of a node that hold others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,12 +201,21 @@ def docstrings(folder: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates; null bytes
             continue
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
+        for node in _with_docstrings(tree):
             found = ast.get_docstring(node)
             if found is not None and len(found) >= SHORTEST_DOCSTRING and _is_storable(found):
                 yield found + "\n"
+
+
+def _with_docstrings(tree: ast.Module) -> Iterator[Definition]:
+    """The module and its definitions: `ast.walk` without expressions, which are most of a tree."""
+    waiting: list[Any] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Definition):
+            yield node
+        for field in STATEMENTS:
+            waiting += getattr(node, field, ())
 
 
 def _is_storable(text: str) -> bool:
