@@ -7,11 +7,17 @@ from pathlib import Path
 
 import pytest
 from forks import Forked
+from programs import call_main
 
 from launchers import ROOT, environment, training_text, write_config
 from megalowbit.pretrain.sweep.study import execution
+from megalowbit.pretrain.sweep.study.cells import cells_of
+from megalowbit.pretrain.sweep.study.results import made_with
+from megalowbit.pretrain.sweep.study.study_file import read_study
+from megalowbit.pretrain.sweep.study.texts import write_text
 
 STEPS = 8
+NAMES = [f"tiny,parts,8,{recipe},{seed}" for seed in (1, 2) for recipe in ("bf16", "nvfp4")]
 # of a finished cell that has recorded nothing
 RESULT = {
     "settings": {"cell": {}, "config": {}, "model": None, "text": {}},
@@ -80,3 +86,32 @@ def fork_cells(folder, monkeypatch):
     monkeypatch.setattr(execution, "starter", starter)
     monkeypatch.setenv("MEGALOWBIT_CACHE", str(folder / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def finish(study_file, out, *names, **origin):
+    """Write made-up results of cells, as a run would."""
+    study = read_study(study_file)
+    cells = [cell for cell in cells_of(study, out, ROOT / "launch" / "pretrain.py") if cell.name in names]
+    (facts,) = (write_text(text, cells[0].text_folder, heldout_bytes=3000) for text in study.texts)
+    for cell in cells:
+        gap = {"bf16": 0.0, "nvfp4": 0.02}[cell.label]
+        settings = cell.settings(facts)
+        cell.write("cell.json", settings)
+        result = {
+            **RESULT,
+            "settings": settings,
+            "losses": [5 / step + cell.seed + gap * step / 7 for step in range(1, 9)],
+            "tokens": 1024,
+            "heldout": {"bf16": 2.0 + gap, "own": 2.0 + 2 * gap, "tokens": 9},
+            "cost": {**RESULT["cost"], "steps": 8, "cpu_seconds": cell.seed * (2.0 if gap else 1.0)},
+            "made_with": {**made_with(ROOT), **origin},
+        }
+        cell.write("result.json", result)
+    return cells
+
+
+def report(study, out, capsys, *more):
+    """Write the report of what is finished: its `study.json`, and how the command has ended."""
+    done = call_main("tools/study.py", study, "--out", out, "--report", *more, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    return json.loads((out / "study.json").read_text()), done

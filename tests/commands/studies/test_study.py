@@ -1,7 +1,6 @@
 """Studies from the command line: real cells, killed ones, repeated ones."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from programs import call_main
 from studies import RESULT
 
 from megalowbit.pretrain.sweep.study.cells import cells_of
-from megalowbit.pretrain.sweep.study.reproduction import difference
 from megalowbit.pretrain.sweep.study.study_file import read_study
 from megalowbit.pretrain.sweep.study.texts import write_text
 
@@ -74,12 +72,6 @@ def test_a_study_runs_its_cells_once_and_one_is_reproduced_from_its_results(stud
         done = call_main(TOOL, *arguments, "--out", tmp_path / f"within-{within}", capsys=capsys)
         assert done.returncode == code, done.stderr
         assert message in done.stdout
-
-
-def test_a_repeated_run_that_diverges_is_not_reproduced():
-    assert difference(2.0, 2.5) == 0.5
-    assert difference(2.0, math.nan) == difference(math.nan, 2.0) == math.inf
-    assert difference(math.nan, math.nan) == 0
 
 
 def test_a_job_script_has_a_task_for_each_unfinished_cell(study, tmp_path, capsys):

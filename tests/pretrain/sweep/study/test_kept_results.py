@@ -5,47 +5,16 @@ from pathlib import Path
 
 import pytest
 from programs import call_main
-from studies import RESULT
+from studies import NAMES, finish, report
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.kept_results import changed, changes, read_kept
 from megalowbit.pretrain.sweep.study.report.analysis import groups_of
-from megalowbit.pretrain.sweep.study.results import made_with
 from megalowbit.pretrain.sweep.study.study_file import read_study
-from megalowbit.pretrain.sweep.study.texts import write_text
 
 TOOL = "tools/study.py"
 ROOT = Path(__file__).parents[4]
-NAMES = [f"tiny,parts,8,{recipe},{seed}" for seed in (1, 2) for recipe in ("bf16", "nvfp4")]
-
-
-def finish(study_file, out, *names, **origin):
-    """Write made-up results of cells, as a run would."""
-    study = read_study(study_file)
-    cells = [cell for cell in cells_of(study, out, ROOT / "launch" / "pretrain.py") if cell.name in names]
-    (facts,) = (write_text(text, cells[0].text_folder, heldout_bytes=3000) for text in study.texts)
-    for cell in cells:
-        gap = {"bf16": 0.0, "nvfp4": 0.02}[cell.label]
-        settings = cell.settings(facts)
-        cell.write("cell.json", settings)
-        result = {
-            **RESULT,
-            "settings": settings,
-            "losses": [5 / step + cell.seed + gap * step / 7 for step in range(1, 9)],
-            "tokens": 1024,
-            "heldout": {"bf16": 2.0 + gap, "own": 2.0 + 2 * gap, "tokens": 9},
-            "cost": {**RESULT["cost"], "steps": 8, "cpu_seconds": cell.seed * (2.0 if gap else 1.0)},
-            "made_with": {**made_with(ROOT), **origin},
-        }
-        cell.write("result.json", result)
-    return cells
-
-
-def report(study, out, capsys, *more):
-    done = call_main(TOOL, study, "--out", out, "--report", *more, capsys=capsys)
-    assert done.returncode == 0, done.stderr
-    return json.loads((out / "study.json").read_text()), done
 
 
 def refused(study, out, capsys, *more):
@@ -225,13 +194,6 @@ DAMAGE = [
     (lambda data: data["settings"].update(config=3), "'settings.config' is missing or damaged"),
     (lambda data: data["cells"][NAMES[0]].update(origin=-1), "damaged ('origin' or 'changes')"),
 ]
-FREE_PARTS = [  # of the file, which only a repetition reads
-    lambda data: data["study"].update(sizes=5),
-    lambda data: data["study"].update(recipes=[None]),
-    lambda data: data["study"].update(set=[]),
-    lambda data: data["base"].update(megalowbit=None),
-    lambda data: data["base"].update(megalowbit={"model": 3}),
-]
 
 
 def test_a_damaged_file_is_one_line(study, tmp_path, capsys):
@@ -248,28 +210,6 @@ def test_a_damaged_file_is_one_line(study, tmp_path, capsys):
             assert done.stderr.count("\n") == 1, done.stderr
             assert done.stderr.startswith(f"error: {damaged}")
             assert expected in done.stderr
-
-
-def test_a_repetition_checks_that_the_file_has_the_study_of_the_cell(study, tmp_path, capsys):
-    finish(study, tmp_path / "a", *NAMES[:2])
-    report(study, tmp_path / "a", capsys)
-    text, damaged = (tmp_path / "a" / "study.json").read_text(), tmp_path / "damaged.json"
-    changed_base = (
-        "recorded: config.optimizer.params.lr = 0.5 (was 0.003): restore",
-        lambda data: data["base"]["optimizer"]["params"].update(lr=0.5),
-    )
-    for number, (expected, damage) in enumerate(
-        [*(("'study' or 'base'", each) for each in FREE_PARTS), changed_base]
-    ):
-        data = json.loads(text)
-        damage(data)
-        damaged.write_text(json.dumps(data))
-        out = tmp_path / f"out{number}"
-        done = call_main(TOOL, "--reproduce", damaged, NAMES[0], "--out", out, capsys=capsys)
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-        assert done.stderr.startswith(f"error: {damaged}")
-        assert expected in done.stderr
-        assert not list(out.glob("logs/*"))  # nothing has run
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,46 @@
+"""Repeating a cell from a `study.json` alone: what is compared before and after the run."""
+
+import json
+import math
+
+from programs import call_main
+from studies import NAMES, finish, report
+
+from megalowbit.pretrain.sweep.study.reproduction import difference
+
+TOOL = "tools/study.py"
+FREE_PARTS = [  # of the file, which only a repetition reads
+    lambda data: data["study"].update(sizes=5),
+    lambda data: data["study"].update(recipes=[None]),
+    lambda data: data["study"].update(set=[]),
+    lambda data: data["base"].update(megalowbit=None),
+    lambda data: data["base"].update(megalowbit={"model": 3}),
+]
+
+
+def test_a_repetition_checks_that_the_file_has_the_study_of_the_cell(study, tmp_path, capsys):
+    finish(study, tmp_path / "a", *NAMES[:2])
+    report(study, tmp_path / "a", capsys)
+    text, damaged = (tmp_path / "a" / "study.json").read_text(), tmp_path / "damaged.json"
+    changed_base = (
+        "recorded: config.optimizer.params.lr = 0.5 (was 0.003): restore",
+        lambda data: data["base"]["optimizer"]["params"].update(lr=0.5),
+    )
+    for number, (expected, damage) in enumerate(
+        [*(("'study' or 'base'", each) for each in FREE_PARTS), changed_base]
+    ):
+        data = json.loads(text)
+        damage(data)
+        damaged.write_text(json.dumps(data))
+        out = tmp_path / f"out{number}"
+        done = call_main(TOOL, "--reproduce", damaged, NAMES[0], "--out", out, capsys=capsys)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert done.stderr.startswith(f"error: {damaged}")
+        assert expected in done.stderr
+        assert not list(out.glob("logs/*"))  # nothing has run
+
+
+def test_a_repeated_run_that_diverges_is_not_reproduced():
+    assert difference(2.0, 2.5) == 0.5
+    assert difference(2.0, math.nan) == difference(math.nan, 2.0) == math.inf
+    assert difference(math.nan, math.nan) == 0
