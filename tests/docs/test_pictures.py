@@ -45,6 +45,9 @@ def test_everything_lies_inside_its_picture(drawn):
             x, y, w, h = (float(shape.get(key, 0)) for key in ("x", "y", "width", "height"))
             is_inside = 0 <= x <= x + w <= width and 0 <= y <= y + h <= height
             assert is_inside, (name, shape.attrib)
+        for curve in root.iter(f"{SVG}polyline"):
+            places = [tuple(map(float, place.split(","))) for place in curve.get("points").split()]
+            assert all(0 <= x <= width and 0 <= y <= height for x, y in places), (name, curve.attrib)
         for label in root.iter(f"{SVG}text"):
             half = len(label.text) * float(label.get("font-size")) * 0.27  # about half its width
             x, anchor = float(label.get("x")), label.get("text-anchor")
