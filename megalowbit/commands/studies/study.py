@@ -153,7 +153,7 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
         _take_over(study, chosen, options.kept)
     if options.list:
         for cell in {cell.label: cell for cell in reversed(chosen)}.values():
-            assert cell.config  # a mistake in a recipe is an error here, too
+            _ = cell.config  # a mistake in a recipe is an error here, too
         for cell in chosen:
             print(f"{'-' if cell.result() is None else 'finished':<10}{cell.name}")
         return 0

@@ -176,5 +176,5 @@ class OscillationReset(Component):
         return Summary(entries={"oscillation_reset": {"windows": len(self._shares), "mean_share": mean}})
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, step: int, source: Path) -> None:
-        """Drop an open window, whose paths belong to steps that are trained again."""
-        self._window = None
+        """Drop an open window, whose paths belong to steps that are trained again; a switch may be undone."""
+        self._window, self._is_over = None, False

@@ -7,6 +7,7 @@ import pytest
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.components.base import RunSettings
 from megalowbit.pretrain.components.oscillation_reset import OscillationReset, OscillationResetSettings
@@ -71,6 +72,22 @@ def test_a_late_switch_ends_a_window_without_a_reset(resolve, tmp_path, capsys, 
     lines = [line for line in capsys.readouterr().out.splitlines() if "no longer measured" in line]
     assert len(lines) == 1
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["oscillation_reset"]["windows"] == 1
+
+
+def test_windows_open_again_after_a_rollback_to_before_the_switch(build_job, tmp_path):
+    module = build_job(LENGTH).engine.module
+    component = OscillationReset(OscillationResetSettings(**SETTINGS), module, total_steps=8)
+    component.before_step(1)
+    for layer in bit_layers(module).values():
+        layer.recipe = "bf16"
+    assert "no longer measured" in component.before_step(2)
+    assert component.before_step(4) is None
+    for layer in bit_layers(module).values():
+        layer.recipe = "nvfp4"
+    component.load_state_dict(None, step=0, source=tmp_path)
+    component.before_step(1)
+    component.before_step(2)
+    assert "quantised weights moved" in component.before_step(3)
 
 
 def test_a_window_with_a_resume_in_it_is_dropped(resolve, tmp_path):

@@ -108,10 +108,11 @@ def read_kept(path: Path) -> KeptStudy:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise UserError(f"{path} is damaged ({where!r} is missing or has another type): {remedy}") from None
     results = {}
+    origins = dict(enumerate(content.origins))  # unlike in a list, -1 is no place
     for name, cell in content.cells.items():
         value = {key: cell[key] for key in (*OWN_FIELDS, "losses") if key in cell}
         try:
-            value["made_with"] = dict(enumerate(content.origins))[cell["origin"]]
+            value["made_with"] = origins[cell["origin"]]
             value["settings"] = changed(content.settings, cell["changes"])
         except (KeyError, IndexError, TypeError, ValueError):
             raise UserError(
