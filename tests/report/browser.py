@@ -23,6 +23,7 @@ FLAGS = [
     "--disable-sync", "--disable-extensions", "--host-resolver-rules=MAP * ~NOTFOUND",
 ]  # fmt: skip
 SECONDS = 60
+STARTS = 5
 
 
 class Browser:
@@ -84,29 +85,34 @@ def post(address, content, method="POST"):
 @contextlib.contextmanager
 def open_browser():
     """A browser with a profile of its own; both are gone afterwards."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
-        env = {
-            **os.environ,
-            "HOME": home,
-            "NO_PROXY": "localhost,127.0.0.1",
-            "no_proxy": "localhost,127.0.0.1",
-        }
-        command = [DRIVER, "--port=0"]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home, run_driver(home) as address:
+        chrome = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={home}/profile"]}
+        wanted = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
+        session = post(f"{address}/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
+        try:
+            yield Browser(address, session)
+        finally:
+            post(f"{address}/session/{session}", {}, "DELETE")
+
+
+@contextlib.contextmanager
+def run_driver(home):
+    """The address of a chromedriver.
+
+    It takes a free port of IPv4, and ends if another program has that port of IPv6: then it is started again.
+    """
+    env = {**os.environ, "HOME": home, "NO_PROXY": "localhost,127.0.0.1", "no_proxy": "localhost,127.0.0.1"}
+    for _ in range(STARTS):
         with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+            [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
         ) as driver:
             try:
-                lines = iter(driver.stdout.readline, "")
-                port = next(
-                    found[1] for line in lines if (found := re.search(r"successfully on port (\d+)", line))
-                )
-                address = f"http://127.0.0.1:{port}"
-                chrome = {"binary": CHROMIUM, "args": [*FLAGS, f"--user-data-dir={home}/profile"]}
-                wanted = {"goog:chromeOptions": chrome, "goog:loggingPrefs": {"browser": "ALL"}}
-                session = post(f"{address}/session", {"capabilities": {"alwaysMatch": wanted}})["sessionId"]
-                try:
-                    yield Browser(address, session)
-                finally:
-                    post(f"{address}/session/{session}", {}, "DELETE")
+                said = ""
+                for line in driver.stdout:
+                    said += line
+                    if found := re.search(r"successfully on port (\d+)", line):
+                        yield f"http://127.0.0.1:{found[1]}"
+                        return
             finally:
                 driver.terminate()
+    raise RuntimeError(f"chromedriver ended {STARTS} times before it was ready; its last words:\n{said}")
