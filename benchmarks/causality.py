@@ -38,7 +38,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megalowbit as mlb
-from megalowbit.layers.carried_state import forget_uses
+from megalowbit.layers.conversion.carried_state import forget_uses
 from megalowbit.layers.conversion.static_inputs import needs_static_inputs, why_not_static
 
 SEQUENCES = 8

@@ -100,8 +100,10 @@ def rows_of_dataclass(kind: type[Any]) -> list[Row]:
 
 def attributes_of(kind: type[Any]) -> dict[str, str]:
     """The `Attributes:` of a class docstring, by name."""
-    _, _, text = inspect.getdoc(kind).partition("Attributes:\n")  # type: ignore[union-attr]
     found: dict[str, str] = {}
+    for base in kind.__bases__:
+        found |= attributes_of(base)
+    _, _, text = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")
     for line in text.partition("\n\n")[0].splitlines():
         match = re.fullmatch(r" {4}(\w+): (.*)", line)
         if match:

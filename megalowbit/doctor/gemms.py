@@ -24,12 +24,13 @@ import torch
 from megalowbit.doctor.notices import Notice, note, problem, warning
 from megalowbit.doctor.plan import Projection, RunPlan
 from megalowbit.doctor.target import BF16, FP4, FP8, Target
+from megalowbit.layers.layer_recipe import OPERAND_FIELDS, PRODUCTS, operand_quantizers
 from megalowbit.layers.matmul.fp4 import SIZE_MULTIPLE
 from megalowbit.layers.matmul.fp8 import may_fit
 from megalowbit.layers.matmul.gemms import gemm_dtype
 from megalowbit.layers.matmul.operand import exact_dtype
 from megalowbit.layers.matmul.quantizations import scale_format
-from megalowbit.layers.recipe import OPERAND_FIELDS, PRODUCTS, Recipe, operand_quantizers
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer
 
@@ -83,6 +84,7 @@ def product_format(
     """The format of one product."""
     if not projection.is_lowbit:
         return ProductFormat(projection.name, product, plan.precision)
+    recipe = recipe.of_layer(projection.layer)
     operands = operand_quantizers(recipe, product)
     is_quantized = any(not quantizer(name).is_identity for name in operands)
     unit: str = recipe.gemm
@@ -137,9 +139,10 @@ def check_formats(plan: RunPlan, target: Target) -> list[Notice]:
     """Products that cannot run on the target, run otherwise than the recipe says, or could run faster."""
     recipe, found = plan.recipe, []
     key = "megalowbit.recipe.gemm"
-    if recipe.gemm == "fp4" and "fp4" not in target.units:
+    gemms = {each.gemm for each in recipe.variants}
+    if "fp4" in gemms and "fp4" not in target.units:
         found.append(_not_there("FP4", "10.0 (Blackwell)", plan, target))
-    elif recipe.gemm == "fp8" and target.capability is not None and target.capability < FP8:
+    elif "fp8" in gemms and target.capability is not None and target.capability < FP8:
         found.append(_not_there("FP8", "8.9 (Ada, Hopper)", plan, target))
     if plan.precision == "bf16" and target.capability is not None and target.capability < BF16:
         found.append(
@@ -152,7 +155,7 @@ def check_formats(plan: RunPlan, target: Target) -> list[Notice]:
         )
     formats = product_formats(plan, target, recipe)
     found += _falls_back(recipe, formats)
-    if recipe.quantizes and recipe.gemm == "bf16" and "fp4" in target.units:
+    if recipe.quantizes and gemms == {"bf16"} and "fp4" in target.units:
         found.append(
             note(
                 "gemm-emulated",
@@ -177,7 +180,7 @@ def check_formats(plan: RunPlan, target: Target) -> list[Notice]:
 def _not_there(unit: str, needed: str, plan: RunPlan, target: Target) -> Notice:
     return problem(
         "gemm-units",
-        f'recipe {plan.recipe.name!r} has gemm "{plan.recipe.gemm}", which needs compute capability '
+        f'recipe {plan.recipe.name!r} has gemm "{unit.lower()}", which needs compute capability '
         f"{needed}: "
         f"{target.name} has no {unit} units, and the run would refuse to start",
         'set gemm to "bf16" in the recipe, which computes the same products',
@@ -186,14 +189,14 @@ def _not_there(unit: str, needed: str, plan: RunPlan, target: Target) -> Notice:
 
 def _falls_back(recipe: Recipe, formats: list[ProductFormat]) -> list[Notice]:
     slow = [each for each in formats if each.reason and each.operands]
-    if recipe.gemm == "bf16" or not slow or len(slow) == len([each for each in formats if each.operands]):
+    if not slow or len(slow) == len([each for each in formats if each.operands]):
         return []
-    first = slow[0]
+    first, gemms = slow[0], sorted({each.gemm for each in recipe.variants} - {"bf16"})
     return [
         warning(
             "gemm-falls-back",
-            f"{len(slow)} of {len(formats)} kinds of products run in bf16 instead of {recipe.gemm}, such as "
-            f"{first.product} of {first.projection}: {first.reason}",
+            f"{len(slow)} of {len(formats)} kinds of products run in bf16 instead of {' or '.join(gemms)}, "
+            f"such as {first.product} of {first.projection}: {first.reason}",
             "change the sizes as below",
         )
     ]
@@ -208,7 +211,7 @@ def _emulated(formats: list[ProductFormat]) -> str:
 
 
 def _without_kernels(recipe: Recipe, target: Target) -> list[Notice]:
-    names = dict.fromkeys(getattr(recipe, field) for field in OPERAND_FIELDS)
+    names = dict.fromkeys(getattr(each, field) for each in recipe.variants for field in OPERAND_FIELDS)
     slow = [name for name in names if not quantizer(name).is_identity and not has_kernel(name)]
     if not slow or target.is_cpu:
         return []

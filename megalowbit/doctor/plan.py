@@ -8,7 +8,7 @@ twice in two ways.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,6 +49,7 @@ class Projection(NamedTuple):
         layers: of the whole model.
         is_lowbit: whether they are converted.
         is_head: whether it is the output projection.
+        layer: the name of one of them, whose recipe all have.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Projection(NamedTuple):
     layers: int
     is_lowbit: bool
     is_head: bool
+    layer: str
 
 
 class Phase(NamedTuple):
@@ -217,7 +219,7 @@ def plan_run(config: PretrainConfig) -> RunPlan:
         keep_first_shard(model, config.grid.tensor_size)
         of_rank = sum(each.numel() for each in model.parameters()) // config.grid.pipeline_size
         convert(model, recipe)
-        projections = _projections(model)
+        projections = _projections(model, recipe)
     vocab_size = settings.data.vocab_size or build_tokenizer(settings.data).vocab_size
     check_fits(model.config, vocab_size=vocab_size, sequence_length=settings.data.sequence_length)
     memory = estimate_run(config, recipe)
@@ -234,27 +236,26 @@ def plan_run(config: PretrainConfig) -> RunPlan:
     )
 
 
-def _projections(model: Any) -> tuple[Projection, ...]:
+def _projections(model: Any, recipe: Recipe) -> tuple[Projection, ...]:
     """The linear layers of a converted model; equal ones of several blocks together."""
     head = family(model.config.model_type).head
-    found: Counter[Projection] = Counter()
+    found: dict[tuple[Projection, Recipe], list[str]] = defaultdict(list)
     layers: dict[str, Any] = linear_layers(model)
     for name, layer in layers.items():
         is_conv = not isinstance(layer, BitLinear) and type(layer).__name__ == "Conv1D"
         shape = layer.weight.shape[::-1] if is_conv else layer.weight.shape
-        found[
-            Projection(
-                name=re.sub(r"(?<![^.])\d+(?![^.])", "*", name),
-                out_features=int(shape[0]),
-                in_features=int(shape[1]),
-                layers=0,
-                is_lowbit=isinstance(layer, BitLinear),
-                is_head=name == head,
-            )
-        ] += 1
-    return tuple(
-        sorted((each._replace(layers=count) for each, count in found.items()), key=lambda each: each.is_head)
-    )
+        kind = Projection(
+            name=re.sub(r"(?<![^.])\d+(?![^.])", "*", name),
+            out_features=int(shape[0]),
+            in_features=int(shape[1]),
+            layers=0,
+            is_lowbit=isinstance(layer, BitLinear),
+            is_head=name == head,
+            layer="",
+        )
+        found[kind, recipe.of_layer(name)].append(name)
+    projections = [each._replace(layers=len(names), layer=names[0]) for (each, _), names in found.items()]
+    return tuple(sorted(projections, key=lambda each: each.is_head))
 
 
 def _phases(config: PretrainConfig, recipe: Recipe) -> tuple[Phase, ...]:

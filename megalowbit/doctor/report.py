@@ -20,7 +20,7 @@ from megalowbit.doctor.plan import RunPlan
 from megalowbit.doctor.roofline import StepTime, run_seconds
 from megalowbit.doctor.shapes import sizes_of
 from megalowbit.doctor.target import Target
-from megalowbit.layers.recipe import PRODUCTS
+from megalowbit.layers.layer_recipe import PRODUCTS
 from megalowbit.pretrain.estimate.memory import GIB
 from megalowbit.values import counted
 

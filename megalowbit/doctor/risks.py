@@ -69,8 +69,8 @@ def _precision(plan: RunPlan) -> Iterator[Notice]:
 
 
 def _recipe(plan: RunPlan) -> Iterator[Notice]:
-    split = plan.recipe.split_grad_output
-    if split is not None and split.gains != "none":
+    splits = [each.split_grad_output for each in plan.recipe.variants]
+    for split in {each for each in splits if each is not None and each.gains != "none"}:
         yield warning(
             "gradient-gains",
             f'split_grad_output has gains "{split.gains}", which multiply in each layer that the gradient '

@@ -28,8 +28,9 @@ from megalowbit.doctor.gemms import ProductFormat, product_format, product_forma
 from megalowbit.doctor.plan import Projection, RunPlan
 from megalowbit.doctor.target import Target
 from megalowbit.families.registry import family
+from megalowbit.layers.layer_recipe import PRODUCTS
 from megalowbit.layers.matmul.quantizations import Quantizations
-from megalowbit.layers.recipe import PRODUCTS, Recipe
+from megalowbit.layers.recipe import Recipe
 
 EFFICIENCY = MappingProxyType(
     {
@@ -217,18 +218,17 @@ def _attention(plan: RunPlan, target: Target) -> float:
 
 def _quantisation(plan: RunPlan, target: Target, recipe: Recipe) -> float:
     """Seconds to round operands, and to decode those that are kept for backward."""
-    made = Quantizations.of(recipe)
-    kept = (made.backward_input, made.backward_weight)
     moved = 0.0
     for projection in plan.projections:
         if not projection.is_lowbit:
             continue
+        made = Quantizations.of(recipe.of_layer(projection.layer))
         rows, n, k = plan.micro_tokens, projection.out_features, projection.in_features
         elements = {"input": rows * k, "weight": n * k, "grad_output": rows * n}
         for each in dict.fromkeys(made):
             if not each.quantizer.is_identity:
                 moved += projection.layers * elements[each.operand] * QUANTIZE_BYTES
-        for each in kept:
+        for each in (made.backward_input, made.backward_weight):
             if not each.quantizer.is_identity:
                 moved += projection.layers * elements[each.operand] * DECODE_BYTES
     return moved * (1 + plan.recomputed_share / 3) / _memory(target)

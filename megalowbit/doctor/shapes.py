@@ -19,7 +19,8 @@ from megalowbit.doctor.notices import Notice, note, warning
 from megalowbit.doctor.plan import RunPlan, setting
 from megalowbit.families.registry import family
 from megalowbit.families.vocabulary import num_tokens
-from megalowbit.layers.recipe import OPERAND_FIELDS, Recipe
+from megalowbit.layers.layer_recipe import OPERAND_FIELDS
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer
 
@@ -56,8 +57,8 @@ class Size(NamedTuple):
 def block_size(recipe: Recipe) -> int:
     """The largest number of elements of a recipe's blocks along a row; 1: it has none."""
     sizes = [1]
-    for field in OPERAND_FIELDS:
-        chosen = quantizer(getattr(recipe, field))
+    for name in {getattr(each, field) for each in recipe.variants for field in OPERAND_FIELDS}:
+        chosen = quantizer(name)
         if isinstance(chosen, BlockQuantizer) and chosen.encoding.format.block is not None:
             sizes.append(chosen.encoding.format.block[1])
     return max(sizes)

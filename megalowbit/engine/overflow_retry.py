@@ -25,7 +25,7 @@ from torch import nn
 
 from megalowbit.distributed.generator_states import random_state, restore_random_state
 from megalowbit.errors import UserError
-from megalowbit.layers.carried_state import restore_layers, take_layers
+from megalowbit.layers.conversion.carried_state import restore_layers, take_layers
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 from megalowbit.values import is_count

@@ -134,7 +134,7 @@ def _convert_if_asked(model: torch.nn.Module, setting: str | dict[str, Any] | No
     recipe = recipe_of(setting)
     layers = bit_layers(model)
     for name, layer in layers.items():
-        if layer.recipe != recipe:
+        if layer.recipe != recipe.of_layer(layer.layer_name):
             raise UserError(
                 f"megalowbit.recipe is {recipe.name!r} but layer {name} was converted with "
                 f"{layer.recipe.name!r}: convert the model with the recipe of the configuration"

@@ -91,14 +91,14 @@ class BitLinear(SplitLinear):
         in_features: size of the input's last axis; need not be a multiple of the block size.
         out_features: size of the output's last axis.
         bias: whether to add one (kept in high precision).
-        recipe: a recipe, the name of one, or a configuration block. What it keeps in a model does not matter
-            here.
+        recipe: a recipe, the name of one, or a configuration block. Its `layers` and what it keeps in a model
+            do not matter here.
         device: of the parameters.
         dtype: of the parameters.
 
     Attributes:
         recipe: the quantizers. May be set, in the same forms as the argument, between a backward and the next
-            forward.
+            forward; of a recipe with `layers`, a layer in a model takes what they say of its name.
         layer_name: its name in the model; part of the key of its random numbers.
         observer: receives counts in training mode, or `None`.
         chooser: chooses the recipe for each step and may inspect operands and products; `None`: `recipe` is
@@ -172,7 +172,8 @@ class BitLinear(SplitLinear):
 
     @recipe.setter
     def recipe(self, recipe: str | Recipe | Mapping[str, Any]) -> None:
-        resolved = recipe_of(recipe)
+        chosen = recipe_of(recipe)
+        resolved = chosen.of_layer(self.layer_name) if self.layer_name else chosen.alone
         self.check_recipe(resolved)
         # A compiled model guards on the handle, so it recompiles. Cached weights belong to the old recipe.
         self._recipe, self.handle = resolved, register(self)

@@ -39,13 +39,14 @@ from torch.library import CustomOpDef
 
 from megalowbit.derivative_checks import check_backward
 from megalowbit.errors import UserError
+from megalowbit.layers.layer_recipe import SPLIT_FIELDS
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import PLAIN_LAYER, Dtypes, backward_products, forward_products
 from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.matmul.saved import parts_of, template
 from megalowbit.layers.matmul.use_counter import Use, is_recomputing
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.backends import KERNEL_DTYPES, has_random_kernel
 from megalowbit.quantize.philox import RandomKey, StoredKey, signed
 from megalowbit.quantize.quantizer import BlockQuantizer

@@ -136,8 +136,20 @@ def this_device() -> torch.device:
 
 def why_not(recipe: Recipe, device: torch.device) -> str | None:
     """Why the recipe's products cannot run on a device; `None` if they can."""
-    reason = _UNAVAILABLE[recipe.gemm](device) if recipe.gemm in _UNAVAILABLE else None
-    return f'gemm "{recipe.gemm}" cannot run on {device}: {reason}' if reason else None
+    for gemm in _gemms(recipe):
+        reason = _UNAVAILABLE[gemm](device) if gemm in _UNAVAILABLE else None
+        if reason:
+            return f'gemm "{gemm}" cannot run on {device}: {reason}'
+    return None
+
+
+def describe_gemms(recipe: Recipe) -> str:
+    """The GEMMs of all layers, such as `bf16 and fp8`."""
+    return " and ".join(_gemms(recipe))
+
+
+def _gemms(recipe: Recipe) -> list[str]:
+    return list(dict.fromkeys(each.gemm for each in recipe.variants))
 
 
 def describe_kernels(recipe: Recipe, device: torch.device) -> str:
@@ -147,7 +159,7 @@ def describe_kernels(recipe: Recipe, device: torch.device) -> str:
         UserError: the device does not support the backend that `MEGALOWBIT_BACKEND` names.
     """
     backend = _DESCRIBED[backend_of(torch.empty(0, device=device))]
-    return f"{backend} on {device}, {recipe.gemm} products"
+    return f"{backend} on {device}, {describe_gemms(recipe)} products"
 
 
 def check_kernels(recipe: Recipe) -> None:

@@ -34,7 +34,7 @@ from megalowbit.hf.generation import stored_generation
 from megalowbit.hf.losses.chunked_cross_entropy import chunk_cross_entropy
 from megalowbit.hf.start.weights import StartWeights, start_model
 from megalowbit.hf.training_checkpoint import FORMAT
-from megalowbit.layers.carried_state import (
+from megalowbit.layers.conversion.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
     forget_uses,

@@ -36,9 +36,10 @@ from torch import nn
 
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.layers.conversion.convert import bit_layers, set_chooser
+from megalowbit.layers.layer_recipe import operand_quantizers
 from megalowbit.layers.matmul.slots import Probe
 from megalowbit.layers.matmul.use_counter import Use
-from megalowbit.layers.recipe import Recipe, operand_quantizers
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.speculation.agreement import agreed
 from megalowbit.speculation.counters import PrecisionCounters

@@ -21,7 +21,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megalowbit.errors import UserError, shown, unknown_name
-from megalowbit.layers.recipe import OPERAND_FIELDS, OWN_GRADIENT, SPLIT_FIELDS, Recipe
+from megalowbit.layers.layer_recipe import OPERAND_FIELDS, OWN_GRADIENT, SPLIT_FIELDS
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 
 PRODUCTS = ("output", "grad_input", "grad_weight")

@@ -11,7 +11,12 @@ from tiny_training import rank_and_size
 
 import megalowbit as mlb
 from megalowbit.engine.checkpoints.store import CheckpointStore
-from megalowbit.layers.carried_state import OWN_ROLES, SHARED_ROLES, load_split_state_dict, split_state_dict
+from megalowbit.layers.conversion.carried_state import (
+    OWN_ROLES,
+    SHARED_ROLES,
+    load_split_state_dict,
+    split_state_dict,
+)
 from megalowbit.layers.conversion.convert import random_stream
 from megalowbit.layers.recipe import recipe
 

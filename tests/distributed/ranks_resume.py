@@ -12,7 +12,7 @@ from tiny_training import TinyModel, config, facts, make, rank_and_size, report,
 
 from megalowbit.engine.checkpoints.store import CheckpointStore
 from megalowbit.errors import UserError
-from megalowbit.layers.carried_state import (
+from megalowbit.layers.conversion.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
     load_split_state_dict,

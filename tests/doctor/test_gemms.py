@@ -6,7 +6,8 @@ from megalowbit.doctor.gemms import check_formats, has_kernel, product_formats
 from megalowbit.doctor.target import TARGETS, cpu_target
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import product_counts
-from megalowbit.layers.recipe import GEMMS, PRODUCTS, recipes
+from megalowbit.layers.layer_recipe import GEMMS, PRODUCTS
+from megalowbit.layers.recipe import recipes
 
 SIZES = {"n_embd": 64, "n_head": 4}  # all sizes of the model are multiples of 16
 FP4 = 'megalowbit.recipe={"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"}'

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 import torch
 
+from megalowbit.layers.layer_recipe import OPERAND_FIELDS
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
-from megalowbit.layers.recipe import OPERAND_FIELDS, recipe
+from megalowbit.layers.recipe import recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream
 

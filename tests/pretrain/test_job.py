@@ -8,7 +8,7 @@ from megalowbit.checkpoints.shards import ORIGIN_KEY
 from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import read_checkpoint
-from megalowbit.layers.carried_state import split_counts
+from megalowbit.layers.conversion.carried_state import split_counts
 from megalowbit.layers.conversion.convert import bit_layers, random_stream
 from megalowbit.layers.conversion.report import ConversionReport, MissedWeight
 from megalowbit.pretrain.job import check_all_projections_seen

@@ -7,7 +7,7 @@ from quick_cases import slow_except
 from launchers import SPEEDS
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
-from megalowbit.layers.carried_state import split_counts
+from megalowbit.layers.conversion.carried_state import split_counts
 from megalowbit.pretrain import overflow_retry
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.resume import changed_settings

@@ -7,7 +7,8 @@ import torch
 
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.precision_switch import switched
-from megalowbit.layers.recipe import Recipe, operand_quantizers, recipe, recipes
+from megalowbit.layers.layer_recipe import operand_quantizers
+from megalowbit.layers.recipe import Recipe, recipe, recipes
 from megalowbit.quantize.names import quantizer
 from megalowbit.spectral.settings import OperandSplit, ParameterSplit
 from megalowbit.speculation.precisions import (

@@ -42,7 +42,7 @@ from megalowbit.engine.checkpoints.reshape import check_fits, load_reshaped
 from megalowbit.engine.run_checks.model import check_scaler
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.carried_state import continue_stream, draws_numbers
+from megalowbit.layers.conversion.carried_state import continue_stream, draws_numbers
 from megalowbit.layers.conversion.convert import random_stream
 from megalowbit.layers.cpu_gemm import UNRECORDED, cpu_gemm, use_cpu_gemm
 from megalowbit.layers.state_dict_layout import parameter_layout

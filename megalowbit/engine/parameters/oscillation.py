@@ -116,11 +116,17 @@ class OscillationWindow:
 
 
 def check_measurable(recipe: Recipe) -> None:
-    """Reject a recipe whose forward does not round the weight itself to fixed cells.
+    """Reject a recipe whose forward does not round the weights themselves to fixed cells.
 
     Raises:
-        UserError: it does not quantise weights, or does so stochastically, after a split or a transform.
+        UserError: no layer's weight is quantised, or one is stochastically, after a split or a transform.
     """
+    rounded = [each for each in recipe.variants if not quantizations_of(each).weight.quantizer.is_identity]
+    for each in rounded or [recipe]:
+        _check_cells(each)
+
+
+def _check_cells(recipe: Recipe) -> None:
     chosen = quantizations_of(recipe).weight
     reason = None
     if chosen.quantizer.is_identity:

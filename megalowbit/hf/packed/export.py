@@ -48,7 +48,7 @@ from megalowbit.hf.packed.fused_groups import Packed, pack, pack_group
 from megalowbit.hf.packed.layout import PackedLayout
 from megalowbit.hf.packed.modelopt import ModelOpt
 from megalowbit.hf.packed.plan import PackingPlan, plan_packing
-from megalowbit.hf.packed.recipes import PRECISIONS, Precision, packed_format
+from megalowbit.hf.packed.recipes import PRECISIONS, Precision, check_formats
 from megalowbit.hf.packed.report import PackingReport, RoundedLayer, notes_about
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
@@ -155,7 +155,7 @@ def plan_packed_export(source: Path, layout: str, **options: Unpack[Options]) ->
     precision = _checked(layout, options)
     stored = read_checkpoint(source)
     step = stored.folder
-    packed_format(stored.recipe, precision)  # before the model, which a recipe may not convert at all
+    check_formats(stored.recipe, precision)  # before the model, which a recipe may not convert at all
     with reading(f"checkpoint {step}"):
         config = config_from_dict(stored.hf_config, {}, str(source))
         model = random_model(config, seed=0, device="meta", where=str(source))
@@ -185,7 +185,7 @@ def plan_packed_folder(
     """
     precision = _checked(layout, options)
     chosen = recipe_of(recipe)
-    packed_format(chosen, precision)  # before the folder, whose weights may be many
+    check_formats(chosen, precision)  # before the folder, whose weights may be many
     if is_training_checkpoint(source):
         raise UserError(f"{source} is a training checkpoint: use megalowbit convert to-hf with --packed")
     config_file, model, weights = open_folder(source)

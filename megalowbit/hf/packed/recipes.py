@@ -37,6 +37,17 @@ class PackedFormat(NamedTuple):
     input_encoding: Encoding | None = None
 
 
+def check_formats(recipe: Recipe, precision: Precision) -> None:
+    """Reject a recipe with layers that cannot be packed.
+
+    Raises:
+        UserError: see `packed_format`.
+    """
+    for each in recipe.variants:
+        if each.quantizes or not recipe.quantizes:
+            packed_format(each, precision)
+
+
 def packed_format(recipe: Recipe, precision: Precision) -> PackedFormat:
     """How the layers of a recipe are packed.
 

@@ -66,9 +66,9 @@ def convert(
         The converted layers, kept layers and missed weights, by name.
 
     Raises:
-        UserError: the recipe quantises but nothing could be converted, a `keep` pattern matches nothing, the
-            blocks to keep cannot be found, the model is itself a linear layer, it was converted before, PEFT
-            has added adapters to it, or seed or rank is not a whole number.
+        UserError: the recipe quantises but nothing could be converted, a pattern of `keep` or `layers` has
+            no effect, the blocks to keep cannot be found, the model is itself a linear layer, it was
+            converted before, PEFT has added adapters to it, or seed or rank is not a whole number.
     """
     require_module(model, "convert")
     chosen = recipe_of(recipe)
@@ -316,7 +316,7 @@ def _to_bitlinear(layer: nn.Module, recipe: Recipe, name: str) -> BitLinear:
         new.out_features, new.in_features = weight.shape
     # a shard of a Conv1D's weight was transposed when it was made, and its attribute says so
     is_transposed = is_conv1d or layer.__dict__.get("is_transposed", False)
-    new.fill_slots(recipe, layer_name=name, is_transposed=is_transposed)
+    new.fill_slots(recipe.of_layer(name), layer_name=name, is_transposed=is_transposed)
     return new
 
 

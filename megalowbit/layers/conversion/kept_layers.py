@@ -10,7 +10,6 @@ import difflib
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import nn
@@ -20,7 +19,7 @@ from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.blocks import reasons_to_keep_blocks
 from megalowbit.layers.conversion.report import KeptLayer, MissedWeight
 from megalowbit.layers.conversion.standalone_weights import StandaloneWeight, standalone_weights
-from megalowbit.layers.recipe import Recipe, recipes
+from megalowbit.layers.recipe import Recipe, matches, recipes
 from megalowbit.layers.tensor_parallel.bitlinear import LOW_BIT
 
 
@@ -54,7 +53,7 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
     kinds = {name: type(layer).__name__ for name, layer in layers.items()}
     kinds |= {name: each.kind for name, each in standalone.items()}
     optional = recipe.keep_if_present if recipe.quantizes else ()
-    is_present = any(_matches(name, pattern) for name in kinds for pattern in optional)
+    is_present = any(matches(name, pattern) for name in kinds for pattern in optional)
     return Selection(
         {name: layer for name, layer in layers.items() if name not in reasons},
         tuple(KeptLayer(name, kind, reasons[name]) for name, kind in kinds.items() if name in reasons),
@@ -100,7 +99,7 @@ def reasons_to_keep(
     """The reason for each kept layer or weight, by name; converted and missed ones have none.
 
     Raises:
-        UserError: a pattern of the recipe's `keep` matches nothing, or see `reasons_to_keep_blocks`.
+        UserError: a pattern of `keep` or `layers` has no effect, or see `reasons_to_keep_blocks`.
     """
     heads = output_heads(model)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -109,7 +108,7 @@ def reasons_to_keep(
         name: f"named by the recipe's {field}"
         for field in ("keep_if_present", "keep")
         for name in (*layers, *standalone)
-        if any(_matches(name, pattern) for pattern in getattr(recipe, field))
+        if any(matches(name, pattern) for pattern in getattr(recipe, field))
     }
     for name, layer in layers.items():
         if name in reasons:
@@ -126,10 +125,40 @@ def reasons_to_keep(
         if name not in reasons and weight.reason is not None:
             reasons[name] = weight.reason
     for pattern in recipe.keep:
-        if not any(_matches(name, pattern) for name in (*layers, *standalone)):
-            raise _matches_nothing(pattern, layers)
+        if not any(matches(name, pattern) for name in (*layers, *standalone)):
+            raise _matches_nothing("keep", pattern, layers)
     holders = {name: each.owner for name, each in standalone.items()}
-    return {**reasons_to_keep_blocks(model, layers, recipe, holders), **reasons}
+    reasons = {**reasons_to_keep_blocks(model, layers, recipe, holders), **reasons}
+    return reasons | _unquantized(layers, recipe, reasons) if recipe.layers else reasons
+
+
+def _unquantized(layers: Mapping[str, nn.Module], recipe: Recipe, kept: Mapping[str, str]) -> dict[str, str]:
+    """The reason for each layer that is not kept otherwise and whose own recipe quantises nothing.
+
+    Raises:
+        UserError: a pattern of the recipe's `layers` decides about no layer.
+    """
+    left = [name for name in layers if name not in kept]
+    decided = {name: [pattern for pattern, _ in recipe.layers if matches(name, pattern)] for name in layers}
+    for pattern, _ in recipe.layers:
+        if any(decided[name][:1] == [pattern] for name in left):
+            continue
+        matched = [name for name in layers if pattern in decided[name]]
+        if not matched:
+            raise _matches_nothing("layers", pattern, layers)
+        name = next((each for each in matched if each in left), None)
+        if name is None:
+            reason = f"stays in high precision ({kept[matched[0]]}), like all others that it matches"
+            raise UserError(f"layers pattern {pattern!r} has no effect: {matched[0]} {reason}: remove it")
+        raise UserError(
+            f"layers pattern {pattern!r} has no effect: {decided[name][0]!r} is before it and matches "
+            f"{name}, and the same holds for all others: put the narrower pattern first"
+        )
+    return {
+        name: f"its recipe {chosen.name!r} quantises nothing"
+        for name in left
+        if not (chosen := recipe.of_layer(name)).quantizes
+    }
 
 
 def output_heads(model: nn.Module) -> set[int]:
@@ -148,16 +177,10 @@ def _output_head(module: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches this layer or a module that contains it."""
-    parts = name.split(".")
-    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(len(parts), 0, -1))
-
-
-def _matches_nothing(pattern: str, layers: dict[str, nn.Module]) -> UserError:
+def _matches_nothing(field: str, pattern: str, layers: Mapping[str, nn.Module]) -> UserError:
     near = difflib.get_close_matches(pattern, list(layers), n=1, cutoff=0.0)
     hint = f"the nearest linear layer is {near[0]!r}" if near else "the model has no linear layers"
-    return UserError(f"keep pattern {pattern!r} matches no linear layer: {hint}")
+    return UserError(f"{field} pattern {pattern!r} matches no linear layer: {hint}")
 
 
 def missed_weights(model: nn.Module, recipe: Recipe) -> tuple[MissedWeight, ...]:

@@ -164,8 +164,12 @@ def _layer_problems(
             f"{type(model).__name__} has no low-bit layers, and would train in full precision: call "
             "megalowbit.convert(model, recipe) before the optimizer is made"
         ]
-    other = next((name for name, each in layers.items() if asked is not None and each.recipe != asked), None)
-    if asked is not None and other is not None:
+    differs = (
+        name
+        for name, layer in layers.items()
+        if asked is not None and layer.recipe != asked.of_layer(layer.layer_name)
+    )
+    if (other := next(differs, None)) is not None:
         return [
             f"{BLOCK}.recipe is {shown(block['recipe'])}, and layer {other} has "
             f"{shown(layers[other].recipe.name)}: convert the model with the block's recipe, or correct it"

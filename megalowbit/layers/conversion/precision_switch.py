@@ -22,7 +22,8 @@ from torch import nn
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.recipe import OPERAND_FIELDS, OWN_GRADIENT, PRODUCTS, Recipe
+from megalowbit.layers.layer_recipe import OPERAND_FIELDS, OWN_GRADIENT, PRODUCTS
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.values import require_module
 
@@ -63,7 +64,7 @@ def switch_precision(model: nn.Module, scope: Scope = "forward") -> int:
 
 
 def switched(recipe: Recipe, scope: Scope) -> Recipe:
-    """The recipe of a layer that stops quantising `scope`.
+    """The recipe of a layer, or of a model with all its layers, that stops quantising `scope`.
 
     Raises:
         UserError: the scope is unknown, or the recipe quantises nothing of it.
@@ -74,6 +75,9 @@ def switched(recipe: Recipe, scope: Scope) -> Recipe:
             f"precision switch {scope!r}: recipe {recipe.name!r} quantises nothing there: leave the switch "
             "out, or choose another recipe"
         )
+    if recipe.layers:
+        layers = [(name, _switched_if_any(each, scope)) for name, each in recipe.layers]
+        return replace(_switched_if_any(recipe.alone, scope), layers=tuple(layers))
     fields, title = SCOPES[scope]
     changes: dict[str, Any] = dict.fromkeys(fields, IDENTITY)
     if scope == "all":
@@ -101,7 +105,12 @@ def quantizes_in(recipe: Recipe, scope: Scope) -> bool:
     """Whether a recipe quantises anything that a switch of this scope would stop."""
     if scope == "all":
         return recipe.quantizes
-    return not all(_is_identity(getattr(recipe, field)) for field in SCOPES[scope][0])
+    names = (getattr(each, field) for each in recipe.variants for field in SCOPES[scope][0])
+    return not all(map(_is_identity, names))
+
+
+def _switched_if_any(recipe: Recipe, scope: Scope) -> Recipe:
+    return switched(recipe, scope) if quantizes_in(recipe, scope) else recipe
 
 
 def _is_identity(name: str) -> bool:

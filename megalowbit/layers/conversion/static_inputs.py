@@ -145,12 +145,17 @@ class InputRanges:
 
     Args:
         model: a converted model, or a stage of a pipeline, which may have no low-bit layer.
-        recipe: of the layers, before a late switch.
+        recipe: of the layers, before a late switch; `None`: each layer's own, as it is now.
     """
 
-    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
-        self._layers, self._has_mean = bit_layers(model), splits_mean(recipe)
-        self._ranges = {name: _Range(has_mean=self._has_mean) for name in self._layers}
+    def __init__(self, model: nn.Module, recipe: Recipe | None = None) -> None:
+        self._layers = bit_layers(model)
+        self._with_mean = [
+            name
+            for name, layer in self._layers.items()
+            if splits_mean(layer.recipe if recipe is None else recipe.of_layer(layer.layer_name))
+        ]
+        self._ranges = {name: _Range(has_mean=name in self._with_mean) for name in self._layers}
 
     def record(self, *, is_on: bool) -> None:
         """Begin to record the layers' inputs, or stop."""
@@ -171,8 +176,8 @@ class InputRanges:
             return {}
         bounds = torch.cat([self._bounds_of(name).flatten() for name in self._ranges])
         sums = None
-        if self._has_mean:
-            sums = torch.cat([self._sums_of(name).flatten() for name in self._ranges])
+        if self._with_mean:
+            sums = torch.cat([self._sums_of(name).flatten() for name in self._with_mean])
         if process_group.world_size(group) > 1:
             device = process_group.exchange_device(group, bounds.device)
             bounds = bounds.to(device)
@@ -181,14 +186,15 @@ class InputRanges:
                 sums = sums.to(device)
                 collectives.all_reduce(sums, group=group)
         bounds, sums = bounds.cpu(), None if sums is None else sums.cpu()
-        state, at = {}, 0
+        state, at, at_sums = {}, 0, 0
         for name in self._ranges:
             shape = self._shape_of(name)
-            part = slice(at, at + math.prod(shape))
-            at = part.stop
-            found = {"bounds": bounds[part].view(shape).clone()}
-            if sums is not None:
-                found["sums"] = sums[part].view(shape).clone()
+            size = math.prod(shape)
+            found = {"bounds": bounds[at : at + size].view(shape).clone()}
+            at += size
+            if sums is not None and name in self._with_mean:
+                found["sums"] = sums[at_sums : at_sums + size].view(shape).clone()
+                at_sums += size
             if found["bounds"].amax() > NOTHING:
                 state[name] = found
         return state
@@ -209,13 +215,13 @@ class InputRanges:
             if saved is None:
                 continue
             shape, device = self._shape_of(name), self._layers[name].weight.device
-            if saved["bounds"].shape != shape or ("sums" in saved) != self._has_mean:
+            if saved["bounds"].shape != shape or ("sums" in saved) != (name in self._with_mean):
                 raise UserError(
                     f"the recorded inputs of {name} do not fit the recipe: start a new run from the weights "
                     "with megalowbit.model.checkpoint"
                 )
             each.bounds = saved["bounds"].to(device, copy=True)
-            if self._has_mean:
+            if name in self._with_mean:
                 each.sums = saved["sums"].to(device, copy=True) * float(is_first)
 
     def result(self) -> StaticInputs:
@@ -223,7 +229,7 @@ class InputRanges:
         return static_inputs_of(self.state_dict())
 
     def _shape_of(self, name: str) -> tuple[int, ...]:
-        return (2, self._layers[name].in_features) if self._has_mean else (1,)
+        return (2, self._layers[name].in_features) if name in self._with_mean else (1,)
 
     def _bounds_of(self, name: str) -> Tensor:
         found, device = self._ranges[name].bounds, self._layers[name].weight.device
@@ -265,7 +271,7 @@ def record_inputs(model: nn.Module) -> Iterator[InputRanges]:
     layers = bit_layers(model)
     if not layers:
         raise UserError(f"{type(model).__name__} has no BitLinear layer: convert it first")
-    ranges = InputRanges(model, next(iter(layers.values())).recipe)
+    ranges = InputRanges(model)
     before = {name: layer.input_record for name, layer in layers.items()}
     ranges.record(is_on=True)
     try:
@@ -349,7 +355,7 @@ def splits_mean(recipe: Recipe) -> bool:
 
 
 def needs_static_inputs(recipe: Recipe) -> bool:
-    """Whether the forward quantises an input by numbers of all its tokens."""
+    """Whether the forward of a layer quantises its input by numbers of all its tokens."""
     chosen = quantizer(recipe.q_forward_input)
     if chosen.is_identity:
         return False

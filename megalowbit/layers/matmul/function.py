@@ -34,6 +34,7 @@ from torch import Tensor
 
 from megalowbit import cuda_graphs
 from megalowbit.derivative_checks import check_backward
+from megalowbit.layers.layer_recipe import operand_quantizers
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.matmul.context import MatmulContext, SplitOperand, once
@@ -43,7 +44,7 @@ from megalowbit.layers.matmul.quantizations import Quantization, scale_format
 from megalowbit.layers.matmul.slots import GradientSums
 from megalowbit.layers.matmul.split import Side, add_split_product, multiply_split
 from megalowbit.layers.matmul.weight_factors import WeightFactors
-from megalowbit.layers.recipe import Recipe, operand_quantizers
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.quantized_tensor import matrix_shape
 
 # For each product: whether its left and its right operand are transposed. Operands are stored in the order of

@@ -20,7 +20,8 @@ import functools
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megalowbit.layers.recipe import PRODUCTS, Recipe
+from megalowbit.layers.layer_recipe import PRODUCTS
+from megalowbit.layers.recipe import Recipe
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.quantizer import BlockQuantizer, Quantizer
 

@@ -18,9 +18,10 @@ from torch import nn
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.layer_recipe import SPLIT_FIELDS
 from megalowbit.layers.matmul.quantizations import Quantizations
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
-from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
+from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from megalowbit.quantize.hadamard import GROUP
 from megalowbit.quantize.quantizer import BlockQuantizer

@@ -65,7 +65,9 @@ class Speculation(Component):
         """Reject a recipe for which products cannot have different precisions."""
         from megalowbit.speculation.precisions import check_base
 
-        check_base(recipe)
+        for each in recipe.variants:
+            if each.quantizes or not recipe.quantizes:
+                check_base(each)
 
     @classmethod
     def build(cls, settings: SpeculationSettings, parts: RunParts) -> Speculation:
@@ -214,14 +216,18 @@ def summary_row(totals: SpeculationTotals) -> tuple[str, str, str, str]:
 
 def line_after_switch(recipe: Recipe) -> str:
     """Console line after a late switch: the products that can still be chosen; `recipe` is the new one."""
-    from megalowbit.layers.recipe import operand_quantizers
+    from megalowbit.layers.layer_recipe import operand_quantizers
     from megalowbit.quantize.names import quantizer
     from megalowbit.speculation.precisions import PRODUCTS
 
     left = [
         product
         for product in PRODUCTS
-        if not all(quantizer(name).is_identity for name in operand_quantizers(recipe, product))
+        if not all(
+            quantizer(name).is_identity
+            for each in recipe.variants
+            for name in operand_quantizers(each, product)
+        )
     ]
     if not left:
         return "speculation has no product left to choose a precision for"

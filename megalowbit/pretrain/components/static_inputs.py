@@ -105,7 +105,8 @@ class StaticInputRecord(Component):
         from megalowbit.layers.conversion.static_inputs import needs_static_inputs
 
         # candidates of speculation may have one scale a tensor where the recipe has none
-        is_needed = needs_static_inputs(parts.recipe) or find(parts.earlier, Speculation) is not None
+        is_needed = find(parts.earlier, Speculation) is not None
+        is_needed = is_needed or any(map(needs_static_inputs, parts.recipe.variants))
         steps = settings.steps(parts.run.steps, is_needed=is_needed)
         if not (steps and parts.num_layers):
             return None

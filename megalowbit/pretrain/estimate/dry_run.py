@@ -27,9 +27,10 @@ from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.precision_switch import switched
-from megalowbit.layers.recipe import SPLIT_FIELDS, Recipe
+from megalowbit.layers.layer_recipe import SPLIT_FIELDS
+from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.checks import check_config, recipe_advice, this_device, why_not
+from megalowbit.pretrain.checks import check_config, describe_gemms, recipe_advice, this_device, why_not
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.config import PretrainConfig
@@ -93,7 +94,7 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     device = this_device()
     return {
         "layers": "\n".join([str(report), *split_ranks(layers), *filter(None, [recipe_advice(config)])]),
-        "products": why_not(recipe, device) or f"{recipe.gemm} on this machine ({device})",
+        "products": why_not(recipe, device) or f"{describe_gemms(recipe)} on this machine ({device})",
         "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers"
         + padding_text(model.config),
     }

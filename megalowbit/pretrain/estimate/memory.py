@@ -235,7 +235,8 @@ def _converted(
     keep_first_shard(model, layout.tensor_size)
     convert(model, recipe)
     for layer in bit_layers(model).values():
-        layer.is_split = recipe.parameter_split is not None  # a weight that is not split yet keeps as much
+        # a weight that is not split yet keeps as much
+        layer.is_split = layer.recipe.parameter_split is not None
     if fp32_norms:
         keep_fp32(model)
     half = HALF_DTYPES.get(precision)

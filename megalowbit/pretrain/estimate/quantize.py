@@ -218,7 +218,7 @@ class _Measured:
     """
 
     def __init__(self, source: Path, recipe: Recipe, text: _Text, planned: PackedExport) -> None:
-        self._text, self._is_static, self._recipe = text, planned.needs_input_maxima, recipe
+        self._text, self._is_static = text, planned.needs_input_maxima
         self.rounds_inputs = planned.rounds_inputs
         config = open_folder(source)[1].config
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -228,7 +228,7 @@ class _Measured:
         calibration, evaluated = text.parts(is_calibrated=self._is_static)
         self.maxima: Mapping[str, float] = {}
         if calibration:
-            ranges = InputRanges(self._model, recipe)
+            ranges = InputRanges(self._model)
             self._loss(calibration, is_quantized=False, ranges=ranges)
             self.maxima = ranges.result().maxima
         self.before = self._loss(evaluated, is_quantized=False)
@@ -243,9 +243,9 @@ class _Measured:
     def finish(self) -> None:
         """Measure the loss with the replaced weights, which are not rounded again."""
         if self.rounds_inputs:
-            served = replace(switched(self._recipe, "all"), q_forward_input=self._recipe.q_forward_input)
             for layer in self._layers.values():
-                layer.recipe = served
+                recipe = layer.recipe
+                layer.recipe = replace(switched(recipe, "all"), q_forward_input=recipe.q_forward_input)
         if self._is_static:
             use_static_inputs(self._model, StaticInputs(maxima=self.maxima), count_beyond=True)
         _, evaluated = self._text.parts(is_calibrated=self._is_static)

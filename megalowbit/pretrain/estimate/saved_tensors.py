@@ -295,8 +295,8 @@ def largest_recipes(settings: SpeculationSettings, recipe: Recipe) -> LargestRec
     """
     widest = max((name for name in settings.candidates if name != HIGHEST), key=_code_bytes, default=HIGHEST)
     return LargestRecipes(
-        input_unsaved=recipe_with(recipe, (HIGHEST, widest, HIGHEST)),
-        input_saved=recipe_with(recipe, (HIGHEST, widest, widest)),
+        input_unsaved=recipe_with(recipe.alone, (HIGHEST, widest, HIGHEST)),
+        input_saved=recipe_with(recipe.alone, (HIGHEST, widest, widest)),
     )
 
 

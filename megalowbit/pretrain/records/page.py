@@ -35,10 +35,14 @@ def attempt_facts(job: Job) -> dict[str, Any]:
 def _attempt_facts(job: Job) -> dict[str, Any]:
     recipe, report = job.recipe, job.report
     stage = job.engine.zero_optimization_stage()
+    fields = {
+        "input": "q_forward_input",
+        "weight": "q_forward_weight",
+        "output gradient": "q_backward_outputgrad",
+    }
     formats = {
-        "input": recipe.q_forward_input,
-        "weight": recipe.q_forward_weight,
-        "output gradient": recipe.q_backward_outputgrad,
+        operand: " or ".join(dict.fromkeys(getattr(each, field) for each in recipe.variants))
+        for operand, field in fields.items()
     }
     return {
         "device": name_of(job.engine.device),

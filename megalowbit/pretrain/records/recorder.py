@@ -13,7 +13,7 @@ from types import TracebackType
 
 from megalowbit.distributed.agreement import agree
 from megalowbit.errors import UserError, file_system_error
-from megalowbit.layers.carried_state import split_counts
+from megalowbit.layers.conversion.carried_state import split_counts
 from megalowbit.pretrain.components.base import Component
 from megalowbit.pretrain.job import Job
 from megalowbit.pretrain.records.lines import splits_line

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import SLOTS
-from megalowbit.layers.carried_state import split_state_dict
+from megalowbit.layers.conversion.carried_state import split_state_dict
 from megalowbit.layers.conversion.convert import (
     bit_layers,
     cache_weights,

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from megalowbit.layers.layer_recipe import OPERAND_FIELDS, PRODUCTS
 from megalowbit.layers.matmul import function
 from megalowbit.layers.matmul.context import MatmulContext
 from megalowbit.layers.matmul.function import lowbit_linear
-from megalowbit.layers.recipe import OPERAND_FIELDS, PRODUCTS, recipe
+from megalowbit.layers.recipe import recipe
 from megalowbit.quantize.hadamard import hadamard
 from megalowbit.quantize.names import quantizer
 from megalowbit.quantize.random_stream import RandomStream

@@ -121,7 +121,7 @@ class Samples(Component):
         """Reject a recipe whose forward needs a multiple of tokens."""
         from megalowbit.layers.seed_sizes import needed_blocks
 
-        for need in needed_blocks(recipe):
+        for need in (need for each in recipe.variants for need in needed_blocks(each)):
             if need.axis == "tokens" and not need.is_of_backward:
                 raise UserError(
                     f"recipe {recipe.name!r} needs a multiple of {need.multiple} tokens "

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megalowbit.layers.carried_state import forget_uses, restore_layers, split_counts, take_layers
+from megalowbit.layers.conversion.carried_state import forget_uses, restore_layers, split_counts, take_layers
 from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert, random_stream
 
 SPLIT = {

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megalowbit.errors import UserError
-from megalowbit.layers.carried_state import (
+from megalowbit.layers.conversion.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
     draws_numbers,
