@@ -282,13 +282,22 @@ def _layer_recipe(around: Recipe, pattern: object, value: Any) -> Recipe:
     if not isinstance(pattern, str) or not pattern:
         raise UserError(f"{where}: {shown(pattern)} is no pattern of module names")
     try:
-        found = _resolved(around, value)
-        split = found.parameter_split or around.parameter_split
-        if split != around.parameter_split:
-            raise UserError("parameter_split is the same for all layers: set it outside of layers")
-        return replace(found, **NO_MODEL, parameter_split=split if found.quantizes else None)
+        return recipe_over(around, value)
     except UserError as error:
         raise UserError(f"{where}[{pattern!r}]: {error}") from None
+
+
+def recipe_over(around: Recipe, value: Any) -> Recipe:
+    """The recipe of a single layer in a model with another one, from a value of `layers`.
+
+    Raises:
+        UserError: it is invalid, or sets what is the same for all layers.
+    """
+    found = _resolved(around, value)
+    split = found.parameter_split or around.parameter_split
+    if split != around.parameter_split:
+        raise UserError("parameter_split is the same for all layers: set it outside of layers")
+    return replace(found, **NO_MODEL, parameter_split=split if found.quantizes else None)
 
 
 def _resolved(around: Recipe, value: Any) -> Recipe:

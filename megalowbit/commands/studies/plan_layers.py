@@ -1,11 +1,13 @@
-"""Choose the layers that a recipe should keep in high precision, from the weights of a short run.
+"""Choose a recipe for each layer under a budget, from the weights of a short run.
 
     megalowbit plan-layers --ds-config X.json --weights runs/short/hf --text heldout.jsonl
     megalowbit plan-layers --ds-config X.json --weights HF_FOLDER --text FILE --budget 0.05 --out F
+    megalowbit plan-layers … --candidate mxfp8 --candidate bf16 --cost time --budget 0.2
+    megalowbit plan-layers … --candidate '{"split_weight": {"rank": 8}}' --measure gradient
 
-Quantises one layer at a time with the recipe of the configuration, prints how much the loss on the text
-rises, and chooses the layers to keep within the budget. The last line is the recipe as a block for the
-configuration.
+Quantises one layer at a time, with the recipe of the configuration and with each candidate, and prints how
+much the loss on the text rises. Chooses the layers that get a candidate, within the budget. The last line is
+the recipe as a block for the configuration.
 The text must not be in the training data. See docs/studies.md.
 """
 
@@ -15,6 +17,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
@@ -47,11 +50,33 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="held-out text")
     parser.add_argument(
+        "--candidate",
+        action="append",
+        default=[],
+        metavar="RECIPE",
+        help="a recipe that layers may get: its name, or a JSON block of fields that differ from the "
+        "configuration's (default: bf16, which keeps a layer in high precision); may be repeated",
+    )
+    parser.add_argument(
+        "--measure",
+        choices=("loss", "gradient"),
+        default="loss",
+        help="what quantising a layer damages: the loss, by the forward's noise, or the gradient, by that of "
+        "the backward (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--cost",
+        choices=("weights", "bytes", "time"),
+        default="weights",
+        help="what the budget counts: weights of changed layers, bytes kept for backward, or time of "
+        "products on FP4 hardware (default: %(default)s)",
+    )
+    parser.add_argument(
         "--budget",
         type=float,
         default=0.15,
         metavar="SHARE",
-        help="largest share of the layers' weights to keep (default: %(default)s)",
+        help="largest additional cost, as a share of that of all layers (default: %(default)s)",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write measurements and recipe as JSON")
     return parser
@@ -76,10 +101,11 @@ def _plan(options: argparse.Namespace) -> None:
     from megalowbit.durable_files import atomic_file
     from megalowbit.hf.checkpoint import build_model
     from megalowbit.hf.settings import ModelSettings
-    from megalowbit.layers.recipe import recipe
+    from megalowbit.layers.recipe import recipe, recipe_over
     from megalowbit.pretrain.checks import this_device
     from megalowbit.pretrain.config import load_config
-    from megalowbit.pretrain.sweep.layer_plan import check_text, plan_layers, recipe_block, table, to_json
+    from megalowbit.pretrain.sweep.layer_damage import check_text
+    from megalowbit.pretrain.sweep.layer_plan import plan_layers, summary, table, to_json
     from megalowbit.pretrain.sweep.study.evaluation import read_tokens
 
     config = load_config(find_config(options.ds_config), options.set, world_size=1)
@@ -96,14 +122,25 @@ def _plan(options: argparse.Namespace) -> None:
         tokens,
         length=data.sequence_length,
         budget=options.budget,
+        candidates=[recipe_over(chosen, _value(each)) for each in options.candidate],
+        measure=options.measure,
+        cost=options.cost,
+        micro_tokens=config.parts.deepspeed["train_micro_batch_size_per_gpu"] * data.sequence_length,
         seed=config.settings.run.seed,
     )
     print(table(plan))
-    if plan.kept:
-        print(f"keep {plan.share:.1%} of the weights (budget {options.budget:.1%}): {', '.join(plan.kept)}")
-    else:
-        print("keep nothing: no layer that fits into the budget raises the loss by two standard errors")
-    print(json.dumps({"recipe": recipe_block(plan)}), flush=True)
+    print(summary(plan, options.budget))
+    print(json.dumps({"recipe": plan.recipe.to_dict()}), flush=True)
     if options.out is not None:
         with atomic_file(options.out) as file:
             file.write(json.dumps(to_json(plan), indent=1) + "\n")
+
+
+def _value(text: str) -> Any:
+    """A candidate's name, or the block that its JSON holds."""
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--candidate {text!r} is not JSON: {error}") from None

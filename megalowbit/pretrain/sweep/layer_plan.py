@@ -1,12 +1,10 @@
-"""Which layers a recipe should keep in high precision: measured on the weights of a short run.
+"""A recipe for each layer: measured on the weights of a short run, chosen under a budget.
 
-One layer at a time is quantised, and the loss on held-out text is compared with that of the unquantised
-model, sequence by sequence. The difference is the layer's damage, with a standard error over the sequences.
-Then the layers with the most damage for their size are kept, as long as the budget lasts. A layer whose
-damage is within two standard errors of zero is never kept.
+One layer at a time is quantised, with its own recipe and with each candidate, and `layer_damage` measures
+what that does to the loss or to the gradient. Then layers get better recipes, first where the least budget
+removes the most damage. A layer only changes if the difference is larger than two standard errors.
 
-Only the forward pass is measured. A layer's size stands for its cost, because bytes and time of its products
-are proportional to its weights.
+Damages are added up as if layers did not interact. `all_layers` shows how far that holds.
 """
 
 from __future__ import annotations
@@ -16,214 +14,297 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from megalowbit.errors import UserError
-from megalowbit.families.config_checks import check_fits
+from megalowbit.errors import UserError, unknown_name
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 from megalowbit.layers.conversion.precision_switch import quantizes_in
-from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.layer_recipe import operand_quantizers
+from megalowbit.layers.recipe import NO_MODEL, Recipe, matches, recipes
+from megalowbit.pretrain.sweep.layer_costs import COSTS, CostKind, bytes_kept, num_weights, product_time
+from megalowbit.pretrain.sweep.layer_damage import MEASURES, Measure, measured, split_into_sequences
+from megalowbit.quantize.names import quantizer
 
-BATCH = 16  # sequences
 SIGNIFICANT = 2.0  # standard errors
-FEWEST_SEQUENCES = 8
+ROUNDING = 1e-9  # so that layers which fill the budget exactly fit
 
 
 @dataclass(frozen=True)
-class LayerDamage:
-    """What quantising one layer does to the loss.
+class Option:
+    """One recipe for one layer.
+
+    Attributes:
+        recipe: of the layer.
+        rises: float64 (sequences or batches,), see `layer_damage.measured`.
+        cost: in addition to that of the layer's first option, as a share of the cost of all layers.
+    """
+
+    recipe: Recipe
+    rises: Tensor
+    cost: float
+
+    @property
+    def damage(self) -> float:
+        """The mean: nats per token, or a share of the gradient's power."""
+        return self.rises.mean().item()
+
+    @property
+    def error(self) -> float:
+        """Standard error of `damage`."""
+        return _error(self.rises)
+
+    @property
+    def is_near_zero(self) -> bool:
+        """Whether it may do nothing at all."""
+        return abs(self.damage) <= SIGNIFICANT * self.error
+
+    def gain_of(self, other: Option) -> float:
+        """The damage that `other` avoids; 0 if that is not certain."""
+        differences = self.rises - other.rises
+        gain = differences.mean().item()
+        return gain if gain > SIGNIFICANT * _error(differences) else 0.0
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """What a layer may have.
 
     Attributes:
         name: of the layer.
         weights: number of its weights.
-        damage: mean increase of the loss, in nats per token.
-        error: standard error of `damage` over sequences.
+        options: the recipe's own first, then the candidates.
     """
 
     name: str
     weights: int
-    damage: float
-    error: float
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether the loss certainly rises."""
-        return self.damage > SIGNIFICANT * self.error
-
-    @property
-    def is_near_zero(self) -> bool:
-        """Whether the loss may not change at all."""
-        return abs(self.damage) <= SIGNIFICANT * self.error
+    options: tuple[Option, ...]
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The layers to keep.
+    """The recipes of the layers.
 
     Attributes:
-        recipe: the recipe, with these layers in `keep`.
+        recipe: the recipe with the changed layers in `layers` or `keep`.
         layers: what was measured, in the model's order.
-        kept: names of the layers to keep, most damage for their size first.
-        all_layers: damage of quantising all layers together, and its standard error.
+        chosen: name of each changed layer → its option, in the order of the choice.
+        all_layers: damage of quantising all layers with the recipe as it was, and its standard error.
         loss: of the unquantised model, in nats per token.
         tokens: number of predicted tokens.
+        measure: what was measured.
+        cost_kind: in what costs are counted.
     """
 
     recipe: Recipe
-    layers: tuple[LayerDamage, ...]
-    kept: tuple[str, ...]
+    layers: tuple[LayerOptions, ...]
+    chosen: Mapping[str, Option]
     all_layers: tuple[float, float]
     loss: float
     tokens: int
+    measure: Measure
+    cost_kind: CostKind
 
     @property
-    def share(self) -> float:
-        """Share of the layers' weights that is kept."""
-        total = sum(each.weights for each in self.layers)
-        return sum(each.weights for each in self.layers if each.name in self.kept) / total
+    def cost(self) -> float:
+        """What the changes cost, as a share of the cost of all layers."""
+        return sum(each.cost for each in self.chosen.values())
 
 
 def plan_layers(
-    model: nn.Module, recipe: Recipe, tokens: Tensor, *, length: int, budget: float, seed: int = 0
+    model: nn.Module,
+    recipe: Recipe,
+    tokens: Tensor,
+    *,
+    length: int,
+    budget: float,
+    candidates: Sequence[Recipe] = (),
+    measure: Measure = "loss",
+    cost: CostKind = "weights",
+    micro_tokens: int = 1024,
+    seed: int = 0,
 ) -> LayerPlan:
-    """Measure each layer and choose those to keep; the model ends as it began.
+    """Measure each layer with each recipe and choose; the model ends as it began.
 
     Args:
         model: a causal language model without BitLinear layers, in evaluation mode.
-        recipe: quantises the layers; those it keeps anyway are not measured.
+        recipe: quantises the layers; those that it keeps are not measured.
         tokens: (tokens,), held-out text; what is left after whole sequences is dropped.
         length: tokens of a sequence.
-        budget: largest share of these layers' weights to keep, above 0 and below 1.
+        budget: largest additional cost, as a share of the cost of all these layers with `recipe`.
+        candidates: other recipes for single layers; none: `bf16`, which keeps a layer in high precision.
+        measure: "loss" (of the forward's noise) or "gradient" (of the backward's).
+        cost: "weights": of the changed layers. "bytes": kept for backward. "time": of the products.
+        micro_tokens: tokens of a micro-batch, for bytes and time.
         seed: of stochastic rounding.
 
     Raises:
-        UserError: the recipe quantises nothing in the forward, the budget is no such share, the text is too
-            short, or the loss is not finite.
+        UserError: the recipe quantises nothing that is measured, budget or candidates are invalid, the text
+            is too short, or the loss is not finite.
     """
-    if not 0 < budget < 1:
-        raise UserError(
-            f"budget = {budget}: expected a share of the weights above 0 and below 1, such as 0.15"
-        )
-    if not quantizes_in(recipe, "forward"):
-        raise UserError(f"recipe {recipe.name!r} quantises nothing in the forward, which is what is measured")
-    sequences = _sequences(tokens, length)
-    before = sequence_losses(model, sequences)
-    if not before.isfinite().all():
-        raise UserError("the loss of the unquantised model is not finite: choose the weights of another run")
-
-    def damage(chosen: Recipe) -> tuple[float, float]:
-        convert(model, chosen, seed=seed, rank=0)
-        difference = sequence_losses(model, sequences) - before
-        restore(model)
-        return difference.mean().item(), (difference.std() / math.sqrt(len(difference))).item()
-
+    _check(recipe, budget, measure, cost)
+    found = _distinct(candidates or (recipes()["bf16"],))
+    sequences = split_into_sequences(tokens, length, measure)
     convert(model, recipe, seed=seed, rank=0)
-    sizes = {name: layer.in_features * layer.out_features for name, layer in bit_layers(model).items()}
-    restore(model)
-    if not sizes:
-        raise UserError(f"recipe {recipe.name!r} quantises nothing: there is nothing to keep")
-    found = [
-        LayerDamage(name, size, *damage(_keeping(recipe, [each for each in sizes if each != name])))
-        for name, size in sizes.items()
-    ]
-    kept = choose(found, budget)
+    try:
+        sizes = {name: layer.sizes for name, layer in bit_layers(model).items()}
+        own = {name: recipe.of_layer(name) for name in sizes}
+        options = {name: (own[name], *(each for each in found if each != own[name])) for name in sizes}
+        alone = [{name: each} for name, given in options.items() for each in given]
+        rises, loss = measured(model, [own, *alone], sequences, measure)
+    finally:
+        restore(model)
+    of = {"weights": num_weights, "bytes": bytes_kept, "time": product_time}[cost]
+    whole = sum(of(own[name], sizes[name], micro_tokens) for name in sizes)
+    rows, layers = iter(rises[1:]), []
+    for name, given in options.items():
+        costs = [of(each, sizes[name], micro_tokens) for each in given]
+        before = 0.0 if cost == "weights" else costs[0]
+        made = [
+            Option(each, next(rows), (more - before) / whole) for each, more in zip(given, costs, strict=True)
+        ]
+        made[0] = replace(made[0], cost=0.0)
+        layers.append(LayerOptions(name, math.prod(sizes[name]), tuple(made)))
+    chosen = choose(layers, budget)
     return LayerPlan(
-        recipe=replace(_keeping(recipe, kept), name=f"{recipe.name}-planned"),
-        layers=tuple(found),
-        kept=kept,
-        all_layers=damage(recipe),
-        loss=before.mean().item(),
+        recipe=_changed(recipe, list(sizes), chosen),
+        layers=tuple(layers),
+        chosen=chosen,
+        all_layers=(rises[0].mean().item(), _error(rises[0])),
+        loss=loss,
         tokens=sequences.shape[0] * length,
+        measure=measure,
+        cost_kind=cost,
     )
 
 
-def check_text(model: Any, tokens: Tensor, length: int) -> None:
-    """Check that a Hugging Face model has all tokens and as many positions.
+def choose(layers: Sequence[LayerOptions], budget: float) -> dict[str, Option]:
+    """The layers that change and their options, in the order of the choice.
 
-    Raises:
-        UserError: it has not.
+    Each round changes the layer that avoids the most damage for its cost, of those that still fit. What costs
+    nothing goes first.
     """
-    check_fits(model.config, vocab_size=int(tokens.max()) + 1, sequence_length=length)
-
-
-def choose(layers: Sequence[LayerDamage], budget: float) -> tuple[str, ...]:
-    """The layers with the most damage for their size that fit into this share of all weights.
-
-    A layer that does not fit is passed over, and smaller ones after it may still be chosen.
-    """
-    left, kept = budget * sum(each.weights for each in layers), []
-    for each in sorted(layers, key=lambda each: each.damage / each.weights, reverse=True):
-        if each.is_significant and each.weights <= left:
-            left -= each.weights
-            kept.append(each.name)
-    return tuple(kept)
-
-
-@torch.no_grad()
-def sequence_losses(model: Any, sequences: Tensor) -> Tensor:
-    """The mean cross-entropy of each sequence in nats per token: float64 (sequences,).
-
-    Args:
-        model: a causal language model.
-        sequences: (sequences, length + 1) tokens, each of which is predicted but the first.
-    """
-    device, found = next(model.parameters()).device, []
-    for batch in sequences.to(device).split(BATCH):
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits.float()
-        losses = nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none")
-        found.append(losses.double().mean(1).cpu())
-    return torch.cat(found)
+    present = {each.name: each.options[0] for each in layers}
+    chosen: dict[str, Option] = {}
+    while True:
+        left = budget * (1 + ROUNDING) - sum(each.cost for each in chosen.values())
+        found = [
+            (gain / cost if cost > 0 else math.inf, layer.name, option)
+            for layer in layers
+            for option in layer.options
+            if (gain := present[layer.name].gain_of(option)) > 0
+            and (cost := option.cost - present[layer.name].cost) <= left
+        ]
+        if not found:
+            return chosen
+        _, name, option = max(found, key=lambda each: each[0])
+        present[name] = chosen[name] = option
 
 
 def to_json(plan: LayerPlan) -> dict[str, Any]:
     """The measurements and the recipe, as plain values."""
     return {
-        "recipe": recipe_block(plan),
+        "recipe": plan.recipe.to_dict(),
+        "measure": plan.measure,
         "loss": plan.loss,
         "tokens": plan.tokens,
         "all_layers": {"damage": plan.all_layers[0], "error": plan.all_layers[1]},
-        "kept_share": plan.share,
+        "cost_kind": plan.cost_kind,
+        "cost": plan.cost,
+        "chosen": {name: option.recipe.name for name, option in plan.chosen.items()},
         "layers": {
-            each.name: {"weights": each.weights, "damage": each.damage, "error": each.error}
-            for each in plan.layers
+            layer.name: {
+                "weights": layer.weights,
+                "options": {
+                    each.recipe.name: {"damage": each.damage, "error": each.error, "cost": each.cost}
+                    for each in layer.options
+                },
+            }
+            for layer in plan.layers
         },
     }
 
 
-def recipe_block(plan: LayerPlan) -> Mapping[str, Any]:
-    """The recipe as a block of a configuration."""
-    return plan.recipe.to_dict()
-
-
 def table(plan: LayerPlan) -> str:
-    """The layers as text, most damage first."""
+    """The options of all layers as text, most damage first."""
+    unit = "nats" if plan.measure == "loss" else "share of the gradient's power"
     total = sum(each.weights for each in plan.layers)
     width = max(len(each.name) for each in plan.layers)
-    lines = [f"{'layer':<{width}}  weights   damage (nats, ± standard error)"]
-    for each in sorted(plan.layers, key=lambda each: each.damage, reverse=True):
-        mark = "kept" if each.name in plan.kept else "≈ 0" if each.is_near_zero else ""
-        figures = f"{each.weights / total:7.1%}  {each.damage:+.5f} ± {each.error:.5f}  {mark}"
-        lines.append(f"{each.name:<{width}}  {figures}".rstrip())
-    alone = sum(each.damage for each in plan.layers)
+    names = max(len(each.recipe.name) for layer in plan.layers for each in layer.options)
+    lines = [f"{'layer':<{width}}  weights  {'recipe':<{names}}  damage ({unit}, ± standard error)"]
+    for layer in sorted(plan.layers, key=lambda each: each.options[0].damage, reverse=True):
+        begin = f"{layer.name:<{width}}  {layer.weights / total:7.1%}"
+        for option in layer.options:
+            figures = f"{option.recipe.name:<{names}}  {option.damage:+.5f} ± {option.error:.5f}"
+            cost = f"cost {option.cost:+.1%}" if option.cost else ""
+            mark = "chosen" if plan.chosen.get(layer.name) is option else "≈ 0" * option.is_near_zero
+            lines.append(f"{begin}  {figures}  {cost}  {mark}".rstrip())
+            begin = " " * len(begin)
+    alone = sum(each.options[0].damage for each in plan.layers)
     together, error = plan.all_layers
     lines.append(
-        f"all together {together:+.5f} ± {error:.5f}, sum of the rows {alone:+.5f}; "
+        f"all together {together:+.5f} ± {error:.5f}, sum of their own {alone:+.5f}; "
         f"loss in high precision {plan.loss:.4f} over {plan.tokens:,} tokens"
     )
     return "\n".join(lines)
 
 
-def _keeping(recipe: Recipe, names: Sequence[str]) -> Recipe:
-    return replace(recipe, keep=(*recipe.keep, *names))
+def summary(plan: LayerPlan, budget: float) -> str:
+    """One line: what changes, and what it costs."""
+    of = {"weights": "of the weights", "bytes": "more bytes for backward", "time": "more time of products"}
+    if not plan.chosen:
+        return "change nothing: no option that fits into the budget avoids damage of two standard errors"
+    changes = ", ".join(f"{name} → {option.recipe.name}" for name, option in plan.chosen.items())
+    return f"{plan.cost:.1%} {of[plan.cost_kind]} (budget {budget:.1%}): {changes}"
 
 
-def _sequences(tokens: Tensor, length: int) -> Tensor:
-    count = (len(tokens) - 1) // length
-    if count < FEWEST_SEQUENCES:
+def _changed(recipe: Recipe, layers: Sequence[str], chosen: Mapping[str, Option]) -> Recipe:
+    """The recipe with other recipes for the chosen ones of these layers."""
+    kept = [name for name, option in chosen.items() if not option.recipe.quantizes]
+    own = [(name, option.recipe) for name, option in chosen.items() if option.recipe.quantizes]
+    left = [name for name in layers if name not in chosen]
+    former = [
+        next((pattern for pattern, _ in recipe.layers if matches(name, pattern)), None) for name in left
+    ]
+    used = [(pattern, each) for pattern, each in recipe.layers if pattern in former]
+    return replace(recipe, name=f"{recipe.name}-planned", keep=(*recipe.keep, *kept), layers=(*own, *used))
+
+
+def _error(values: Tensor) -> float:
+    return (values.std() / math.sqrt(len(values))).item()
+
+
+def _check(recipe: Recipe, budget: float, measure: str, cost: str) -> None:
+    if measure not in MEASURES:
+        raise unknown_name("measure", measure, MEASURES)
+    if cost not in COSTS:
+        raise unknown_name("cost", cost, COSTS)
+    if not 0 < budget < (1 if cost == "weights" else math.inf):
+        expected = "a share of the weights above 0 and below 1, such as 0.15"
+        if cost != "weights":
+            expected = f"a share of the layers' {cost} above 0, such as 0.15"
+        raise UserError(f"budget = {budget}: expected {expected}")
+    is_measured, where, other = {
+        "loss": (quantizes_in(recipe, "forward"), "forward", "the gradient"),
+        "gradient": (any(map(_quantizes_backward, recipe.variants)), "backward", "the loss"),
+    }[measure]
+    if not is_measured:
         raise UserError(
-            f"the text has {len(tokens)} tokens, {count} sequences of {length}: "
-            f"give at least {FEWEST_SEQUENCES}, better some hundred"
+            f"recipe {recipe.name!r} quantises nothing in the {where}, which is what is measured: measure "
+            f"{other}, or choose another recipe"
         )
-    starts = torch.arange(count)[:, None] * length
-    return tokens[starts + torch.arange(length + 1)]
+
+
+def _quantizes_backward(recipe: Recipe) -> bool:
+    names = (
+        each for product in ("grad_input", "grad_weight") for each in operand_quantizers(recipe, product)
+    )
+    return not all(quantizer(name).is_identity for name in names)
+
+
+def _distinct(candidates: Sequence[Recipe]) -> list[Recipe]:
+    found: dict[str, Recipe] = {}
+    for each in candidates:
+        each = replace(each, **NO_MODEL)
+        if found.setdefault(each.name, each) != each:
+            raise UserError(f"two candidates are called {each.name!r}: give one of them another name")
+    return list(found.values())

@@ -1,4 +1,4 @@
-"""The plan of layers to keep, against a second computation and a model with one sensitive layer."""
+"""The plan of layers, against second computations and a model with one sensitive layer."""
 
 import json
 import math
@@ -9,9 +9,17 @@ from tiny_models import tiny_config
 
 from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
-from megalowbit.layers.conversion.convert import bit_layers, convert
+from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 from megalowbit.layers.recipe import Recipe, recipe
-from megalowbit.pretrain.sweep.layer_plan import LayerDamage, LayerPlan, choose, plan_layers, table
+from megalowbit.pretrain.sweep.layer_plan import (
+    LayerOptions,
+    LayerPlan,
+    Option,
+    choose,
+    plan_layers,
+    summary,
+    table,
+)
 
 SENSITIVE = "transformer.h.1.mlp.c_fc"
 LENGTH = 16
@@ -35,45 +43,113 @@ def tokens():
     return torch.randint(0, 64, (40 * LENGTH + 1,), generator=torch.Generator().manual_seed(0))
 
 
-def test_the_damage_of_a_layer_is_the_mean_change_of_the_loss_with_its_error(model, tokens):
-    plan = plan_layers(model, recipe("nvfp4"), tokens, length=LENGTH, budget=0.3)
+def damages(plan, name):
+    (layer,) = [each for each in plan.layers if each.name == name]
+    return {each.recipe.name: (each.damage, each.error) for each in layer.options}
+
+
+@pytest.mark.parametrize("other", ["mxfp4", "fp8"])
+def test_the_damage_of_a_layer_is_the_mean_change_of_the_loss_with_its_error(model, tokens, other):
+    plan = plan_layers(model, recipe("nvfp4"), tokens, length=LENGTH, budget=0.3, candidates=[recipe(other)])
     assert not bit_layers(model)
-    reference = torch.empty(2, 40, dtype=torch.float64)
+    reference = torch.empty(3, 40, dtype=torch.float64)
     others = [each.name for each in plan.layers if each.name != SENSITIVE]
-    for row, chosen in enumerate(("bf16", {"base": "nvfp4", "keep": others})):
+    for row, chosen in enumerate(
+        ("bf16", {"base": "nvfp4", "keep": others}, {"base": other, "keep": others})
+    ):
         convert(model, chosen, seed=0, rank=0)
-        for index in range(40):
-            part = tokens[index * LENGTH : (index + 1) * LENGTH + 1]
+        for start in (0, 16, 32):
+            rows = range(start, min(start + 16, 40))
+            parts = torch.stack([tokens[index * LENGTH : (index + 1) * LENGTH + 1] for index in rows])
             with torch.no_grad():
-                logits = model(input_ids=part[None, :-1]).logits[0].double()
-            reference[row, index] = -logits.log_softmax(-1)[torch.arange(LENGTH), part[1:]].mean()
-    change = reference[1] - reference[0]
-    (found,) = [each for each in plan.layers if each.name == SENSITIVE]
-    assert found.damage == pytest.approx(change.mean().item(), abs=2e-6)
-    assert found.error == pytest.approx(change.std().item() / math.sqrt(40), abs=2e-6)
+                likely = model(input_ids=parts[:, :-1]).logits.double().log_softmax(-1)
+            losses = -likely.gather(2, parts[:, 1:, None])[:, :, 0].mean(1)
+            reference[row, rows.start : rows.stop] = losses
+        restore(model)
+    for row, name in enumerate(("nvfp4", other), start=1):
+        change = reference[row] - reference[0]
+        found = damages(plan, SENSITIVE)[name]
+        assert found[0] == pytest.approx(change.mean().item(), abs=2e-6)
+        assert found[1] == pytest.approx(change.std().item() / math.sqrt(40), abs=2e-6)
+        assert abs(change.mean()) > 1e-4
     assert plan.loss == pytest.approx(reference[0].mean().item(), abs=2e-6)
     assert plan.tokens == 40 * LENGTH
 
 
 def test_the_sensitive_layer_is_kept_and_the_recipe_converts_all_others(model, tokens):
     plan = plan_layers(model, recipe("nvfp4"), tokens, length=LENGTH, budget=0.3)
-    assert plan.kept[0] == SENSITIVE
-    assert plan.share <= 0.3
+    assert next(iter(plan.chosen)) == SENSITIVE
+    assert plan.cost <= 0.3
+    weights = {each.name: each.weights for each in plan.layers}
+    assert plan.cost == pytest.approx(sum(weights[each] for each in plan.chosen) / sum(weights.values()))
     again = Recipe.from_dict(json.loads(json.dumps(plan.recipe.to_dict())))
     report = convert(model, again)
-    assert {each.name for each in report.swapped} == {each.name for each in plan.layers} - set(plan.kept)
+    assert {each.name for each in report.swapped} == set(weights) - set(plan.chosen)
 
 
-def test_layers_are_chosen_by_damage_for_their_size_within_the_budget():
+def test_layers_get_the_recipes_that_were_chosen(model, tokens):
+    whole = recipe({"base": "nvfp4", "layers": {SENSITIVE: "mxfp4", "*.h.0.*": "fp8"}})
+    candidates = [recipe("mxfp8"), recipe("bf16")]
+    plan = plan_layers(model, whole, tokens, length=LENGTH, budget=0.5, candidates=candidates, cost="time")
+    option = plan.chosen[SENSITIVE]
+    assert option.recipe.name in ("mxfp8", "bf16")
+    assert plan.cost <= 0.5
+    convert(model, recipe(plan.recipe.to_dict()))
+    layers = bit_layers(model)
+    for each in plan.layers:
+        expected = plan.chosen[each.name].recipe if each.name in plan.chosen else whole.of_layer(each.name)
+        if expected.quantizes:
+            assert layers[each.name].recipe.to_dict() | {"name": ""} == expected.to_dict() | {"name": ""}
+        else:
+            assert each.name not in layers
+    assert SENSITIVE + " → " + option.recipe.name in summary(plan, 0.5)
+    assert "more time of products (budget 50.0%)" in summary(plan, 0.5)
+
+
+def option(name, damages, cost):
+    return Option(recipe({"base": "nvfp4", "name": name}), torch.tensor(damages, dtype=torch.float64), cost)
+
+
+def layer(name, *options):
+    return LayerOptions(name, 8, options)
+
+
+def sure(mean):
+    """Rises with a small error."""
+    return [mean - 0.01, mean + 0.01, mean - 0.01, mean + 0.01]
+
+
+def test_layers_are_chosen_by_damage_for_their_cost_within_the_budget():
+    kept = option("kept", sure(0.0), 0.0)
     layers = [
-        LayerDamage("large", 60, 0.6, 0.01),
-        LayerDamage("small", 10, 0.3, 0.01),
-        LayerDamage("unclear", 10, 0.3, 0.2),
-        LayerDamage("harmless", 20, -0.1, 0.01),
+        layer("large", option("own", sure(0.6), 0), Option(kept.recipe, kept.rises, 0.6)),
+        layer("small", option("own", sure(0.3), 0), Option(kept.recipe, kept.rises, 0.1)),
+        layer("unclear", option("own", [0.0, 0.9, -0.3, 0.6], 0), Option(kept.recipe, kept.rises, 0.1)),
+        layer("harmless", option("own", sure(-0.1), 0), Option(kept.recipe, kept.rises, 0.2)),
     ]
-    assert choose(layers, 0.5) == ("small",)
-    assert choose(layers, 0.69) == ("small",)
-    assert choose(layers, 0.7) == ("small", "large")
+    assert list(choose(layers, 0.5)) == ["small"]
+    assert list(choose(layers, 0.69)) == ["small"]
+    assert list(choose(layers, 0.7)) == ["small", "large"]
+
+
+def test_a_layer_is_improved_in_rungs_as_the_budget_grows():
+    rungs = (option("own", sure(0.6), 0), option("eight", sure(0.1), 0.1), option("high", sure(0.0), 0.4))
+    layers = [layer("a", *rungs), layer("b", option("own", sure(0.2), 0), option("eight", sure(0.0), 0.1))]
+
+    def names(budget):
+        return {name: each.recipe.name for name, each in choose(layers, budget).items()}
+
+    assert names(0.05) == {}
+    assert names(0.1) == {"a": "eight"}
+    assert names(0.2) == {"a": "eight", "b": "eight"}
+    assert names(0.4) == {"a": "eight", "b": "eight"}
+    assert names(0.5) == {"a": "high", "b": "eight"}
+
+
+def test_what_is_better_and_cheaper_needs_no_budget():
+    layers = [layer("a", option("own", sure(0.6), 0), option("better", sure(0.1), -0.1))]
+    layers.append(layer("b", option("own", sure(0.6), 0), option("better", sure(0.1), 0.1)))
+    assert list(choose(layers, 0.001)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -81,14 +157,36 @@ def test_layers_are_chosen_by_damage_for_their_size_within_the_budget():
     [
         ({"budget": 1}, "budget = 1: expected a share"),
         ({"budget": math.nan}, "budget = nan: expected a share"),
+        ({"budget": 0, "cost": "time"}, "budget = 0: expected a share of the layers' time above 0"),
+        ({"budget": math.inf, "cost": "bytes"}, "budget = inf: expected a share of the layers' bytes"),
+        ({"cost": "tmie"}, "unknown cost 'tmie': did you mean 'time'"),
+        ({"measure": "los"}, "unknown measure 'los': did you mean 'loss'"),
         ({"recipe": recipe("bf16")}, "'bf16' quantises nothing"),
         ({"tokens": torch.zeros(100, dtype=torch.long)}, "100 tokens, 6 sequences of 16: give at least 8"),
+        ({"measure": "gradient"}, "641 tokens, 40 sequences of 16: give at least 128"),
+        (
+            {"candidates": [recipe("fp8"), recipe({"base": "mxfp4", "name": "fp8"})]},
+            "two candidates are called 'fp8': give one of them another name",
+        ),
+        (
+            {"recipe": recipe("mxfp4-rht")},
+            r"'mxfp4-rht' quantises nothing in the forward, .*: measure the gradient, or choose another",
+        ),
     ],
 )
 def test_mistakes_are_named(model, tokens, changes, message):
     given = {"recipe": recipe("nvfp4"), "tokens": tokens, "length": LENGTH, "budget": 0.15, **changes}
     with pytest.raises(UserError, match=message):
         plan_layers(model, given.pop("recipe"), given.pop("tokens"), **given)
+    assert not bit_layers(model)
+
+
+def test_a_recipe_without_a_quantised_backward_has_no_error_of_the_gradient(model, tokens):
+    block = {f"q_backward_{each}": "fp32" for each in ("input", "weight", "outputgrad")}
+    with pytest.raises(UserError, match=r"quantises nothing in the backward, .*: measure the loss"):
+        plan_layers(
+            model, recipe({"base": "nvfp4", **block}), tokens, length=LENGTH, budget=0.1, measure="gradient"
+        )
 
 
 def test_weights_that_give_no_finite_loss_are_refused(model, tokens):
@@ -96,14 +194,11 @@ def test_weights_that_give_no_finite_loss_are_refused(model, tokens):
         model.transformer.ln_f.weight[0] = math.inf
     with pytest.raises(UserError, match="not finite"):
         plan_layers(model, recipe("nvfp4"), tokens, length=LENGTH, budget=0.15)
-
-
-def test_a_recipe_without_a_quantised_forward_is_refused(model, tokens):
-    with pytest.raises(UserError, match="'mxfp4-rht' quantises nothing in the forward"):
-        plan_layers(model, recipe("mxfp4-rht"), tokens, length=LENGTH, budget=0.1)
+    assert not bit_layers(model)
 
 
 def test_only_damage_within_two_errors_is_marked_as_near_zero():
-    layers = tuple(LayerDamage(name, 8, damage, 0.001) for name, damage in (("a", 0.0015), ("b", -0.01)))
-    plan = LayerPlan(recipe("nvfp4"), layers, (), (0.0, 0.001), 2.0, 100)
+    layers = (layer("a", option("own", sure(0.01), 0)), layer("b", option("own", sure(-0.1), 0)))
+    plan = LayerPlan(recipe("nvfp4"), layers, {}, (0.0, 0.001), 2.0, 100, "loss", "weights")
     assert ["≈ 0" in line for line in table(plan).splitlines()[1:3]] == [True, False]
+    assert summary(plan, 0.1).startswith("change nothing: no option that fits")
