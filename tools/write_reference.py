@@ -83,14 +83,19 @@ def rows_of(model: type[BaseModel], prefix: str = "", only: Iterable[str] | None
     ]
 
 
+MAPPINGS = ("layers",)  # fields of a recipe that hold pairs, and are objects in JSON
+
+
 def rows_of_dataclass(kind: type[Any]) -> list[Row]:
     """The rows of a recipe's class, described in the `Attributes:` of its docstring."""
     descriptions, hints = attributes_of(kind), typing.get_type_hints(kind)
     return [
         Row(
             f"`{field.name}`",
-            _type(hints[field.name], ""),
-            "required" if field.default is dataclasses.MISSING else _json(field.default),
+            "object" if field.name in MAPPINGS else _type(hints[field.name], ""),
+            "required"
+            if field.default is dataclasses.MISSING
+            else _json({} if field.name in MAPPINGS else field.default),
             "",
             descriptions.get(field.name, "").removesuffix("."),
         )

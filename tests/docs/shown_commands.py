@@ -64,7 +64,7 @@ ELSEWHERE = {
         "hours; a small study there",
     ),
     r"^python tools/calibrate_speculation.py": ("tests/commands/studies/test_calibrate.py", ""),
-    r"^python tools/plan_layers.py": ("tests/commands/studies/test_plan_layers.py", ""),
+    r"^megalowbit plan-layers": ("tests/commands/studies/test_plan_layers.py", ""),
     r"^python tools/speculation_report.py": ("tests/speculation/test_report_tool.py", ""),
     r"^python tools/preprocess_data.py": (
         "tests/data/token_files/test_megatron.py",

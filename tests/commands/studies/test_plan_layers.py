@@ -19,12 +19,29 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     arguments = ("--ds-config", config, "--weights", tmp_path / "hf", "--text", tmp_path / "heldout.txt")
     cache = f"megalowbit.data.cache_dir={tmp_path / 'cache'}"
     out = tmp_path / "plan.json"
-    done = run_script(TOOL, *arguments, "--set", cache, "--out", out, "--budget", "0.5")
+    block = '{"split_weight": {"rank": 4}}'
+    options = ("--candidate", "fp8", "--candidate", block, "--candidate", "bf16", "--cost", "time")
+    done = run_script(TOOL, *arguments, "--set", cache, "--out", out, "--budget", "0.5", *options)
     assert done.returncode == 0, done.stderr
     printed, written = json.loads(done.stdout.splitlines()[-1])["recipe"], json.loads(out.read_text())
     assert printed == written["recipe"]
-    assert Recipe.from_dict(printed).keep == tuple(printed["keep"])
+    assert Recipe.from_dict(printed).to_dict() == printed
     assert len(written["layers"]) == 7  # one is kept by the recipe
+    for each in written["layers"].values():
+        names = ["nvfp4-keep-positions", "fp8", "own split_weight", "bf16"]
+        assert list(each["options"]) == names
+        own, eight, split, high = each["options"].values()
+        assert 0 == own["cost"] < eight["cost"] < high["cost"]
+        assert 0 < split["cost"]
+        assert high["damage"] == 0 != own["damage"]
+    assert written["cost"] <= 0.5
+    assert "more time of products (budget 50.0%)" in done.stdout or "change nothing" in done.stdout
+    wrong = run_script(TOOL, *arguments, "--set", cache, "--candidate", "{'rank': 4}")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert """--candidate "{'rank': 4}" is not JSON""" in wrong.stderr
+    wrong = run_script(TOOL, *arguments, "--set", cache, "--candidate", "fp9")
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "unknown recipe 'fp9'" in wrong.stderr
     nowhere = tmp_path / "none" / "plan.json"
     done = run_script(TOOL, *arguments, "--set", cache, "--out", nowhere)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
