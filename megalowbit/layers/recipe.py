@@ -71,21 +71,33 @@ class Recipe(LayerRecipe):
         return functools.partial(Recipe, **{each.name: getattr(self, each.name) for each in fields(self)}), ()
 
     def __post_init__(self) -> None:
+        layers, split = self.layers, self.parameter_split
+        if layers:  # the checks of a layer's fields follow without them, and in `alone`
+            object.__setattr__(self, "layers", ())
+            object.__setattr__(self, "parameter_split", None)
         super().__post_init__()
         for field in ("keep", "keep_if_present"):
             object.__setattr__(self, field, _checked_patterns(self.name, field, getattr(self, field)))
         _check_blocks(self)
-        object.__setattr__(self, "layers", _layer_recipes(self))
+        if layers:
+            of_all = settings_from(SPLIT_FIELDS["parameter_split"], split, "parameter_split")
+            object.__setattr__(self, "parameter_split", of_all)
+        object.__setattr__(self, "layers", _layer_recipes(self, layers))
+        if not any(each.quantizes for each in self.variants) and self.parameter_split is not None:
+            raise UserError(f"recipe {self.name!r}: parameter_split needs quantised layers: name quantizers")
 
     @functools.cached_property
     def alone(self) -> Recipe:
-        """This recipe without `layers`."""
-        return replace(self, layers=()) if self.layers else self
+        """This recipe without `layers`: that of the layers which they do not name."""
+        split = self.parameter_split if super().quantizes else None
+        return replace(self, layers=(), parameter_split=split) if self.layers else self
 
     @property
     def variants(self) -> tuple[Recipe, ...]:
         """The recipes that layers may have: this one, and those of `layers`, each once."""
-        return tuple(dict.fromkeys((self.alone, *(each for _, each in self.layers))))
+        own = [each for _, each in self.layers]
+        names_all = any(not pattern.strip("*") for pattern, _ in self.layers)
+        return tuple(dict.fromkeys(own if names_all else (self.alone, *own)))
 
     @property
     def quantizes(self) -> bool:
@@ -95,6 +107,10 @@ class Recipe(LayerRecipe):
     def of_layer(self, name: str) -> Recipe:
         """The recipe of a layer with this name, which is one of `variants`."""
         return next((each for pattern, each in self.layers if matches(name, pattern)), self.alone)
+
+    def layers_without_split(self) -> tuple[tuple[str, Recipe], ...]:
+        """`layers` without the parameter split that all layers share."""
+        return tuple((pattern, replace(each, parameter_split=None)) for pattern, each in self.layers)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Recipe:
@@ -125,7 +141,7 @@ class Recipe(LayerRecipe):
             pattern: {key: value for key, value in each.to_dict().items() if key not in without}
             for pattern, each in self.layers
         }
-        return {**asdict(self.alone), **lists, "hadamard": hadamard, "layers": layers}
+        return {**asdict(self), **lists, "hadamard": hadamard, "layers": layers}
 
     def __str__(self) -> str:
         extra = "".join(
@@ -159,6 +175,8 @@ def _changed(base: Recipe, values: Mapping[str, Any]) -> Recipe:
     changes: dict[str, Any] = {key: _over_base(base, key, value) for key, value in values.items()}
     changed = [key for key in changes if key != "name" and changes[key] != getattr(base, key)]
     name = f"{base.name} with own {', '.join(changed)}" if changed else base.name
+    if "parameter_split" in changed:  # that of all layers is given to them again
+        changes.setdefault("layers", base.layers_without_split())
     return replace(base, **{"name": name, **changes})
 
 
@@ -256,9 +274,8 @@ def _check_blocks(recipe: Recipe) -> None:
             )
 
 
-def _layer_recipes(recipe: Recipe) -> tuple[tuple[str, Recipe], ...]:
-    """A recipe's `layers`, whose values may still be names and blocks, checked."""
-    given: Any = recipe.layers
+def _layer_recipes(recipe: Recipe, given: Any) -> tuple[tuple[str, Recipe], ...]:
+    """The `layers` of a recipe, whose values may still be names and blocks, checked."""
     pairs = list(given.items()) if isinstance(given, Mapping) else given
     is_valid = isinstance(pairs, (list, tuple)) and all(
         isinstance(each, (list, tuple)) and len(each) == 2 for each in pairs
@@ -301,13 +318,16 @@ def recipe_over(around: Recipe, value: Any) -> Recipe:
 
 
 def _resolved(around: Recipe, value: Any) -> Recipe:
-    if isinstance(value, Mapping):
-        if outside := [key for key in (*NO_MODEL, "parameter_split") if key in value]:
+    block = value
+    while isinstance(block, Mapping):
+        if outside := [key for key in (*NO_MODEL, "parameter_split") if key in block]:
             raise UserError(f"{outside[0]} is of all layers: set it outside of layers")
-        if "base" not in value:
-            _check_keys(value)
-            own = {"name": f"own {', '.join(each for each in value if each != 'name')}"}
-            return _changed(replace(around, **NO_MODEL, parameter_split=None), {**own, **value})
+        block = block.get("base")
+    if isinstance(value, Mapping) and "base" not in value:
+        _check_keys(value)
+        own = ", ".join(each for each in value if each != "name")
+        name = {"name": f"own {own}" if own else around.name}
+        return _changed(replace(around, **NO_MODEL, parameter_split=None), {**name, **value})
     found = recipe(value)
     if found.layers:
         raise UserError(f"recipe {found.name!r} has layers of its own: name one without")

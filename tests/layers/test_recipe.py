@@ -213,10 +213,9 @@ def test_a_split_of_parameters_is_that_of_all_layers_that_quantise():
         ({"*": {"keep": ["*"]}}, r"layers\['\*'\]: keep is of all layers: set it outside of layers"),
         ({"*": {"layers": {}}}, r"layers\['\*'\]: layers is of all layers"),
         ({"*": {"q_forward_weights": "fp32"}}, "did you mean 'q_forward_weight'"),
-        (
-            {"*": {"base": {"base": "nvfp4", "layers": {"*": "bf16"}}}},
-            "has layers of its own",
-        ),
+        ({"*": recipe({"base": "nvfp4", "layers": {"*": "bf16"}})}, "has layers of its own"),
+        ({"*": {"base": {"base": "nvfp4", "layers": {"*": "bf16"}}}}, r"layers\['\*'\]: layers is of all"),
+        ({"*": {"base": {"base": "mxfp4", "keep": ["head"]}}}, r"layers\['\*'\]: keep is of all layers"),
         ({"*": {"hadamard": True}}, r"layers\['\*'\]: recipe 'own hadamard': hadamard transforms"),
     ],
 )
@@ -231,3 +230,43 @@ def test_all_wrong_recipes_of_single_layers_are_named():
         recipe({"base": "nvfp4", "layers": {"*.mlp": "nvpf4", "*.attn": "mxpf4"}})
     assert "layers['*.mlp']: unknown recipe 'nvpf4'" in str(raised.value)
     assert "layers['*.attn']: unknown recipe 'mxpf4'" in str(raised.value)
+
+
+def test_a_split_of_parameters_may_be_of_the_layers_that_a_recipe_names_only():
+    split = {"rank": 8, "warmup_steps": 2}
+    whole = recipe({"base": "bf16", "parameter_split": split, "layers": {"*.mlp": "nvfp4"}})
+    assert whole.alone.parameter_split is None
+    assert whole.of_layer("a.mlp").parameter_split == whole.parameter_split
+    assert whole.parameter_split is not None
+    assert recipe(whole.to_dict()) == whole == pickle.loads(pickle.dumps(whole))
+    with pytest.raises(UserError, match="parameter_split needs quantised layers"):
+        recipe({"base": "bf16", "parameter_split": split, "layers": {"*.mlp": "bf16"}})
+    with pytest.raises(UserError, match="split_weight and parameter_split both split the weight"):
+        recipe({"base": "metis-qb", "parameter_split": split, "layers": {"*.mlp": "nvfp4"}})
+
+
+def test_a_block_over_a_recipe_with_layers_changes_the_split_of_all_of_them():
+    inner = {"base": "nvfp4", "parameter_split": {"rank": 8, "warmup_steps": 2}, "layers": {"*.mlp": "mxfp4"}}
+    without = recipe({"base": inner, "parameter_split": None})
+    assert without.of_layer("a.mlp") == recipe("mxfp4")
+    assert without.alone.parameter_split is None
+    other = recipe({"base": inner, "parameter_split": {"rank": 4, "warmup_steps": 2}})
+    assert other.of_layer("a.mlp").parameter_split.rank == other.alone.parameter_split.rank == 4
+
+
+def test_an_empty_block_exempts_layers_from_later_patterns():
+    whole = recipe({"base": "nvidia-nvfp4", "layers": {"*.h.0": {}, "*": "mxfp4"}})
+    expected = dataclasses.replace(recipe("nvidia-nvfp4"), keep_last=0, keep_first=0, name=whole.name)
+    assert dataclasses.replace(whole.of_layer("a.h.0"), keep=()) == dataclasses.replace(expected, keep=())
+    assert whole.of_layer("a.h.1") == recipe("mxfp4")
+
+
+def test_a_recipe_that_no_layer_can_have_is_no_variant():
+    whole = recipe({"base": "quartet", "layers": {"*.h.0": "mxfp4", "*": "nvfp4"}})
+    assert whole.variants == (recipe("mxfp4"), recipe("nvfp4"))
+
+
+@pytest.mark.parametrize("layers", [{"*.mlp": "nvfp4"}, [1], 5, "nvfp4"])
+def test_mistakes_beside_layers_are_reported_first(layers):
+    with pytest.raises(UserError, match='gemm "fp8" multiplies quantised operands, but the recipe quantises'):
+        recipe({"base": "bf16", "gemm": "fp8", "layers": layers})

@@ -75,10 +75,15 @@ def switched(recipe: Recipe, scope: Scope) -> Recipe:
             f"precision switch {scope!r}: recipe {recipe.name!r} quantises nothing there: leave the switch "
             "out, or choose another recipe"
         )
-    if recipe.layers:
-        layers = [(name, _switched_if_any(each, scope)) for name, each in recipe.layers]
-        return replace(_switched_if_any(recipe.alone, scope), layers=tuple(layers))
     fields, title = SCOPES[scope]
+    base = recipe.name.removesuffix(f", {SCOPES['forward'][1]}")  # "all" may follow "forward"
+    name = f"{base}, {title}"
+    if recipe.layers:
+        alone = _switched_if_any(recipe.alone, scope)
+        layers = [(key, _switched_if_any(each, scope)) for key, each in recipe.layers_without_split()]
+        is_split = any(each.quantizes for each in (alone, *dict(layers).values()))
+        split = recipe.parameter_split if is_split else None
+        return replace(alone, name=name, layers=tuple(layers), parameter_split=split)
     changes: dict[str, Any] = dict.fromkeys(fields, IDENTITY)
     if scope == "all":
         changes[OWN_GRADIENT] = None
@@ -97,8 +102,7 @@ def switched(recipe: Recipe, scope: Scope) -> Recipe:
             for product in recipe.transformed_products
             if not any(names[field] is not None and _is_identity(names[field]) for field in PRODUCTS[product])
         )
-    base = recipe.name.removesuffix(f", {SCOPES['forward'][1]}")  # "all" may follow "forward"
-    return replace(recipe, name=f"{base}, {title}", **changes)
+    return replace(recipe, name=name, **changes)
 
 
 def quantizes_in(recipe: Recipe, scope: Scope) -> bool:
