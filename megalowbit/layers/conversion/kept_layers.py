@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -43,11 +44,22 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
     """Which linear layers to convert, which to keep and why, and which weights are missed.
 
     Raises:
-        UserError: see `reasons_to_keep`.
+        UserError: a pattern of `layers` has no effect, or see `reasons_to_keep`.
     """
     layers = linear_layers(model)
     standalone = standalone_weights(model, layers, output_heads(model))
-    reasons = reasons_to_keep(model, layers, recipe, standalone)
+    kept = reasons_to_keep(model, layers, recipe, standalone)
+    _check_effects((*layers, *standalone), recipe, kept)
+    return _selection(layers, standalone, recipe, kept)
+
+
+def _selection(
+    layers: dict[str, nn.Module],
+    standalone: dict[str, StandaloneWeight],
+    recipe: Recipe,
+    kept: Mapping[str, str],
+) -> Selection:
+    reasons = {**_unquantized((*layers, *standalone), recipe), **kept}
     if not recipe.quantizes:
         reasons, standalone = {name: reasons.get(name, "the recipe quantises nothing") for name in layers}, {}
     kinds = {name: type(layer).__name__ for name, layer in layers.items()}
@@ -99,7 +111,7 @@ def reasons_to_keep(
     """The reason for each kept layer or weight, by name; converted and missed ones have none.
 
     Raises:
-        UserError: a pattern of `keep` or `layers` has no effect, or see `reasons_to_keep_blocks`.
+        UserError: a pattern of `keep` matches nothing, or see `reasons_to_keep_blocks`.
     """
     heads = output_heads(model)
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
@@ -128,37 +140,65 @@ def reasons_to_keep(
         if not any(matches(name, pattern) for name in (*layers, *standalone)):
             raise _matches_nothing("keep", pattern, layers)
     holders = {name: each.owner for name, each in standalone.items()}
-    reasons = {**reasons_to_keep_blocks(model, layers, recipe, holders), **reasons}
-    return reasons | _unquantized(layers, recipe, reasons) if recipe.layers else reasons
+    return {**reasons_to_keep_blocks(model, layers, recipe, holders), **reasons}
 
 
-def _unquantized(layers: Mapping[str, nn.Module], recipe: Recipe, kept: Mapping[str, str]) -> dict[str, str]:
-    """The reason for each layer that is not kept otherwise and whose own recipe quantises nothing.
+def _unquantized(names: Sequence[str], recipe: Recipe) -> dict[str, str]:
+    """The reason for each layer or weight whose recipe quantises nothing, if layers have several recipes."""
+    own = {name: recipe.of_layer(name) for name in names} if recipe.layers else {}
+    return {
+        name: f"its recipe {each.name!r} quantises nothing"
+        for name, each in own.items()
+        if not each.quantizes
+    }
 
-    Raises:
-        UserError: a pattern of the recipe's `layers` decides about no layer.
+
+def _check_effects(names: Sequence[str], recipe: Recipe, kept: Mapping[str, str]) -> None:
+    """Reject a pattern of the recipe's `layers` that decides about none of these layers and weights.
+
+    Args:
+        names: of all linear layers and standalone weights.
+        recipe: whose `layers` are checked.
+        kept: those that stay in high precision whatever `layers` says, with the reasons.
     """
-    left = [name for name in layers if name not in kept]
-    decided = {name: [pattern for pattern, _ in recipe.layers if matches(name, pattern)] for name in layers}
+    decided = {name: [pattern for pattern, _ in recipe.layers if matches(name, pattern)] for name in names}
+    effective = {decided[name][0] for name in names if name not in kept and decided[name]}
     for pattern, _ in recipe.layers:
-        if any(decided[name][:1] == [pattern] for name in left):
+        if pattern in effective:
             continue
-        matched = [name for name in layers if pattern in decided[name]]
+        matched = [name for name in names if pattern in decided[name]]
         if not matched:
-            raise _matches_nothing("layers", pattern, layers)
-        name = next((each for each in matched if each in left), None)
+            raise _matches_nothing("layers", pattern, names)
+        name = next((each for each in matched if each not in kept), None)
         if name is None:
-            reason = f"stays in high precision ({kept[matched[0]]}), like all others that it matches"
-            raise UserError(f"layers pattern {pattern!r} has no effect: {matched[0]} {reason}: remove it")
+            reason = f"{matched[0]} is kept as it is ({kept[matched[0]]}), like all others that it matches"
+            raise UserError(f"layers pattern {pattern!r} has no effect: {reason}: remove it")
         raise UserError(
             f"layers pattern {pattern!r} has no effect: {decided[name][0]!r} is before it and matches "
             f"{name}, and the same holds for all others: put the narrower pattern first"
         )
-    return {
-        name: f"its recipe {chosen.name!r} quantises nothing"
-        for name in left
-        if not (chosen := recipe.of_layer(name)).quantizes
-    }
+
+
+def keeping(model: nn.Module, recipe: Recipe, names: Sequence[str]) -> Recipe:
+    """The recipe with more layers in `keep`, and without patterns of `layers` that then have no effect.
+
+    Args:
+        model: not converted.
+        recipe: for this model.
+        names: of the layers.
+
+    Raises:
+        UserError: see `reasons_to_keep`.
+    """
+    wider = replace(recipe, keep=(*recipe.keep, *names))
+    if not recipe.layers:
+        return wider
+    layers = linear_layers(model)
+    standalone = standalone_weights(model, layers, output_heads(model))
+    kept = reasons_to_keep(model, layers, wider, standalone)
+    left = [name for name in (*layers, *standalone) if name not in kept]
+    first = {next((key for key, _ in recipe.layers if matches(name, key)), None) for name in left}
+    return replace(wider, layers=tuple(each for each in recipe.layers if each[0] in first))
 
 
 def output_heads(model: nn.Module) -> set[int]:
@@ -177,14 +217,16 @@ def _output_head(module: nn.Module) -> nn.Module | None:
     return head if isinstance(head, nn.Module) else None
 
 
-def _matches_nothing(field: str, pattern: str, layers: Mapping[str, nn.Module]) -> UserError:
-    near = difflib.get_close_matches(pattern, list(layers), n=1, cutoff=0.0)
+def _matches_nothing(field: str, pattern: str, layers: Collection[str]) -> UserError:
+    near = difflib.get_close_matches(pattern, layers, n=1, cutoff=0.0)
     hint = f"the nearest linear layer is {near[0]!r}" if near else "the model has no linear layers"
     return UserError(f"{field} pattern {pattern!r} matches no linear layer: {hint}")
 
 
 def missed_weights(model: nn.Module, recipe: Recipe) -> tuple[MissedWeight, ...]:
     """`ConversionReport.missed` of a model that the recipe may have converted already."""
-    if not recipe.quantizes or not standalone_weights(model, linear_layers(model), output_heads(model)):
+    layers = linear_layers(model)
+    standalone = standalone_weights(model, layers, output_heads(model))
+    if not recipe.quantizes or not standalone:
         return ()
-    return select_layers(model, recipe).missed
+    return _selection(layers, standalone, recipe, reasons_to_keep(model, layers, recipe, standalone)).missed

@@ -74,10 +74,7 @@ class ConversionReport:
             lines.append("nothing converted: this recipe quantises nothing")
         if self.swapped:
             lines.append(f"converted {counted(len(self.swapped), 'layer')} to BitLinear:")
-            lines += _grouped(
-                f"{_pattern(each.name)}  {each.kind} {each.in_features}→{each.out_features}"
-                for each in self.swapped
-            )
+            lines += _grouped(map(self._converted, self.swapped))
         if self.kept:
             lines.append(f"kept {counted(len(self.kept), 'layer')} in high precision:")
             lines += _grouped(f"{_pattern(each.name)}  {each.kind}: {each.reason}" for each in self.kept)
@@ -89,6 +86,11 @@ class ConversionReport:
             lines.append(f"missed {missed}, which {stay} in high precision:")
             lines += _grouped(f"{_pattern(each.name)}  {each.shape}: {each.reason}" for each in self.missed)
         return "\n".join(lines)
+
+    def _converted(self, layer: SwappedLayer) -> str:
+        """A line about a converted layer; with its recipe, if not all layers have the same."""
+        own = f": {self.recipe.of_layer(layer.name).name}" if self.recipe.layers else ""
+        return f"{_pattern(layer.name)}  {layer.kind} {layer.in_features}→{layer.out_features}{own}"
 
 
 def refuse_missed(missed: Collection[MissedWeight], recipe: Recipe) -> None:

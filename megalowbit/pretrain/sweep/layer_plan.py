@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
+from megalowbit.layers.conversion.kept_layers import keeping
 from megalowbit.layers.conversion.precision_switch import quantizes_in
 from megalowbit.layers.layer_recipe import operand_quantizers
-from megalowbit.layers.recipe import NO_MODEL, Recipe, matches, recipes
+from megalowbit.layers.recipe import NO_MODEL, Recipe, recipes
 from megalowbit.pretrain.sweep.layer_costs import COSTS, CostKind, bytes_kept, num_weights, product_time
 from megalowbit.pretrain.sweep.layer_damage import MEASURES, Measure, measured, split_into_sequences
 from megalowbit.quantize.names import quantizer
@@ -166,7 +167,7 @@ def plan_layers(
         layers.append(LayerOptions(name, math.prod(sizes[name]), tuple(made)))
     chosen = choose(layers, budget)
     return LayerPlan(
-        recipe=_changed(recipe, list(sizes), chosen),
+        recipe=_changed(model, recipe, chosen),
         layers=tuple(layers),
         chosen=chosen,
         all_layers=(rises[0].mean().item(), _error(rises[0])),
@@ -257,15 +258,11 @@ def summary(plan: LayerPlan, budget: float) -> str:
     return f"{plan.cost:.1%} {of[plan.cost_kind]} (budget {budget:.1%}): {changes}"
 
 
-def _changed(recipe: Recipe, layers: Sequence[str], chosen: Mapping[str, Option]) -> Recipe:
-    """The recipe with other recipes for the chosen ones of these layers."""
+def _changed(model: nn.Module, recipe: Recipe, chosen: Mapping[str, Option]) -> Recipe:
+    """The recipe of a model, which is not converted, with other recipes for the chosen layers."""
     kept = [name for name, option in chosen.items() if not option.recipe.quantizes]
     own = [(name, option.recipe) for name, option in chosen.items() if option.recipe.quantizes]
-    left = [name for name in layers if name not in chosen]
-    former = [
-        next((pattern for pattern, _ in recipe.layers if matches(name, pattern)), None) for name in left
-    ]
-    used = [(pattern, each) for pattern, each in recipe.layers if pattern in former]
+    used = keeping(model, recipe, list(chosen)).layers  # that decide about other layers, also to keep them
     return replace(recipe, name=f"{recipe.name}-planned", keep=(*recipe.keep, *kept), layers=(*own, *used))
 
 
