@@ -310,7 +310,8 @@ class Job:
     def _weight_splits(self) -> dict[str, Any]:
         """The state of all layers' weight splits, on every rank; collective in a pipeline."""
         own = succeed_together(lambda: split_state_dict(self.engine.module, SHARED_ROLES))
-        if not (self.is_pipeline and self.recipe.split_weight is not None):
+        splits_weights = any(each.split_weight is not None for each in self.recipe.variants)
+        if not (self.is_pipeline and splits_weights):  # a stage alone may have no such layer
             return own
         return {name: state for stage in gather(own) for name, state in stage.items()}
 

@@ -262,7 +262,7 @@ def report_lost_ranks(identity: ProcessIdentity) -> Iterator[None]:
 
 def _print_products(job: Job, console: Console) -> None:
     products = product_counts_of_all_stages(job)
-    if job.recipe.gemm != "bf16" and products:
+    if products and any(each.gemm != "bf16" for each in job.recipe.variants):
         console.print(products_line(products))
 
 

@@ -221,13 +221,14 @@ class LateSwitch(Component):
 
     def _switch(self) -> None:
         from megalowbit.layers.conversion.convert import bit_layers
-        from megalowbit.layers.conversion.precision_switch import switch_precision
+        from megalowbit.layers.conversion.precision_switch import quantizes_in, switch_precision
 
         if self.is_switched:
             return
         layers = bit_layers(self._model)
-        if layers:  # a pipeline stage may have none
-            self._former = {name: layer.recipe for name, layer in layers.items()}
+        self._former = {name: layer.recipe for name, layer in layers.items()}
+        # a pipeline stage may have no layer, or none whose own recipe quantises in this scope
+        if any(quantizes_in(former, self._scope) for former in self._former.values()):
             switch_precision(self._model, self._scope)
         self.is_switched = True
 

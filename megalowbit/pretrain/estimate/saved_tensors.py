@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LargestRecipes:
-    """The recipes with which layers save the most for backward.
+    """The recipes with which layers save the most for backward; of a model, so they may have `layers`.
 
     Attributes:
         input_unsaved: for a layer whose input no other operation saves.
@@ -295,9 +295,15 @@ def largest_recipes(settings: SpeculationSettings, recipe: Recipe) -> LargestRec
     """
     widest = max((name for name in settings.candidates if name != HIGHEST), key=_code_bytes, default=HIGHEST)
     return LargestRecipes(
-        input_unsaved=recipe_with(recipe.alone, (HIGHEST, widest, HIGHEST)),
-        input_saved=recipe_with(recipe.alone, (HIGHEST, widest, widest)),
+        input_unsaved=_all_with(recipe, (HIGHEST, widest, HIGHEST)),
+        input_saved=_all_with(recipe, (HIGHEST, widest, widest)),
     )
+
+
+def _all_with(recipe: Recipe, choice: Sequence[str]) -> Recipe:
+    """A model's recipe with the products of all layers at the chosen precisions."""
+    layers = tuple((pattern, recipe_with(each, choice)) for pattern, each in recipe.layers)
+    return replace(recipe_with(recipe.alone, choice), layers=layers)
 
 
 def _code_bytes(name: str) -> int:
