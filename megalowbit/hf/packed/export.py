@@ -395,7 +395,8 @@ class PackedExport:
         if self._stored is not None:
             header, origin = self._stored.header, ORIGIN
         dtype = f"{report.format} ({report.precision}, {report.layout}), others bfloat16"
-        recipe = next(iter(bit_layers(model).values())).recipe.name
+        stored = self._stored
+        recipe = next(iter(bit_layers(model).values())).recipe.name if stored is None else stored.recipe.name
         usage, notes = plan.layout.usage, report.notes
         return model_card(header, recipe, dtype=dtype, usage=usage, origin=origin, notes=notes)
 

@@ -13,6 +13,7 @@ from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_scale import tensor_encode_scale
 from megalowbit.hf.packed.layout import PackedLayout
 from megalowbit.hf.packed.recipes import PackedFormat, Precision, check_size, fused_groups, packed_format
+from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, refuse_partitioned
 from megalowbit.layers.conversion.kept_layers import linear_layers
 from megalowbit.layers.tensor_parallel.bitlinear import ParallelBitLinear
@@ -62,14 +63,7 @@ def plan_packing(
     low_bit, linear = bit_layers(model), linear_layers(model)
     if not low_bit:
         raise UserError(f"{type(model).__name__} has no low-bit layers to pack: convert it first")
-    recipes = [layer.recipe for layer in low_bit.values()]
-    if any(each != recipes[0] for each in recipes):
-        names = ", ".join(sorted({each.name for each in recipes}))
-        raise UserError(
-            f"the layers have different recipes ({names}), and a packed model has one format: set one recipe "
-            "in all layers"
-        )
-    format = packed_format(recipes[0], precision)
+    format = _common_format(low_bit, precision)
     if format.name not in layout.formats:
         raise UserError(
             f"the layout {layout.name} has no {format.name.upper()} weights: use compressed-tensors"
@@ -93,6 +87,23 @@ def plan_packing(
         {name: (layer.out_features, layer.in_features) for name, layer in low_bit.items()},
         _input_scales(format, groups, input_maxima),
     )
+
+
+def _common_format(layers: Mapping[str, BitLinear], precision: Precision) -> PackedFormat:
+    """The format of all layers, whose recipes may differ in their backward.
+
+    Raises:
+        UserError: there are several, or see `packed_format`.
+    """
+    by_recipe = {each: packed_format(each, precision) for each in {layer.recipe for layer in layers.values()}}
+    first, *others = dict.fromkeys(by_recipe.values())
+    if others:
+        names = ", ".join(sorted(each.name for each in by_recipe))
+        raise UserError(
+            f"the layers have different recipes ({names}), and a packed model has one format: use recipes "
+            "with the same forward, or keep layers in high precision (the recipe's keep)"
+        )
+    return first
 
 
 def _input_scales(
