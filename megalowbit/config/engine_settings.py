@@ -105,6 +105,11 @@ class EngineSettings(SettingsModel):
             return {**values, "grad_scaler": {**scaler, "type": default_scaler_type(precision)}}
         return values
 
+    @field_validator("recipe")
+    @classmethod
+    def _layers_are_in_order(cls, value: Any) -> Any:
+        return with_listed_layers(value)
+
     @field_validator("grad_scaler")
     @classmethod
     def _scaler_fits_the_precision(
@@ -129,3 +134,17 @@ class EngineSettings(SettingsModel):
         if value.strength and info.data.get("recipe") == "bf16":
             raise ValueError('it acts on low-bit layers, and recipe "bf16" has none: set strength to 0')
         return value
+
+
+def with_listed_layers(recipe: Any) -> Any:
+    """A recipe's name or block with its `layers`, and those of its bases, as lists of pairs.
+
+    The first pattern that matches a layer decides, so their order counts. Objects with the same keys are
+    equal in any order: comparisons of configurations, when a run is resumed, would not notice another one.
+    """
+    if not isinstance(recipe, dict):
+        return recipe
+    changes = {"base": with_listed_layers(recipe["base"])} if "base" in recipe else {}
+    if isinstance(layers := recipe.get("layers"), dict):
+        changes["layers"] = [[pattern, each] for pattern, each in layers.items()]
+    return {**recipe, **changes}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ def start_conversion(
         finish=lambda draft, facts: _finish_start(
             draft, facts, conversion, ours, written.tied, tokenizer_files
         ),
-        key={**key, "recipe": ours["recipe"], "dtype": str(dtype)},
+        key={**key, "recipe": json.dumps(ours["recipe"]), "dtype": str(dtype)},  # the order counts
         place=step_name(0),
         stem="weights",
         shard_size=shard_size,

@@ -41,7 +41,8 @@ class Recipe(LayerRecipe):
             the layers of each.
         layers: recipes of single layers: pattern (as in `keep`) → the name of a recipe, or a block of fields
             that differ from this one (`{"*.mlp.*": "mxfp4", "*.c_proj": {"q_forward_input": "fp8e4m3"}}`).
-            The first pattern that matches a layer decides. `keep` and the fields like it go before, those of
+            The first pattern that matches a layer decides; an empty block leaves layers to this recipe. A run
+            records a list of pairs, which is accepted, too. `keep` and the fields like it go before, those of
             a recipe named here have no effect, and `parameter_split` is the same for all layers.
 
     Raises:
@@ -288,6 +289,8 @@ def _layer_recipes(recipe: Recipe, given: Any) -> tuple[tuple[str, Recipe], ...]
     problems, found = Problems(), []
     for pattern, value in pairs:
         with problems.collect():
+            if pattern in [each for each, _ in found]:
+                raise UserError(f"recipe {recipe.name!r}, layers: {pattern!r} occurs twice: remove one")
             found.append((pattern, _layer_recipe(recipe, pattern, value)))
     problems.raise_any()
     return tuple(found)

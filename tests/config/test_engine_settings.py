@@ -4,6 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from megalowbit.config.engine_settings import EngineSettings
+from megalowbit.layers.recipe import recipe
 
 
 @pytest.mark.parametrize(("precision", "scaler"), [("fp16", "dynamic"), ("bf16", "none"), ("fp32", "none")])
@@ -35,3 +36,15 @@ def test_settings_that_cannot_be_combined_are_rejected(values, message):
 def test_a_schedule_that_is_not_set_is_left_out_of_the_resolved_configuration():
     assert "lr_schedule" not in EngineSettings().model_dump()
     assert EngineSettings(lr_schedule={"type": "constant"}).model_dump()["lr_schedule"]["type"] == "constant"
+
+
+def test_layers_of_a_recipe_are_recorded_in_an_order_that_comparisons_see():
+    layers = {"*.mlp.*": "mxfp8", "*.h.0": {"split_input": None}}
+    block = {"base": {"base": "nvfp4", "layers": layers}, "name": "mine"}
+    found = EngineSettings(recipe=block).model_dump(mode="json")["recipe"]
+    pairs = [["*.mlp.*", "mxfp8"], ["*.h.0", {"split_input": None}]]
+    assert found == {"base": {"base": "nvfp4", "layers": pairs}, "name": "mine"}
+    assert EngineSettings(recipe=found).recipe == found
+    assert recipe(found) == recipe(block)
+    for other in ("nvfp4", None, {"base": "nvfp4", "layers": "mxfp8"}):
+        assert EngineSettings(recipe=other).recipe == other

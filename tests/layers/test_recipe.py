@@ -207,6 +207,7 @@ def test_a_split_of_parameters_is_that_of_all_layers_that_quantise():
         ("nvfp4", r"layers must give a recipe for each pattern, not be 'nvfp4': write \{\"\*\.mlp\.\*\": "),
         (None, "layers must give a recipe for each pattern, not be None"),
         ([1], "layers must give a recipe for each pattern"),
+        ([["*.mlp", "fp8"], ["*.mlp", "nvfp4"]], r"layers: '\*.mlp' occurs twice: remove one"),
         ({"": "nvfp4"}, "layers: '' is no pattern of module names"),
         ({"*": "nvpf4"}, r"layers\['\*'\]: unknown recipe 'nvpf4': did you mean 'nvfp4'"),
         ({"*": 3}, r"layers\['\*'\]: unknown recipe 3"),

@@ -1,4 +1,4 @@
-"""Models whose layers have recipes of their own (`layers` of a recipe), against recipes set layer by layer."""
+"""Models whose layers have recipes of their own, against models whose recipes are set layer by layer."""
 
 import copy
 import io
@@ -25,7 +25,10 @@ BLOCKS = {
     },
     "few": {"base": "bf16", "layers": {"*.mlp.*": "nvfp4"}},
     "hadamard": {"base": HADAMARD, "layers": {"*.mlp.*": "quartet", "*.attn.c_attn": MEAN}},
-    "splits": {"base": "metis-nvfp4", "layers": {"*.h.0": "hif4", "*.c_fc": "metis-seed", "*.mlp": "metis-qb"}},
+    "splits": {
+        "base": "metis-nvfp4",
+        "layers": {"*.h.0": "hif4", "*.c_fc": "metis-seed", "*.mlp": "metis-qb"},
+    },
     "positions": {"base": "nvfp4-keep-positions", "layers": {"*.mlp.*": "tetrajet-2", "*.c_attn": "fp8"}},
     "gemms": {"base": "nvfp4", "layers": {"*.mlp.*": {"base": "mxfp4", "gemm": "fp8"}}},
 }
