@@ -45,6 +45,7 @@ def model_card(
     front = f"library_name: transformers\npipeline_tag: text-generation\ntags: {tags}\n"
     rows = {
         "recipe": recipe,
+        "other recipes": _of_layers(_mapping(ours.get("recipe")).get("layers")),
         **(_run_facts(ours, progress) if progress else {"training": "none: these are imported weights"}),
         "dtype of these weights": dtype,
         "exported with": ", ".join(f"{library} {version}" for library, version in versions().items()),
@@ -82,6 +83,12 @@ def _run_facts(ours: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str
         "validation loss": _validation(_number(validated), validation.get("last_step")),
         "SHA-256 of the configuration": _digest(config) if config else None,
     }
+
+
+def _of_layers(layers: Any) -> str | None:
+    """The recipes of single layers; None if all have the same."""
+    own = [f"`{pattern}`: {_mapping(each).get('name')}" for pattern, each in _mapping(layers).items()]
+    return ", ".join(own) or None
 
 
 def _validation(loss: str | None, step: Any) -> str | None:

@@ -280,9 +280,10 @@ def _nothing_to_swap(model: nn.Module, recipe: Recipe, selection: Selection) -> 
     left = [f"{each.name}: {each.reason}" for each in selection.kept]
     left += [f"{each.name}: {each.reason}" for each in selection.missed]
     found = "; ".join(left[:4]) or "it has no linear layers"
+    fields = "`keep` or `layers`" if recipe.layers else "`keep`"
     return UserError(
         f"recipe {recipe.name!r} converts no layer of {type(model).__name__} ({found}): "
-        "change `keep`, or use the recipe 'bf16' to train unquantised"
+        f"change {fields}, or use the recipe 'bf16' to train unquantised"
     )
 
 

@@ -320,14 +320,14 @@ def use_static_inputs(model: nn.Module, static: StaticInputs | None, *, count_be
 
 
 def _of_layer(layer: BitLinear, name: str, static: StaticInputs) -> tuple[float, Tensor | None] | None:
-    """Maximum and mean for one layer; `None`: it needs none, and none was recorded."""
+    """Maximum and mean for one layer; `None`: it needs none."""
+    if not needs_static_inputs(layer.recipe) and layer.chooser is None:
+        return None
     reason, has_mean = why_not_static(layer.recipe), splits_mean(layer.recipe)
     if reason is not None:
         raise UserError(f"recipe {layer.recipe.name!r}: {reason}")
     maxima = static.residual_maxima if has_mean else static.maxima
     if name not in maxima:
-        if not needs_static_inputs(layer.recipe) and layer.chooser is None:
-            return None
         what = "the mean of the inputs" if has_mean else "the inputs"
         raise UserError(f"{what} of {name} were not recorded: record them with mlb.record_inputs")
     mean = static.means[name] if has_mean else None

@@ -40,8 +40,9 @@ def _attempt_facts(job: Job) -> dict[str, Any]:
         "weight": "q_forward_weight",
         "output gradient": "q_backward_outputgrad",
     }
+    recipes = dict.fromkeys(recipe.of_layer(each.name) for each in report.swapped)
     formats = {
-        operand: " or ".join(dict.fromkeys(getattr(each, field) for each in recipe.variants))
+        operand: " or ".join(dict.fromkeys(getattr(each, field) for each in recipes))
         for operand, field in fields.items()
     }
     return {

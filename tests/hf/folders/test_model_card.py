@@ -6,6 +6,7 @@ import transformers
 from huggingface_hub import ModelCard
 
 from megalowbit.hf.folders.model_card import model_card, versions
+from megalowbit.layers.recipe import recipe
 
 CONFIG = {"megalowbit": {"data": {"corpus": "/home/somebody/secret/corpus.txt"}, "run": {"steps": 1200}}}
 RUN = {
@@ -65,6 +66,13 @@ def test_what_was_not_recorded_has_no_line():
     progress = {"totals": {"final_loss": None}, "validation": None}
     _, _, rows = card({"megalowbit": {"step": 3}, "progress": progress})
     assert rows.keys() == {"recipe", "steps", "dtype of these weights", "exported with"}
+
+
+def test_recipes_of_single_layers_are_named():
+    whole = recipe({"base": "nvfp4", "layers": {"*.mlp.*": "mxfp8", "*.h.0": {"q_forward_input": "fp32"}}})
+    header = {**RUN, "megalowbit": {**RUN["megalowbit"], "recipe": whole.to_dict()}}
+    _, _, rows = card(header, recipe=whole.name)
+    assert rows["other recipes"] == "`*.mlp.*`: mxfp8, `*.h.0`: own q_forward_input"
 
 
 def test_several_sources_are_all_named():

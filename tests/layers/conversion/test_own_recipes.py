@@ -14,6 +14,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore, share_inputs
 from megalowbit.layers.conversion.kept_layers import keeping, missed_weights
 from megalowbit.layers.conversion.precision_switch import switch_precision, switched
+from megalowbit.layers.conversion.static_inputs import record_inputs, use_static_inputs
 from megalowbit.layers.recipe import recipe
 
 HADAMARD = {"base": "nvfp4", "layout": "per_gemm", "hadamard": True}
@@ -235,3 +236,27 @@ def test_keeping_more_layers_removes_patterns_that_then_have_no_effect():
         "attn.c_proj",
         "mlp.c_proj",
     }
+
+
+def test_static_inputs_are_recorded_as_each_layer_needs_them_and_used_by_those_that_do():
+    token_scale = {"base": "nvfp4-token-scale", "split_input": None}
+    own = {"*.c_fc": "metis-seed", "*.mlp.c_proj": token_scale, "*.attn.c_proj": "nvfp4"}
+    model, _ = gpt2({"base": "metis-nvfp4", "layers": own})
+    model.eval()
+    seen, layers = {}, bit_layers(model)
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(
+            lambda _, inputs, name=name: seen.__setitem__(name, inputs[0].flatten(0, -2))
+        )
+    with torch.no_grad(), record_inputs(model) as ranges:
+        model(input_ids=IDS)
+    static = ranges.result()
+    assert {name: float(each.abs().amax()) for name, each in seen.items()} == static.maxima
+    assert set(static.means) == {name for name in layers if name.endswith("c_attn")}
+    for name, mean in static.means.items():
+        torch.testing.assert_close(mean, seen[name].double().mean(0).float())
+    use_static_inputs(model, static)
+    with torch.no_grad():  # metis-seed would refuse a recorded number
+        assert model(input_ids=IDS).logits.isfinite().all()
+    used = {name.split(".", 3)[-1] for name, layer in layers.items() if layer.static_input is not None}
+    assert used == {"attn.c_attn", "attn.c_proj"}
