@@ -131,9 +131,19 @@ def test_an_lr_schedule_counts_applied_steps_on_two_stages_and_after_a_resume(tm
     assert rows(run) == whole
 
 
+SPLIT = {"split_weight": {"rank": 2, "refresh_every": 50}}
+
+
 @pytest.mark.slow
-def test_directions_of_all_stages_are_saved_and_follow_their_layers(tmp_path):
-    recipe = {"base": "nvfp4", "split_weight": {"rank": 2, "refresh_every": 50}}
+@pytest.mark.parametrize(
+    ("recipe", "layers"),
+    [
+        ({"base": "nvfp4", **SPLIT}, [f"{block}.{name}" for block in range(2) for name in PROJECTIONS]),
+        # on the second stage only, and behind a base that does not split
+        ({"base": "nvfp4", "layers": {"*.h.1.mlp": SPLIT}}, ["1.mlp.c_fc", "1.mlp.c_proj"]),
+    ],
+)
+def test_directions_of_all_stages_are_saved_and_follow_their_layers(tmp_path, recipe, layers):
     block = {**BLOCK, "recipe": recipe, "run": {"steps": 3}}
     write_config(tmp_path, model=MODEL, block=block, pipeline={"stages": 2})
     arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")
@@ -146,8 +156,8 @@ def test_directions_of_all_stages_are_saved_and_follow_their_layers(tmp_path):
         CheckpointContents(tmp_path / "run" / "checkpoints" / f"step-{step:08d}").header["progress"]
         for step in (3, 6)
     )
-    layers = {f"transformer.h.{block}.{name}" for block in range(2) for name in PROJECTIONS}
-    assert before["weight_splits"].keys() == after["weight_splits"].keys() == layers
-    for name in layers:  # not found anew: as many cold starts as before
+    names = {f"transformer.h.{each}" for each in layers}
+    assert before["weight_splits"].keys() == after["weight_splits"].keys() == names
+    for name in names:  # not found anew: as many cold starts as before
         counts = [each["weight_splits"][name]["weight"]["counts"] for each in (before, after)]
         assert counts[0]["cold"] == counts[1]["cold"] == 1, counts

@@ -46,6 +46,12 @@ CASES = {
         '"split_grad_output": {"rank": 4, "refresh_every": 3}}',
     ),
     "parameter_split": (f'{NVFP4}, "parameter_split": {{"rank": 4, "warmup_steps": 2, "merge_steps": 3}}}}',),
+    "layers": (
+        'megalowbit.recipe={"base": "metis-nvfp4", "layers": {"*.h.0.mlp": "bf16", "*.mlp": "metis-qb", '
+        '"*.c_proj": {"layout": "per_gemm", "hadamard": true}}}',
+        'megalowbit.late_switch={"at": 5, "scope": "forward"}',
+        "megalowbit.static_inputs.last=5",
+    ),
     "late_switch": ("megalowbit.late_switch.at=3",),
     "speculation": (
         "megalowbit.recipe=speculative-int8",
@@ -65,7 +71,7 @@ def disturb_generators():
 
 
 # what the others add to a run has a test of its own, which resumes it too
-QUICK = ["controller", "layer_scaling", "splits"]
+QUICK = ["controller", "layer_scaling", "layers", "splits"]
 
 
 @pytest.mark.parametrize("name", slow_except(QUICK, CASES))

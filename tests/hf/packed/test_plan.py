@@ -1,5 +1,7 @@
 """Models that cannot be packed as a whole are refused, in one line with reason and remedy."""
 
+import json
+
 import pytest
 import torch
 from start_checkpoints import write_start_checkpoint
@@ -67,6 +69,29 @@ def test_a_group_that_servers_fuse_is_packed_as_a_whole(tmp_path):
         "servers fuse model.layers.0.self_attn.q_proj, which is low-bit, with "
         "model.layers.0.self_attn.v_proj, which the recipe keeps in high precision: keep both, or neither",
     )
+
+
+def test_layers_with_recipes_of_their_own_are_packed_if_the_forward_is_the_same(tmp_path):
+    own = {"*.mlp": {"q_backward_outputgrad": "nvfp4e2m1bnosr"}, "*.o_proj": "bf16"}
+    write_start_checkpoint(tiny_model("llama", **SIZES), nvfp4(layers=own), tmp_path / "start")
+    report = export_packed_checkpoint(tmp_path / "start", tmp_path / "packed", "compressed-tensors")
+    assert report.num_packed == 12
+    assert set(report.ignored) == {f"model.layers.{each}.self_attn.o_proj" for each in (0, 1)} | {"lm_head"}
+    assert not report.rounded or {each.name for each in report.rounded}.isdisjoint(report.ignored)
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert set(report.ignored) <= set(config["quantization_config"]["ignore"])
+    card = (tmp_path / "packed" / "README.md").read_text()
+    assert "| recipe | nvfp4 with own layers |" in card
+    for own, message in (
+        ({"*.mlp": "mxfp4"}, "the layers have different recipes (mxfp4, nvfp4 with own layers), and a"),
+        ({"*.mlp": "metis-qb"}, "recipe 'metis-qb' cannot be packed, split_weight adds a low-rank part"),
+    ):
+        folder = tmp_path / own["*.mlp"]
+        write_start_checkpoint(tiny_model("llama", **SIZES), nvfp4(layers=own), folder)
+        with pytest.raises(UserError) as caught:
+            export_packed_checkpoint(folder, tmp_path / "other", "compressed-tensors")
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -1.0])

@@ -1,5 +1,6 @@
 import json
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -231,6 +232,21 @@ def test_a_stage_without_low_bit_layers_counts_those_of_all_stages():
     lines = log_lines(switch, [1.0, 2.0])
     assert lines[1][0].startswith("precision switched after step 1: 5 layers now use")
     assert switch.is_switched
+
+
+def test_a_stage_whose_layers_round_nothing_in_the_scope_does_not_change():
+    settings = LateSwitchSettings(at=1, scope="forward")
+    backward_only = {"q_forward_input": "fp32", "q_forward_weight": "fp32"}
+    whole = recipe({"base": "nvfp4", "layers": {"first": backward_only}})
+    stage = nn.Sequential(OrderedDict(first=nn.Linear(32, 32)))
+    convert(stage, whole.of_layer("first"))
+    switch = LateSwitch(settings, stage, whole, total_steps=4, num_layers=2)
+    lines = log_lines(switch, [1.0, 2.0])
+    assert "2 layers now use nvfp4 with own layers, forward in high precision;" in lines[1][0]
+    assert switch.is_switched
+    assert stage.first.recipe == whole.of_layer("first")
+    load(switch, {"before": [1.0], "since": []}, step=1)
+    assert not switch.is_switched
 
 
 @pytest.mark.parametrize("scope", ["forward", "all"])

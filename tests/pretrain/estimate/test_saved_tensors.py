@@ -9,7 +9,13 @@ from megalowbit.families.registry import family
 from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.estimate import saved_tensors
-from megalowbit.pretrain.estimate.saved_tensors import LargestRecipes, saved_by_stage, saved_for_backward
+from megalowbit.pretrain.estimate.saved_tensors import (
+    LargestRecipes,
+    largest_recipes,
+    saved_by_stage,
+    saved_for_backward,
+)
+from megalowbit.speculation.settings import SpeculationSettings
 
 
 def test_a_storage_counts_once_and_parameters_do_not():
@@ -56,6 +62,17 @@ def test_layers_with_a_choice_of_recipes_are_sized_by_the_largest():
         model, 2, 16, LargestRecipes(input_unsaved=codes, input_saved=codes)
     ) == 2 * one + 3 * (one + 4)
     assert not any(layer._forward_pre_hooks for layer in model.layers)
+
+
+def test_layers_with_a_choice_of_precisions_keep_what_their_own_recipe_leaves_alone():
+    fields = {"base": "fp8", "q_backward_weight": "fp32"}
+    whole = recipe({**fields, "layers": {"layers.2": {"q_backward_input": "fp32"}}})
+    largest = largest_recipes(SpeculationSettings(candidates=["fp8", "bf16"]), whole)
+    model = SharedInput().bfloat16()
+    convert(model, whole)
+    one = 2 * 16 * 64
+    # as above, but the third layer makes no codes of what the sigmoid keeps
+    assert saved_for_backward(model, 2, 16, largest) == (2 * one) + (one + 4) + (2 * one)
 
 
 @pytest.fixture(params=["nvfp4", "metis-nvfp4", "one block in other precision"])

@@ -202,3 +202,14 @@ def test_only_damage_within_two_errors_is_marked_as_near_zero():
     plan = LayerPlan(recipe("nvfp4"), layers, {}, (0.0, 0.001), 2.0, 100, "loss", "weights")
     assert ["≈ 0" in line for line in table(plan).splitlines()[1:3]] == [True, False]
     assert summary(plan, 0.1).startswith("change nothing: no option that fits")
+
+
+def test_layers_that_their_own_recipe_leaves_alone_stay_so_in_the_plan(model, tokens):
+    block = {"base": "nvfp4", "layers": {SENSITIVE: "mxfp4", "*.h.0.mlp": "bf16", "*.attn": "mxfp8"}}
+    plan = plan_layers(model, recipe(block), tokens, length=LENGTH, budget=0.5)
+    names = {each.name for each in plan.layers}
+    assert SENSITIVE in plan.chosen
+    assert not [name for name in names if ".h.0.mlp" in name]
+    assert [pattern for pattern, _ in plan.recipe.layers] == ["*.h.0.mlp", "*.attn"]
+    report = convert(model, recipe(json.loads(json.dumps(plan.recipe.to_dict()))))
+    assert {each.name for each in report.swapped} == names - set(plan.chosen)
