@@ -33,3 +33,15 @@ def test_partitioned_masters_are_reset_like_whole_ones(tmp_path):
         assert [row["loss"] for row in rows] == [row["loss"] for row in whole]
         for row, expected in zip(rows, whole, strict=True):
             assert row.get("oscillation/reset_share") == expected.get("oscillation/reset_share")
+
+
+@pytest.mark.parametrize("fields", [{"keep": ["*.h.0"]}, {"layers": {"*.h.0": "mxfp4-rht"}}])
+def test_a_stage_that_rounds_no_weights_measures_with_the_others(tmp_path, fields):
+    block = {**BLOCK, "recipe": {"base": "nvfp4", **fields}}
+    write_config(tmp_path, model=DROPOUT, block=block, pipeline={"stages": 2})
+    arguments = ("--ds-config", tmp_path / "tiny.json", "--run-dir", tmp_path / "run")
+    done = run_ranks(*arguments, cwd=tmp_path, processes=2)
+    assert done.code == 0, done.output
+    found = [row for row in metrics(tmp_path / "run") if "oscillation/ratio" in row]
+    assert [row["step"] for row in found] == [4, 6]
+    assert all(row["oscillation/reset_share"] > 0.01 for row in found)

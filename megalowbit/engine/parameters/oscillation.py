@@ -75,10 +75,9 @@ class OscillationWindow:
                 zeros = torch.zeros_like(master), torch.zeros_like(master)
                 self._paths.append(_Path(layer, master, _quantized(layer, master), *zeros))
 
-    @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to measure."""
-        return not self._paths
+        """Whether there is nothing to measure on any rank; a pipeline stage may have no such layer."""
+        return not process_group.is_true_anywhere(bool(self._paths))
 
     @torch.no_grad()
     def measure(self) -> None:

@@ -144,13 +144,13 @@ class OscillationReset(Component):
         since = (step - self._first) % self._settings.period if step >= self._first else -1
         if self._window is not None:
             self._window.measure()
-            if since == self._settings.window % self._settings.period and not self._window.is_empty:
+            if since == self._settings.window % self._settings.period and not self._window.is_empty():
                 end = self._window.reset if self._settings.reset else self._window.found
                 self._found, self._window = end(self._settings.threshold), None
                 self._shares.append(self._found.share)
         if since == 0 and step + self._settings.window < self._total_steps and not self._is_over:
             self._window = OscillationWindow(self._module)
-        if self._window is not None and self._window.is_empty:
+        if self._window is not None and self._window.is_empty():
             self._window, self._is_over = None, True
             return "oscillation is no longer measured: no layer quantises its weight in the forward any more"
         if self._found is None:

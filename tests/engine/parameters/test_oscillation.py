@@ -97,12 +97,12 @@ def test_layers_that_no_longer_quantise_are_left_as_they_are():
         window.measure()
     first.recipe = "bf16"
     window.measure()
-    assert not window.is_empty  # the last layer still quantises
+    assert not window.is_empty()  # the last layer still quantises
     assert window.reset(4.0) == (0.0, 0.0)
     assert torch.equal(safe_get_full_fp32_param(first.weight), weight_at(3))
     last.recipe = "bf16"
     window.measure()
-    assert window.is_empty
+    assert window.is_empty()
 
 
 @pytest.mark.parametrize(
