@@ -286,7 +286,8 @@ def _layer_recipes(recipe: Recipe, given: Any) -> tuple[tuple[str, Recipe], ...]
             f"recipe {recipe.name!r}: layers must give a recipe for each pattern, not be {shown(given)}: "
             'write {"*.mlp.*": "mxfp4"}'
         )
-    problems, found = Problems(), []
+    problems = Problems()
+    found: list[tuple[str, Recipe]] = []
     for pattern, value in pairs:
         with problems.collect():
             if pattern in [each for each, _ in found]:

@@ -280,3 +280,15 @@ def test_a_schedule_may_change_its_end_but_not_its_type():
         changed_settings(before, with_schedule(type="constant", total_steps=100, decay_steps=20))
     with pytest.raises(UserError, match=r"^megalowbit.lr_schedule.type was None .* is 'wsd' now"):
         changed_settings(changed("megalowbit", "recipe", value="nvfp4"), before)
+
+
+def test_the_order_of_the_layers_of_a_recipe_is_part_of_it():
+    layers = {"*.mlp.*": "mxfp8", "*.h.0": "bf16"}
+    before, now, exempt = (
+        changed("megalowbit", "recipe", value=EngineSettings(recipe={"base": "nvfp4", "layers": each}).recipe)
+        for each in (layers, dict(reversed(layers.items())), {"*.h.1": {}, **layers})
+    )
+    assert changed_settings(before, copy.deepcopy(before)) == []
+    for other in (now, exempt):
+        with pytest.raises(UserError, match=r"^megalowbit\.recipe\.layers was .*'mxfp8'.* now: resume with"):
+            changed_settings(before, other)
