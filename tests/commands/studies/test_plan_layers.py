@@ -33,7 +33,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
         own, eight, split, high = each["options"].values()
         assert own["cost"] == 0
         assert 0 < eight["cost"] < high["cost"]
-        assert 0 < split["cost"]
+        assert split["cost"] > 0
         assert high["damage"] == 0 != own["damage"]
     assert written["cost"] <= 0.5
     assert "more time of products (budget 50.0%)" in done.stdout or "change nothing" in done.stdout
