@@ -217,6 +217,10 @@ def named_recipes() -> Mapping[str, NamedRecipe]:
     found: dict[str, NamedRecipe] = {}
     for entry in json.loads(Path(__file__).with_name("recipe.json").read_text(encoding="utf-8")):
         block = {**entry["recipe"], "name": entry["name"]}
+        layers = {
+            key: {**each, "base": found[each["base"]].recipe} for key, each in block.get("layers", {}).items()
+        }
+        block |= {"layers": layers} if layers else {}
         if "base" in block:
             block["base"] = found[block["base"]].recipe
         found[entry["name"]] = NamedRecipe(

@@ -38,14 +38,20 @@ class PackedFormat(NamedTuple):
 
 
 def check_formats(recipe: Recipe, precision: Precision) -> None:
-    """Reject a recipe with layers that cannot be packed.
+    """Reject a recipe if layers cannot be packed with any of its variants; the model may have only some.
 
     Raises:
         UserError: see `packed_format`.
     """
+    mistakes = []
     for each in recipe.variants:
-        if each.quantizes or not recipe.quantizes:
+        try:
             packed_format(each, precision)
+            return
+        except UserError as error:
+            if each.quantizes or not recipe.quantizes:
+                mistakes.append(error)
+    raise mistakes[0]
 
 
 def packed_format(recipe: Recipe, precision: Precision) -> PackedFormat:

@@ -163,8 +163,9 @@ def _check_effects(names: Sequence[str], recipe: Recipe, kept: Mapping[str, str]
     """
     decided = {name: [pattern for pattern, _ in recipe.layers if matches(name, pattern)] for name in names}
     effective = {decided[name][0] for name in names if name not in kept and decided[name]}
-    for pattern, _ in recipe.layers:
-        if pattern in effective:
+    shipped = {each for one in recipes().values() for each in one.layers}  # for several model families
+    for pattern, own in recipe.layers:
+        if pattern in effective or (pattern, own) in shipped:
             continue
         matched = [name for name in names if pattern in decided[name]]
         if not matched:
