@@ -19,6 +19,7 @@ from megalowbit.errors import Problems, UserError, shown, unknown_name
 from megalowbit.layers.layer_recipe import OPERAND_FIELDS, SPLIT_FIELDS, LayerRecipe, checked_products
 from megalowbit.spectral.settings import block_over, settings_from
 
+UNNAMED = ("name", "if_present")  # fields that do not change what a recipe does
 # what only a model has, as a single layer has it
 NO_MODEL: Mapping[str, Any] = MappingProxyType(
     {"keep": (), "keep_first": 0, "keep_last": 0, "keep_if_present": (), "layers": ()}
@@ -44,6 +45,8 @@ class Recipe(LayerRecipe):
             The first pattern that matches a layer decides; an empty block leaves layers to this recipe. A run
             records a list of pairs, which is accepted, too. `keep` and the fields like it go before, those of
             a recipe named here have no effect, and `parameter_split` is the same for all layers.
+        if_present: in `layers` only: the pattern may match nothing, because the recipe is for several model
+            families.
 
     Raises:
         UserError: a quantizer is unknown, `keep` is not a list of strings, or fields cannot be combined.
@@ -54,6 +57,7 @@ class Recipe(LayerRecipe):
     keep_last: int | float = 0
     keep_if_present: tuple[str, ...] = ()
     layers: tuple[tuple[str, Recipe], ...] = ()
+    if_present: bool = False
 
     def __new__(cls, *args: Any, **values: Any) -> Recipe:
         """Check the arguments' names; a dataclass only raises TypeErrors."""
@@ -84,6 +88,10 @@ class Recipe(LayerRecipe):
             of_all = settings_from(SPLIT_FIELDS["parameter_split"], split, "parameter_split")
             object.__setattr__(self, "parameter_split", of_all)
         object.__setattr__(self, "layers", _layer_recipes(self, layers))
+        if not isinstance(self.if_present, bool):
+            raise UserError(
+                f"recipe {self.name!r}: if_present must be true or false, not {self.if_present!r}"
+            )
         if not any(each.quantizes for each in self.variants) and self.parameter_split is not None:
             raise UserError(f"recipe {self.name!r}: parameter_split needs quantised layers: name quantizers")
 
@@ -142,7 +150,8 @@ class Recipe(LayerRecipe):
             pattern: {key: value for key, value in each.to_dict().items() if key not in without}
             for pattern, each in self.layers
         }
-        return {**asdict(self), **lists, "hadamard": hadamard, "layers": layers}
+        found = {**asdict(self), **lists, "hadamard": hadamard, "layers": layers}
+        return found if self.if_present else {key: found[key] for key in found if key != "if_present"}
 
     def __str__(self) -> str:
         extra = "".join(
@@ -174,7 +183,7 @@ def _check_keys(values: Mapping[str, Any]) -> None:
 def _changed(base: Recipe, values: Mapping[str, Any]) -> Recipe:
     """A recipe with the values of a block, named after its base and the changed fields."""
     changes: dict[str, Any] = {key: _over_base(base, key, value) for key, value in values.items()}
-    changed = [key for key in changes if key != "name" and changes[key] != getattr(base, key)]
+    changed = [key for key in changes if key not in UNNAMED and changes[key] != getattr(base, key)]
     name = f"{base.name} with own {', '.join(changed)}" if changed else base.name
     if "parameter_split" in changed:  # that of all layers is given to them again
         changes.setdefault("layers", base.layers_without_split())

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from megalowbit.values import SettingsModel
 
 # Of a whole model whose recipe is not named. A single BitLinear has no blocks, and takes "nvfp4".
-DEFAULT_RECIPE = "nvfp4-keep-positions"
+DEFAULT_RECIPE = "nvfp4-first-block-fp8"
 
 NotNegative = Annotated[float, Field(ge=0)]
 

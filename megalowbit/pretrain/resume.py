@@ -87,7 +87,8 @@ REPORTED_FIRST = (
 )
 # Keys of a Hugging Face configuration that name its origin, or that the loop sets itself.
 NOT_OF_THE_MODEL = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
-FORMER_DEFAULT = ("megalowbit.recipe", "nvfp4", DEFAULT_RECIPE)  # key, recorded by earlier versions, now
+# key, recorded by earlier versions, now
+FORMER_DEFAULTS = [("megalowbit.recipe", each, DEFAULT_RECIPE) for each in ("nvfp4", "nvfp4-keep-positions")]
 REMEDY = "resume with the old value, or start a new run from its weights with megalowbit.model.checkpoint"
 
 
@@ -128,7 +129,7 @@ def changed_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> li
             continue
         if not _may_change(key):
             was, now_is = _shown(saved, key, old), _shown(current, key, new)
-            was += ", the default of earlier versions," if (key, old, new) == FORMER_DEFAULT else ""
+            was += ", the default of earlier versions," if (key, old, new) in FORMER_DEFAULTS else ""
             raise UserError(f"{key} was {was} in the run to resume and is {now_is} now: {REMEDY}")
         if not key.startswith(sections) and key + "." not in sections:  # a section's defaults are no changes
             changes.append(f"{key}: {old} → {new}")

@@ -69,7 +69,7 @@ MISTAKES = {
     "124M does not fit": lambda: command(["init", "124M", "--machine", "1x1"]),
     "cpus_per_task": lambda: command(["submit", "--ds-config", "gpt2_tiny_fp4"]),
     "GPT2LMHeadModel has no": lambda: mlb.check_training(tiny_model("gpt2")),
-    "recipe 'nvfp4-keep": lambda: mlb.convert(torch.nn.LayerNorm(4)),
+    "recipe 'nvfp4-first": lambda: mlb.convert(torch.nn.LayerNorm(4)),
     "unknown quantizer": lambda: mlb.quantizer("nvfp4"),
     "quantizer 'nvfp4e2m1bnosr'": lambda: mlb.quantizer("nvfp4e2m1bnosr").quantize(
         torch.ones(4, dtype=torch.int64)

@@ -13,7 +13,7 @@ from launchers import ROOT, free_port, metrics, training_text, write_config
 
 pytestmark = pytest.mark.slow  # in make test: the same of two pipeline stages, and of engines
 KEYS = ("step", "loss", "lr", "loss_scale", "tokens", "skipped_steps")
-NEAREST = {"base": "nvfp4-keep-positions", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
+NEAREST = {"base": "nvfp4-first-block-fp8", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 BLOCK = {
     "precision": "fp32",
     "recipe": NEAREST,

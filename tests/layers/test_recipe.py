@@ -271,3 +271,16 @@ def test_a_recipe_that_no_layer_can_have_is_no_variant():
 def test_mistakes_beside_layers_are_reported_first(layers):
     with pytest.raises(UserError, match='gemm "fp8" multiplies quantised operands, but the recipe quantises'):
         recipe({"base": "bf16", "gemm": "fp8", "layers": layers})
+
+
+def test_a_pattern_for_several_families_says_so():
+    shipped = recipe("nvfp4-first-block-fp8")
+    assert [(pattern, each.name, each.if_present) for pattern, each in shipped.layers] == [
+        ("h.0", "fp8", True),
+        ("*.h.0", "fp8", True),
+    ]
+    assert recipe(json.loads(json.dumps(shipped.to_dict()))) == shipped
+    assert shipped.to_dict()["layers"]["*.h.0"]["if_present"] is True
+    assert "if_present" not in shipped.to_dict()
+    with pytest.raises(UserError, match="if_present must be true or false, not 'yes'"):
+        recipe({"base": "nvfp4", "layers": {"*.h.0": {"base": "fp8", "if_present": "yes"}}})

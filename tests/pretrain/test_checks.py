@@ -143,7 +143,7 @@ def test_errors_found_by_deepspeed_are_reported_with_the_others(config):
 
 def test_a_recipe_left_null_is_the_default_and_shown_as_such(config):
     resolved = load_checked_config(config, ["megalowbit.recipe=null"], world_size=1)
-    assert resolved.recipe == resolved.to_dict()["megalowbit"]["recipe"] == "nvfp4-keep-positions"
+    assert resolved.recipe == resolved.to_dict()["megalowbit"]["recipe"] == "nvfp4-first-block-fp8"
 
 
 def test_auto_sizes_are_filled_in_from_the_model(config, tmp_path):

@@ -42,7 +42,7 @@ def test_defaults_are_filled_in_and_the_result_runs_again(write, tmp_path):
     config = resolve(write(raw_config()))
     resolved = config.to_dict()
     assert resolved["train_batch_size"] == 4
-    assert resolved["megalowbit"]["recipe"] == "nvfp4-keep-positions"
+    assert resolved["megalowbit"]["recipe"] == "nvfp4-first-block-fp8"
     assert resolved["megalowbit"]["precision"] == "bf16"
     again = tmp_path / "again.json"
     again.write_text(json.dumps(resolved), encoding="utf-8")

@@ -89,16 +89,18 @@ def test_settings_fixed_by_the_checkpoint_cannot_change(path, value, message):
         changed_settings(SAVED, changed(*path, value=value))
 
 
-def test_a_run_with_the_former_default_recipe_says_so():
+@pytest.mark.parametrize("former", ["nvfp4", "nvfp4-keep-positions"])
+def test_a_run_with_a_former_default_recipe_says_so(former):
+    saved = changed("megalowbit", "recipe", value=former)
     now = changed("megalowbit", "recipe", value=DEFAULT_RECIPE)
     with pytest.raises(
         UserError,
-        match=r"^megalowbit\.recipe was 'nvfp4', the default of earlier versions, in the run to resume and "
-        r"is 'nvfp4-keep-positions' now: resume with the old value",
+        match=rf"^megalowbit\.recipe was '{former}', the default of earlier versions, in the run to resume "
+        r"and is 'nvfp4-first-block-fp8' now: resume with the old value",
     ):
-        changed_settings(SAVED, now)
-    with pytest.raises(UserError, match=r"^megalowbit\.recipe was 'nvfp4-keep-positions' in the run"):
-        changed_settings(now, SAVED)
+        changed_settings(saved, now)
+    with pytest.raises(UserError, match=r"^megalowbit\.recipe was 'nvfp4-first-block-fp8' in the run"):
+        changed_settings(now, saved)
 
 
 def test_runs_of_earlier_versions_parsed_special_tokens():

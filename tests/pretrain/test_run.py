@@ -58,7 +58,7 @@ def test_resuming_a_finished_run_does_nothing_unless_it_was_extended(resolve, tm
     ("override", "message"),
     [
         ("optimizer.params.lr=1e-5", r"optimizer\.params\.lr was 0\.003 .* is 1e-05 now"),
-        ("megalowbit.recipe=bf16", r"megalowbit\.recipe was 'nvfp4-keep-positions'"),
+        ("megalowbit.recipe=bf16", r"megalowbit\.recipe was 'nvfp4-first-block-fp8'"),
         ("megalowbit.model.overrides.n_head=4", "n_head"),
     ],
 )

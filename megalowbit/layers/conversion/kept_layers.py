@@ -44,8 +44,13 @@ def select_layers(model: nn.Module, recipe: Recipe) -> Selection:
     """Which linear layers to convert, which to keep and why, and which weights are missed.
 
     Raises:
-        UserError: a pattern of `layers` has no effect, or see `reasons_to_keep`.
+        UserError: a pattern of `layers` has no effect, `if_present` is not in `layers`, or see
+            `reasons_to_keep`.
     """
+    if recipe.if_present:
+        raise UserError(
+            f"recipe {recipe.name!r} has if_present, which is for recipes in layers: leave it out"
+        )
     layers = linear_layers(model)
     standalone = standalone_weights(model, layers, output_heads(model))
     kept = reasons_to_keep(model, layers, recipe, standalone)
@@ -163,9 +168,8 @@ def _check_effects(names: Sequence[str], recipe: Recipe, kept: Mapping[str, str]
     """
     decided = {name: [pattern for pattern, _ in recipe.layers if matches(name, pattern)] for name in names}
     effective = {decided[name][0] for name in names if name not in kept and decided[name]}
-    shipped = {each for one in recipes().values() for each in one.layers}  # for several model families
     for pattern, own in recipe.layers:
-        if pattern in effective or (pattern, own) in shipped:
+        if pattern in effective or own.if_present:
             continue
         matched = [name for name in names if pattern in decided[name]]
         if not matched:

@@ -14,7 +14,7 @@ def test_each_recipe_has_one_line_without_markdown(capsys):
     assert [line.split()[0] for line in lines] == list(recipes())
     assert not [line for line in lines if "](" in line or "`" in line]
     [default] = [line for line in lines if line.endswith("(the default of a run)")]
-    assert default.startswith("nvfp4-keep-positions ")
+    assert default.startswith("nvfp4-first-block-fp8 ")
 
 
 @pytest.mark.parametrize("name", recipes())

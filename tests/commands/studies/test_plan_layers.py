@@ -28,7 +28,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     assert Recipe.from_dict(printed).to_dict() == printed
     assert len(written["layers"]) == 7  # one is kept by the recipe
     for each in written["layers"].values():
-        names = ["nvfp4-keep-positions", "fp8", "own split_weight", "bf16"]
+        names = ["nvfp4-first-block-fp8", "fp8", "own split_weight", "bf16"]
         assert list(each["options"]) == names
         own, eight, split, high = each["options"].values()
         assert own["cost"] == 0

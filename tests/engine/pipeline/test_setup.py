@@ -54,7 +54,7 @@ def test_one_stage_trains_like_plain_autograd():
         torch.testing.assert_close(moved, parameter - 0.1 * parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("recipe", "count"), [("nvfp4", 8), ("nvfp4-keep-positions", 7)])
+@pytest.mark.parametrize(("recipe", "count"), [("nvfp4", 8), ("nvfp4-first-block-fp8", 7)])
 def test_layers_are_converted_under_the_models_names(recipe, count):
     module = pipeline_module(model(), num_stages=1)
     initialize(model=module, config=config(recipe, pipeline={"stages": 1}))

@@ -13,6 +13,7 @@ PACKED = {  # named recipe → format of its weights, and whether servers round 
     "nvidia-nvfp4": ("nvfp4", True),
     "metis-nvfp4": ("nvfp4", False),
     "nvfp4-keep-positions": ("nvfp4", True),
+    "nvfp4-first-block-fp8": ("nvfp4", True),
     "nvfp4-unbiased": ("nvfp4", True),
     "nvfp4-token-scale": ("nvfp4", False),
     "four-over-six": ("nvfp4", False),

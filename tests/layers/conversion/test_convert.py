@@ -160,7 +160,7 @@ def test_a_keep_pattern_that_matches_nothing_names_the_nearest_layer():
 def test_keep_if_present_may_match_nothing(caplog, model, kept):
     """Position embeddings are read by one layer of GPT-2, and by none of a model with rotary positions."""
     report = convert(model)  # the default
-    assert report.recipe == recipe("nvfp4-keep-positions")
+    assert report.recipe == recipe("nvfp4-first-block-fp8")
     assert BitLinear(4, 4).recipe == recipe("nvfp4")  # a layer has no blocks
     named = {each.name for each in report.kept if each.reason == "named by the recipe's keep_if_present"}
     assert named == kept
@@ -172,7 +172,7 @@ def test_keep_if_present_may_match_nothing(caplog, model, kept):
 
 
 def test_keep_if_present_of_the_user_that_matches_nothing_is_reported():
-    shipped = recipe("nvfp4-keep-positions").keep_if_present
+    shipped = recipe("nvfp4-first-block-fp8").keep_if_present
     report = convert(llama(), {"base": "nvfp4", "keep_if_present": [*shipped, "*.h.0.*"]})
     assert report.unmatched == ("*.h.0.*",)
     assert "keep_if_present names no layer of this model: *.h.0.*" in str(report).splitlines()

@@ -260,3 +260,22 @@ def test_static_inputs_are_recorded_as_each_layer_needs_them_and_used_by_those_t
         assert model(input_ids=IDS).logits.isfinite().all()
     used = {name.split(".", 3)[-1] for name, layer in layers.items() if layer.static_input is not None}
     assert used == {"attn.c_attn", "attn.c_proj"}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_default_has_fp8_in_the_first_block_of_a_gpt2_only(family):
+    model = tiny_model(family)
+    convert(model, "nvfp4-first-block-fp8")
+    found = {name: layer.recipe.name for name, layer in bit_layers(model).items()}
+    if family == "llama":
+        assert set(found.values()) == {"nvfp4-first-block-fp8"}
+    else:
+        assert {name for name, each in found.items() if each == "fp8"} == {
+            "transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"
+        }  # fmt: skip
+        assert "transformer.h.0.attn.c_attn" not in found
+    alone = tiny_model("llama")
+    with pytest.raises(UserError, match=r"layers pattern '\*\.h\.0' matches no linear layer"):
+        convert(alone, {"base": "nvfp4", "layers": {"*.h.0": "fp8"}})
+    with pytest.raises(UserError, match="has if_present, which is for recipes in layers: leave it out"):
+        convert(alone, {"base": "nvfp4", "if_present": True})

@@ -111,8 +111,8 @@ def test_conversion_warns_once_and_a_run_rejects_missed_weights(caplog):
         report = convert(MODELS["mixtral"]())
     (record,) = caplog.records
     line = (
-        "recipe 'nvfp4-keep-positions' does not reach weight model.layers.0.mlp.experts.gate_up_proj (4, 96, "
-        "32) and 3 more: a parameter of MixtralExperts, and no linear layer's weight"
+        "recipe 'nvfp4-first-block-fp8' does not reach weight model.layers.0.mlp.experts.gate_up_proj (4, "
+        "96, 32) and 3 more: a parameter of MixtralExperts, and no linear layer's weight"
     )
     assert record.getMessage() == f"{line}; it stays in high precision"
     with pytest.raises(UserError) as error:

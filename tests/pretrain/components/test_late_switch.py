@@ -135,12 +135,12 @@ def test_a_run_switches_and_records_it(resolve, tmp_path, capsys, scope):
     }
     assert "late_switch" not in summaries[1]
     printed = capsys.readouterr().out
-    assert f"switch    after step 3: nvfp4-keep-positions, {scope} in high precision" in printed
-    line = f"precision switched after step 3: 7 layers now use nvfp4-keep-positions, {scope} in high"
+    assert f"switch    after step 3: nvfp4-first-block-fp8, {scope} in high precision" in printed
+    line = f"precision switched after step 3: 7 layers now use nvfp4-first-block-fp8, {scope} in high"
     assert line in printed
     assert "over the 3 steps since" in printed
     stored = read_checkpoint(tmp_path / "run")
-    assert stored.recipe == recipe("nvfp4-keep-positions")  # the one configured
+    assert stored.recipe == recipe("nvfp4-first-block-fp8")  # the one configured
 
 
 # before, at and after the switch
@@ -213,7 +213,7 @@ def test_a_dry_run_describes_later_splits_and_their_memory(resolve):
     text = describe(resolve('megalowbit.late_switch={"at": 2, "scope": "all"}'))
     parts = dict(part.split("\n", 1) for part in text.removeprefix("== ").split("\n\n== "))
     assert parts["late switch"].startswith(
-        "after step 2: nvfp4-keep-positions, all in high precision (forward: input fp32"
+        "after step 2: nvfp4-first-block-fp8, all in high precision (forward: input fp32"
     )
     kept = [
         float(

@@ -46,13 +46,16 @@ PERIOD = {"start": 0.7, "period": 400, "window": 50, "threshold": 8.0}
     ("overrides", "missing"),
     [
         ((), {"late_switch": SWITCH}),
-        (("recipe=nvfp4-keep-positions", "late_switch.at=2"), None),
-        (("recipe=nvfp4-keep-positions", "late_switch=null"), None),
+        (("recipe=nvfp4-first-block-fp8", "late_switch.at=2"), None),
+        (("recipe=nvfp4-first-block-fp8", "late_switch=null"), None),
         (("recipe=nvfp4",), None),
         (("recipe=bf16",), None),
         (("recipe=tetrajet-2",), {"oscillation_reset": PERIOD}),
-        (('recipe={"base": "nvfp4-keep-positions"}',), {"late_switch": SWITCH}),
-        (('recipe={"base": "nvfp4-keep-positions", "name": "nvfp4-keep-positions", "keep_last": 1}',), None),
+        (('recipe={"base": "nvfp4-first-block-fp8"}',), {"late_switch": SWITCH}),
+        (
+            ('recipe={"base": "nvfp4-first-block-fp8", "name": "nvfp4-first-block-fp8", "keep_last": 1}',),
+            None,
+        ),
     ],
 )
 def test_what_belongs_to_a_recipe_and_is_off_is_named(resolve, overrides, missing):

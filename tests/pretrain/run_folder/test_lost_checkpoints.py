@@ -127,13 +127,13 @@ def test_a_run_killed_before_its_first_checkpoint_restarts_and_keeps_its_records
     assert json.loads((folder / "saved.json").read_text()) == {"step": 2}
 
 
-NEAREST = {"base": "nvfp4-keep-positions", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
+NEAREST = {"base": "nvfp4-first-block-fp8", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 
 
 def test_a_run_without_its_configuration_is_compared_with_its_checkpoint(resolve, finished):
     (finished / "config.json").unlink()
     with pytest.raises(
-        UserError, match=r"megalowbit\.recipe was 'nvfp4-keep-positions' in the run to resume"
+        UserError, match=r"megalowbit\.recipe was 'nvfp4-first-block-fp8' in the run to resume"
     ):
         resume(resolve(*STEPS, f"megalowbit.recipe={json.dumps(NEAREST)}"), finished)
     resume(resolve(*STEPS), finished)

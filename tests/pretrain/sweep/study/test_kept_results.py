@@ -121,7 +121,7 @@ def test_cells_that_would_come_out_differently_are_refused_and_named(study, tmp_
     default = [{"name": "bf16"}, raw["recipes"][1]]  # the first names no recipe
     for changes_of_study, expected in (
         ({"set": {**raw["set"], "gradient_clipping": 0.5}}, "config.gradient_clipping = 0.5 (was 1.0)"),
-        ({"recipes": default}, "config.megalowbit.recipe = 'nvfp4-keep-positions' (was 'bf16')"),
+        ({"recipes": default}, "config.megalowbit.recipe = 'nvfp4-first-block-fp8' (was 'bf16')"),
     ):
         study.write_text(json.dumps({**raw, **changes_of_study}))
         message = refused(study, out, capsys, "--from", kept)
