@@ -16,7 +16,8 @@ from svg import BLUE, BLUE_PALE, GREEN, GREEN_PALE, GREY, INK, ORANGE, ORANGE_PA
 DOCS = Path(__file__).resolve().parents[1]
 FOLDER = DOCS / "pictures"
 WIDEST = 5.0  # an interval of two pairs can be wider than the picture
-RECIPES = {"nvfp4": ORANGE, "nvfp4-keep-positions": BLUE}
+RECIPES = {"nvfp4": ORANGE, "nvfp4-keep-positions": BLUE, "nvfp4-first-block-fp8": GREEN}
+LEGEND = (200, 280, 455)  # where their names begin
 # two blocks of 16 numbers; the second has an outlier
 NUMBERS = [
     0.12, -0.31, 0.05, 0.48, -0.22, 0.37, -0.09, 0.6, -0.41, 0.16, 0.27, -0.52, 0.03, -0.14, 0.33, -0.25,
@@ -248,13 +249,15 @@ def gap() -> Picture:
         few = f", ± {most / 2:.0f} %: not drawn" if (most := _widest(rows)) >= WIDEST else ""
         picture.text(15, y + 4, f"{sizes[key[0]]}, {text}", 13)
         picture.text(15, y + 20, f"{pairs} pair{'s' if pairs > 1 else ''}{few}", 11, GREY)
-        for shift, (name, colour) in zip((-9, 9), RECIPES.items(), strict=True):
+        for shift, (name, colour) in zip((-14, 0, 14), RECIPES.items(), strict=True):
+            if name not in rows:
+                continue
             mean, low, high = (rows[name][each] for each in ("mean", "low", "high"))
             if low is not None and high - low < WIDEST:
                 ends = (left + unit * 0.8 * (each + 1) for each in (low, high))
                 picture.line(next(ends), y + shift, next(ends), y + shift, colour, 2)
             picture.circle(left + unit * 0.8 * (mean + 1), y + shift, 5, colour)
-    for x, (name, colour) in zip((260, 350), RECIPES.items(), strict=True):
+    for x, (name, colour) in zip(LEGEND, RECIPES.items(), strict=True):
         picture.circle(x, bottom + 32, 5, colour)
         picture.text(x + 10, bottom + 36, name, 12)
     return picture
@@ -262,7 +265,7 @@ def gap() -> Picture:
 
 def _widest(rows: dict) -> float:
     """The width of the widest interval of the recipes drawn, in percent; 0 without any."""
-    drawn = [rows[name] for name in RECIPES if rows[name]["low"] is not None]
+    drawn = [rows[name] for name in RECIPES if name in rows and rows[name]["low"] is not None]
     return max((each["high"] - each["low"] for each in drawn), default=0.0)
 
 
@@ -271,8 +274,9 @@ def gap_over_steps() -> Picture:
     results = json.loads((DOCS / "results" / "default.json").read_text(encoding="utf-8"))
     steps, window = 3000, 150
     curves = {name: _gap_curves(results["cells"], name, steps, window) for name in RECIPES}
-    num_pairs = len(curves["nvfp4"])
-    picture = Picture(720, 330, f"Gap to bf16 over {steps} steps, {num_pairs} pairs and their mean, in nats")
+    fewest, most = (of(map(len, curves.values())) for of in (min, max))
+    pairs = f"{most}" if fewest == most else f"{fewest} to {most}"
+    picture = Picture(720, 350, f"Gap to bf16 over {steps} steps, {pairs} pairs and their mean, in nats")
     left, bottom, wide, high, lowest = 60, 270, 620, 1650, -0.02
 
     def place(step, value):
@@ -286,15 +290,15 @@ def gap_over_steps() -> Picture:
     picture.line(*place(0.7 * steps, lowest), *place(0.7 * steps, 0.13), GREY, dashed=True)
     picture.text(place(0.7 * steps, 0)[0] + 6, 22, "forward in bf16 (default)", 11, GREY)
     for name, colour in RECIPES.items():
-        pale = {ORANGE: "#e9b48f", BLUE: "#a9c8f5"}[colour]
-        means = [sum(values) / num_pairs for values in zip(*curves[name], strict=True)]
+        pale = {ORANGE: "#e9b48f", BLUE: "#a9c8f5", GREEN: "#a5d6b0"}[colour]
+        means = [sum(values) / len(values) for values in zip(*curves[name], strict=True)]
         for curve, stroke, width in (*((each, pale, 1) for each in curves[name]), (means, colour, 2.5)):
             points = zip(range(window, steps + 1, window), curve, strict=True)
             picture.path([place(step, value) for step, value in points], stroke, width)
-    for x, (name, colour) in zip((180, 270), RECIPES.items(), strict=True):
+    for x, (name, colour) in zip(LEGEND, RECIPES.items(), strict=True):
         picture.circle(x, 308, 5, colour)
         picture.text(x + 10, 312, name, 12)
-    picture.text(460, 312, "pale: single pairs; steps below", 12, GREY)
+    picture.text(60, 336, "pale: single pairs; above: steps", 12, GREY)
     return picture
 
 
