@@ -4,7 +4,9 @@ One layer at a time is quantised, with its own recipe and with each candidate, a
 what that does to the loss or to the gradient. Then layers get better recipes, first where the least budget
 removes the most damage. A layer only changes if the difference is larger than two standard errors.
 
-Damages are added up as if layers did not interact. `all_layers` shows how far that holds.
+Damages are added up as if layers did not interact. `all_layers` shows how far that holds. Costs are those of
+all layers together: siblings that get the same recipe share the bytes of their input. They change one by one,
+so the first must fit into the budget alone.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from megalowbit.layers.conversion.kept_layers import keeping
 from megalowbit.layers.conversion.precision_switch import quantizes_in
 from megalowbit.layers.layer_recipe import operand_quantizers
 from megalowbit.layers.recipe import NO_MODEL, Recipe, recipes
-from megalowbit.pretrain.sweep.layer_costs import COSTS, CostKind, bytes_kept, num_weights, product_time
+from megalowbit.pretrain.sweep.layer_costs import COSTS, CostKind, LayerCost, layer_cost, total
 from megalowbit.pretrain.sweep.layer_damage import MEASURES, Measure, measured, split_into_sequences
 from megalowbit.quantize.names import quantizer
 
 SIGNIFICANT = 2.0  # standard errors
-ROUNDING = 1e-9  # so that layers which fill the budget exactly fit
+ROUNDING = 1e-9  # a share of the cost; layers which fill the budget exactly fit
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,12 @@ class Option:
     Attributes:
         recipe: of the layer.
         rises: float64 (sequences or batches,), see `layer_damage.measured`.
-        cost: in addition to that of the layer's first option, as a share of the cost of all layers.
+        cost: as a share of the cost of all layers; if weights are counted, 0 for the layer's first option.
     """
 
     recipe: Recipe
     rises: Tensor
-    cost: float
+    cost: LayerCost
 
     @property
     def damage(self) -> float:
@@ -107,8 +109,8 @@ class LayerPlan:
 
     @property
     def cost(self) -> float:
-        """What the changes cost, as a share of the cost of all layers."""
-        return sum(each.cost for each in self.chosen.values())
+        """What the changes cost together, as a share of the cost of all layers."""
+        return additional_cost(self.layers, self.chosen)
 
 
 def plan_layers(
@@ -147,24 +149,27 @@ def plan_layers(
     sequences = split_into_sequences(tokens, length, measure)
     convert(model, recipe, seed=seed, rank=0)
     try:
-        sizes = {name: layer.sizes for name, layer in bit_layers(model).items()}
-        own = {name: recipe.of_layer(name) for name in sizes}
-        options = {name: (own[name], *(each for each in found if each != own[name])) for name in sizes}
+        shapes = {name: (layer.sizes, layer.siblings) for name, layer in bit_layers(model).items()}
+        own = {name: recipe.of_layer(name) for name in shapes}
+        options = {name: (own[name], *(each for each in found if each != own[name])) for name in shapes}
         alone = [{name: each} for name, given in options.items() for each in given]
         rises, loss = measured(model, [own, *alone], sequences, measure)
     finally:
         restore(model)
-    of = {"weights": num_weights, "bytes": bytes_kept, "time": product_time}[cost]
-    whole = sum(of(own[name], sizes[name], micro_tokens) for name in sizes)
+    costs = {
+        name: [layer_cost(cost, each, shapes[name][0], micro_tokens, shapes[name][1]) for each in given]
+        for name, given in options.items()
+    }
+    whole = total(each[0] for each in costs.values())
+    if cost == "weights":  # of the layers that change
+        costs = {name: [LayerCost(0), *given[1:]] for name, given in costs.items()}
     rows, layers = iter(rises[1:]), []
     for name, given in options.items():
-        costs = [of(each, sizes[name], micro_tokens) for each in given]
-        before = 0.0 if cost == "weights" else costs[0]
         made = [
-            Option(each, next(rows), (more - before) / whole) for each, more in zip(given, costs, strict=True)
+            Option(each, next(rows), of_it.relative_to(whole))
+            for each, of_it in zip(given, costs[name], strict=True)
         ]
-        made[0] = replace(made[0], cost=0.0)
-        layers.append(LayerOptions(name, math.prod(sizes[name]), tuple(made)))
+        layers.append(LayerOptions(name, math.prod(shapes[name][0]), tuple(made)))
     chosen = choose(layers, budget)
     return LayerPlan(
         recipe=_changed(model, recipe, chosen),
@@ -187,18 +192,25 @@ def choose(layers: Sequence[LayerOptions], budget: float) -> dict[str, Option]:
     present = {each.name: each.options[0] for each in layers}
     chosen: dict[str, Option] = {}
     while True:
-        left = budget * (1 + ROUNDING) - sum(each.cost for each in chosen.values())
+        spent = additional_cost(layers, chosen)
+        left = budget * (1 + ROUNDING) - spent
         found = [
-            (gain / cost if cost > 0 else math.inf, layer.name, option)
+            (gain / cost if cost > ROUNDING else math.inf, layer.name, option)
             for layer in layers
             for option in layer.options
             if (gain := present[layer.name].gain_of(option)) > 0
-            and (cost := option.cost - present[layer.name].cost) <= left
+            and (cost := additional_cost(layers, {**chosen, layer.name: option}) - spent) <= left
         ]
         if not found:
             return chosen
         _, name, option = max(found, key=lambda each: each[0])
         present[name] = chosen[name] = option
+
+
+def additional_cost(layers: Sequence[LayerOptions], changes: Mapping[str, Option]) -> float:
+    """What changes cost together, in addition to the layers' first options: a share of the cost of all."""
+    before = total(each.options[0].cost for each in layers)
+    return total(changes.get(each.name, each.options[0]).cost for each in layers) - before
 
 
 def to_json(plan: LayerPlan) -> dict[str, Any]:
@@ -216,7 +228,11 @@ def to_json(plan: LayerPlan) -> dict[str, Any]:
             layer.name: {
                 "weights": layer.weights,
                 "options": {
-                    each.recipe.name: {"damage": each.damage, "error": each.error, "cost": each.cost}
+                    each.recipe.name: {
+                        "damage": each.damage,
+                        "error": each.error,
+                        "cost": additional_cost(plan.layers, {layer.name: each}),  # if no other changes
+                    }
                     for each in layer.options
                 },
             }
@@ -236,7 +252,8 @@ def table(plan: LayerPlan) -> str:
         begin = f"{layer.name:<{width}}  {layer.weights / total:7.1%}"
         for option in layer.options:
             figures = f"{option.recipe.name:<{names}}  {option.damage:+.5f} ± {option.error:.5f}"
-            cost = f"cost {option.cost:+.1%}" if option.cost else ""
+            share = additional_cost(plan.layers, {layer.name: option})
+            cost = f"cost {share:+.1%}" if abs(share) > ROUNDING else ""
             mark = "chosen" if plan.chosen.get(layer.name) is option else "≈ 0" * option.is_near_zero
             lines.append(f"{begin}  {figures}  {cost}  {mark}".rstrip())
             begin = " " * len(begin)

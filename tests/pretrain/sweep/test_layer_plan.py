@@ -11,10 +11,12 @@ from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 from megalowbit.layers.recipe import Recipe, recipe
+from megalowbit.pretrain.sweep.layer_costs import LayerCost
 from megalowbit.pretrain.sweep.layer_plan import (
     LayerOptions,
     LayerPlan,
     Option,
+    additional_cost,
     choose,
     plan_layers,
     summary,
@@ -107,6 +109,7 @@ def test_layers_get_the_recipes_that_were_chosen(model, tokens):
 
 
 def option(name, damages, cost):
+    cost = cost if isinstance(cost, LayerCost) else LayerCost(cost)
     return Option(recipe({"base": "nvfp4", "name": name}), torch.tensor(damages, dtype=torch.float64), cost)
 
 
@@ -120,12 +123,11 @@ def sure(mean):
 
 
 def test_layers_are_chosen_by_damage_for_their_cost_within_the_budget():
-    kept = option("kept", sure(0.0), 0.0)
     layers = [
-        layer("large", option("own", sure(0.6), 0), Option(kept.recipe, kept.rises, 0.6)),
-        layer("small", option("own", sure(0.3), 0), Option(kept.recipe, kept.rises, 0.1)),
-        layer("unclear", option("own", [0.0, 0.9, -0.3, 0.6], 0), Option(kept.recipe, kept.rises, 0.1)),
-        layer("harmless", option("own", sure(-0.1), 0), Option(kept.recipe, kept.rises, 0.2)),
+        layer("large", option("own", sure(0.6), 0), option("kept", sure(0.0), 0.6)),
+        layer("small", option("own", sure(0.3), 0), option("kept", sure(0.0), 0.1)),
+        layer("unclear", option("own", [0.0, 0.9, -0.3, 0.6], 0), option("kept", sure(0.0), 0.1)),
+        layer("harmless", option("own", sure(-0.1), 0), option("kept", sure(0.0), 0.2)),
     ]
     assert list(choose(layers, 0.5)) == ["small"]
     assert list(choose(layers, 0.69)) == ["small"]
@@ -150,6 +152,21 @@ def test_what_is_better_and_cheaper_needs_no_budget():
     layers = [layer("a", option("own", sure(0.6), 0), option("better", sure(0.1), -0.1))]
     layers.append(layer("b", option("own", sure(0.6), 0), option("better", sure(0.1), 0.1)))
     assert list(choose(layers, 0.001)) == ["a", "b"]
+
+
+def test_what_siblings_share_counts_once():
+    layers = [
+        layer(
+            name,
+            option("own", sure(0.6), LayerCost(0.1, ("four bits", 0.1))),
+            option("better", sure(better), LayerCost(0.1, ("eight bits", 0.3))),
+        )
+        for name, better in (("q", 0.0), ("k", 0.1))
+    ]
+    assert additional_cost(layers, {"q": layers[0].options[1]}) == pytest.approx(0.3)
+    assert additional_cost(layers, {each.name: each.options[1] for each in layers}) == pytest.approx(0.2)
+    assert list(choose(layers, 0.29)) == []
+    assert list(choose(layers, 0.3)) == ["q", "k"]
 
 
 @pytest.mark.parametrize(
