@@ -62,10 +62,16 @@ class Option:
         return abs(self.damage) <= SIGNIFICANT * self.error
 
     def gain_of(self, other: Option) -> float:
-        """The damage that `other` avoids; 0 if that is not certain."""
+        """The damage that `other` avoids; 0 if that is not certain.
+
+        A loss below that of the unquantised model is no damage, and getting there avoids none. The error is
+        that of the text only: not of the weights, nor of the random numbers of rounding.
+        """
         differences = self.rises - other.rises
         gain = differences.mean().item()
-        return gain if gain > SIGNIFICANT * _error(differences) else 0.0
+        if not gain > SIGNIFICANT * _error(differences):
+            return 0.0
+        return max(0.0, min(gain, max(self.damage, 0.0) - max(other.damage, 0.0)))
 
 
 @dataclass(frozen=True)
@@ -141,17 +147,18 @@ def plan_layers(
         seed: of stochastic rounding.
 
     Raises:
-        UserError: the recipe quantises nothing that is measured, budget or candidates are invalid, the text
-            is too short, or the loss is not finite.
+        UserError: the recipe quantises nothing that is measured or splits parameters, budget or candidates
+            are invalid, the text is too short, or a loss is not finite.
     """
     _check(recipe, budget, measure, cost)
-    found = _distinct(candidates or (recipes()["bf16"],))
+    candidates = candidates or (recipes()["bf16"],)
+    _check_splits([recipe, *candidates])
     sequences = split_into_sequences(tokens, length, measure)
     convert(model, recipe, seed=seed, rank=0)
     try:
         shapes = {name: (layer.sizes, layer.siblings) for name, layer in bit_layers(model).items()}
-        own = {name: recipe.of_layer(name) for name in shapes}
-        options = {name: (own[name], *(each for each in found if each != own[name])) for name in shapes}
+        own = {name: replace(recipe.of_layer(name), **NO_MODEL) for name in shapes}
+        options = _distinct(own, candidates)
         alone = [{name: each} for name, given in options.items() for each in given]
         rises, loss = measured(model, [own, *alone], sequences, measure)
     finally:
@@ -188,7 +195,16 @@ def choose(layers: Sequence[LayerOptions], budget: float) -> dict[str, Option]:
 
     Each round changes the layer that avoids the most damage for its cost, of those that still fit. What costs
     nothing goes first.
+
+    Raises:
+        UserError: the damage of a layer with its own recipe is not finite.
     """
+    for each in layers:
+        if not math.isfinite(each.options[0].damage):
+            raise UserError(
+                f"layer {each.name!r}: its damage with recipe {each.options[0].recipe.name!r} is "
+                f"{each.options[0].damage}: name the layer in keep, or choose another recipe"
+            )
     present = {each.name: each.options[0] for each in layers}
     chosen: dict[str, Option] = {}
     while True:
@@ -315,10 +331,33 @@ def _quantizes_backward(recipe: Recipe) -> bool:
     return not all(quantizer(name).is_identity for name in names)
 
 
-def _distinct(candidates: Sequence[Recipe]) -> list[Recipe]:
-    found: dict[str, Recipe] = {}
-    for each in candidates:
-        each = replace(each, **NO_MODEL)
-        if found.setdefault(each.name, each) != each:
-            raise UserError(f"two candidates are called {each.name!r}: give one of them another name")
-    return list(found.values())
+def _check_splits(recipes: Sequence[Recipe]) -> None:
+    for each in recipes:
+        if each.parameter_split is not None:
+            raise UserError(
+                f"recipe {each.name!r} has parameter_split, whose damage and cost are not measured: set it "
+                "to null for the plan, and add it to the planned recipe"
+            )
+
+
+def _distinct(own: Mapping[str, Recipe], candidates: Sequence[Recipe]) -> dict[str, list[Recipe]]:
+    """The options of each layer: its own recipe and the candidates that do something else.
+
+    Raises:
+        UserError: two recipes have one name.
+    """
+    known: dict[str, Recipe] = {}
+    given = [replace(each, **NO_MODEL) for each in candidates]
+    for each in (*own.values(), *given):
+        if known.setdefault(each.name, each) != each:
+            raise UserError(f"two recipes are called {each.name!r}: give one of them another name")
+    different = list({_nameless(each): each for each in reversed(given)}.values())[::-1]
+    return {
+        name: [each, *(other for other in different if _nameless(other) != _nameless(each))]
+        for name, each in own.items()
+    }
+
+
+def _nameless(recipe: Recipe) -> Recipe:
+    """What a recipe does, to be compared."""
+    return replace(recipe, name="any")
