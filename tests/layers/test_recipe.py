@@ -195,6 +195,7 @@ def test_a_recipe_with_recipes_of_single_layers_can_be_rebuilt_copied_and_printe
             "own layout per_gemm, hadamard output+grad_weight",
         ),
         ({"q_forward_input": "fp32", "name": "mine"}, "mine"),
+        ({"q_forward_input": "fp32", "if_present": True}, "own q_forward_input fp32"),
         ({}, "nvfp4"),
     ],
 )

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.errors import UserError
-from megalowbit.layers.recipe import UNNAMED
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.shipped_files import find_config
 
@@ -141,6 +140,8 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _value(text: str) -> Any:
     """A candidate's name, or the block that its JSON holds."""
+    from megalowbit.layers.recipe import UNNAMED
+
     if not text.lstrip().startswith("{"):
         return text
     try:

@@ -29,6 +29,7 @@ from megalowbit.pretrain.sweep.layer_damage import MEASURES, Measure, measured, 
 from megalowbit.quantize.names import quantizer
 
 SIGNIFICANT = 2.0  # standard errors
+ONE_LAYER: Mapping[str, Any] = {**NO_MODEL, "if_present": False}  # fields without effect on a layer
 ROUNDING = 1e-9  # a share of the cost; layers which fill the budget exactly fit
 
 
@@ -157,7 +158,7 @@ def plan_layers(
     convert(model, recipe, seed=seed, rank=0)
     try:
         shapes = {name: (layer.sizes, layer.siblings) for name, layer in bit_layers(model).items()}
-        own = {name: replace(recipe.of_layer(name), **NO_MODEL) for name in shapes}
+        own = {name: replace(recipe.of_layer(name), **ONE_LAYER) for name in shapes}
         options = _distinct(own, candidates)
         alone = [{name: each} for name, given in options.items() for each in given]
         rises, loss = measured(model, [own, *alone], sequences, measure)
@@ -347,7 +348,7 @@ def _distinct(own: Mapping[str, Recipe], candidates: Sequence[Recipe]) -> dict[s
         UserError: two recipes have one name.
     """
     known: dict[str, Recipe] = {}
-    given = [replace(each, **NO_MODEL) for each in candidates]
+    given = [replace(each, **ONE_LAYER) for each in candidates]
     for each in (*own.values(), *given):
         if known.setdefault(each.name, each) != each:
             raise UserError(f"two recipes are called {each.name!r}: give one of them another name")

@@ -59,7 +59,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     [
         ("{'rank': 4}", """--candidate "{'rank': 4}" is not JSON"""),
         ("{}", "--candidate '{}' changes nothing: name fields that differ from the recipe's"),
-        ('{"name": "a"}', """--candidate '{"name": "a"}' changes nothing"""),
+        ('{"name": "a", "if_present": true}', """"if_present": true}' changes nothing"""),
     ],
 )
 def test_a_candidate_that_is_no_block_or_changes_nothing_is_refused_at_once(capsys, block, message):

@@ -289,13 +289,17 @@ def test_the_plan_of_a_llama_counts_the_bytes_or_the_time_of_all_its_layers(kind
 
 
 def test_a_candidate_that_does_what_a_layer_does_already_is_not_measured_again(model, tokens):
-    whole = recipe({"base": "nvfp4", "keep_first": 1, "keep_if_present": ["*.attn"]})
+    layers = {"*.h.0": {"base": "fp8", "if_present": True}}
+    whole = recipe({"base": "nvfp4", "keep_if_present": ["*.attn", "*.c_proj"], "layers": layers})
     same, other = recipe({"base": "nvfp4", "name": "same", "keep": ["*"]}), recipe("nvidia-nvfp4")
-    plan = plan_layers(model, whole, tokens[:129], length=LENGTH, budget=0.9, candidates=[same, other, other])
+    candidates = [same, other, other, recipe("fp8")]
+    plan = plan_layers(model, whole, tokens[:129], length=LENGTH, budget=0.9, candidates=candidates)
     assert [[each.recipe.name for each in layer.options] for layer in plan.layers] == [
-        [whole.name, "nvidia-nvfp4"]
-    ] * 2
-    assert not any(each.recipe.keep or each.recipe.keep_last for each in plan.layers[0].options)
+        ["fp8", "same", "nvidia-nvfp4"],
+        [whole.name, "nvidia-nvfp4", "fp8"],
+    ]
+    chosen = [each.recipe for layer in plan.layers for each in layer.options]
+    assert not any(each.keep or each.keep_last or each.if_present for each in chosen)
 
 
 def test_the_seed_decides_about_stochastic_rounding(model, tokens):
