@@ -72,7 +72,7 @@ class Option:
         gain = differences.mean().item()
         if not gain > SIGNIFICANT * _error(differences):
             return 0.0
-        return max(0.0, min(gain, max(self.damage, 0.0) - max(other.damage, 0.0)))
+        return min(gain, max(self.damage, 0.0) - max(other.damage, 0.0))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     random_model(tiny_config("gpt2", vocab_size=256, positions=64), seed=0).save_pretrained(tmp_path / "hf")
     (tmp_path / "heldout.txt").write_text("the baker counts letters at dawn. " * 40)
     arguments = ("--ds-config", config, "--weights", tmp_path / "hf", "--text", tmp_path / "heldout.txt")
+    arguments += ("--set", "megalowbit.recipe=nvfp4-keep-positions")
     cache = f"megalowbit.data.cache_dir={tmp_path / 'cache'}"
     out = tmp_path / "plan.json"
     block = '{"split_weight": {"rank": 4}}'
@@ -30,7 +31,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     assert Recipe.from_dict(printed).to_dict() == printed
     assert len(written["layers"]) == 7  # one is kept by the recipe
     for each in written["layers"].values():
-        names = ["nvfp4-first-block-fp8", "fp8", "own split_weight (rank 4)", "bf16"]
+        names = ["nvfp4-keep-positions", "fp8", "own split_weight (rank 4)", "bf16"]
         assert list(each["options"]) == names
         own, eight, split, high = each["options"].values()
         assert own["cost"] == 0

@@ -74,6 +74,7 @@ ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.1.mlp"
         {f"{ATTENTION}.q_proj": "bf16", f"{ATTENTION}.k_proj": "fp8"},
         {f"{MLP}.up_proj": {"split_input": {"rank": 4}}, f"{MLP}.gate_proj": {"split_input": {"rank": 4}}},
         {f"{MLP}.up_proj": {"split_input": {"method": "mean"}}},
+        {f"{MLP}.[gu]*_proj": {"split_input": {"rank": 4}, "q_backward_input": "fp32"}},
         {f"{MLP}.down_proj": "bf16"},
         {f"{MLP}.*": "quartet"},
     ],
