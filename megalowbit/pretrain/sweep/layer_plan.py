@@ -168,26 +168,43 @@ def plan_layers(
         name: [layer_cost(cost, each, shapes[name][0], micro_tokens, shapes[name][1]) for each in given]
         for name, given in options.items()
     }
-    whole = total(each[0] for each in costs.values())
-    if cost == "weights":  # of the layers that change
-        costs = {name: [LayerCost(0), *given[1:]] for name, given in costs.items()}
-    rows, layers = iter(rises[1:]), []
-    for name, given in options.items():
-        made = [
-            Option(each, next(rows), of_it.relative_to(whole))
-            for each, of_it in zip(given, costs[name], strict=True)
-        ]
-        layers.append(LayerOptions(name, math.prod(shapes[name][0]), tuple(made)))
+    rows = iter(rises[1:])
+    measured_options = {name: [(each, next(rows)) for each in given] for name, given in options.items()}
+    weights = {name: math.prod(sizes) for name, (sizes, _) in shapes.items()}
+    layers = _layer_options(measured_options, costs, weights, cost)
     chosen = choose(layers, budget)
     return LayerPlan(
         recipe=_changed(model, recipe, chosen),
-        layers=tuple(layers),
+        layers=layers,
         chosen=chosen,
         all_layers=(rises[0].mean().item(), _error(rises[0])),
         loss=loss,
         tokens=sequences.shape[0] * length,
         measure=measure,
         cost_kind=cost,
+    )
+
+
+def _layer_options(
+    options: Mapping[str, Sequence[tuple[Recipe, Tensor]]],
+    costs: Mapping[str, Sequence[LayerCost]],
+    weights: Mapping[str, int],
+    kind: CostKind,
+) -> tuple[LayerOptions, ...]:
+    """Of each layer, recipes with their rises, and costs as shares of that of all layers as they are."""
+    whole = total(each[0] for each in costs.values())
+    if kind == "weights":  # of the layers that change
+        costs = {name: [LayerCost(0), *given[1:]] for name, given in costs.items()}
+    return tuple(
+        LayerOptions(
+            name,
+            weights[name],
+            tuple(
+                Option(recipe, rises, cost.relative_to(whole))
+                for (recipe, rises), cost in zip(given, costs[name], strict=True)
+            ),
+        )
+        for name, given in options.items()
     )
 
 
