@@ -79,9 +79,7 @@ COMMANDS = {
     "calibrate": Command(
         STUDIES, "find an SNR threshold for precision speculation", "commands.studies.calibrate"
     ),
-    "plan-layers": Command(
-        STUDIES, "choose the layers to keep in high precision", "commands.studies.plan_layers"
-    ),
+    "plan-layers": Command(STUDIES, "choose a recipe for each layer", "commands.studies.plan_layers"),
     "completion": Command(OTHERS, "print the completion script of a shell", "commands.completion"),
 }
 

@@ -147,7 +147,9 @@ class LayerRecipe:
         if self.outputgrad_for_weight != self.q_backward_outputgrad:
             backward += f", grad_output for weight {self.outputgrad_for_weight}"
         extra = "".join(
-            f"; {_described(field, getattr(self, field))}" for field in SPLIT_FIELDS if getattr(self, field)
+            f"; {split_described(field, getattr(self, field))}"
+            for field in SPLIT_FIELDS
+            if getattr(self, field)
         )
         extra += "; one copy for each GEMM" if self.layout == "per_gemm" else ""
         products = ", ".join(self.transformed_products)
@@ -175,7 +177,7 @@ def checked_products(name: str, value: object) -> bool | tuple[str, ...]:
     return bool(chosen) if chosen in ((), ("grad_weight",)) else chosen
 
 
-def _described(field: str, split: OperandSplit | ParameterSplit) -> str:
+def split_described(field: str, split: OperandSplit | ParameterSplit) -> str:
     """A split in a few words: its rank if it has one, its schedule, and the values that are not defaults."""
     if isinstance(split, ParameterSplit):
         always: tuple[str, ...] = ("rank", "warmup_steps", "merge_steps", "optimizer_state")

@@ -16,8 +16,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megalowbit.errors import Problems, UserError, shown, unknown_name
-from megalowbit.layers.layer_recipe import OPERAND_FIELDS, SPLIT_FIELDS, LayerRecipe, checked_products
-from megalowbit.spectral.settings import block_over, settings_from
+from megalowbit.layers.layer_recipe import (
+    OPERAND_FIELDS,
+    SPLIT_FIELDS,
+    LayerRecipe,
+    checked_products,
+    split_described,
+)
+from megalowbit.spectral.settings import OperandSplit, ParameterSplit, block_over, settings_from
 
 UNNAMED = ("name", "if_present")  # fields that do not change what a recipe does
 # what only a model has, as a single layer has it
@@ -43,8 +49,8 @@ class Recipe(LayerRecipe):
         layers: recipes of single layers: pattern (as in `keep`) → the name of a recipe, or a block of fields
             that differ from this one (`{"*.mlp.*": "mxfp4", "*.c_proj": {"q_forward_input": "fp8e4m3"}}`).
             The first pattern that matches a layer decides; an empty block leaves layers to this recipe. A run
-            records a list of pairs, which is accepted, too. `keep` and the fields like it go before, those of
-            a recipe named here have no effect, and `parameter_split` is the same for all layers.
+            records a list of pairs, which is accepted, too. `keep` and the fields like it take precedence,
+            those of a recipe named here have no effect, and `parameter_split` is the same for all layers.
         if_present: in `layers` only: the pattern may match nothing, because the recipe is for several model
             families.
 
@@ -337,15 +343,29 @@ def recipe_over(around: Recipe, value: Any) -> Recipe:
 def _resolved(around: Recipe, value: Any) -> Recipe:
     block = value
     while isinstance(block, Mapping):
+        if "layers" in block:
+            raise UserError("layers cannot be nested: give their patterns a place in the outer layers")
         if outside := [key for key in (*NO_MODEL, "parameter_split") if key in block]:
             raise UserError(f"{outside[0]} is of all layers: set it outside of layers")
         block = block.get("base")
     if isinstance(value, Mapping) and "base" not in value:
         _check_keys(value)
-        own = ", ".join(each for each in value if each != "name")
-        name = {"name": f"own {own}" if own else around.name}
-        return _changed(replace(around, **NO_MODEL, parameter_split=None), {**name, **value})
+        own = [each for each in value if each not in UNNAMED]
+        name = {"name": f"own {', '.join(own)}" if own else around.name}
+        made = _changed(replace(around, **NO_MODEL, parameter_split=None), {**name, **value})
+        if "name" in value or not own:
+            return made
+        return replace(made, name=f"own {', '.join(_field_described(made, each) for each in own)}")
     found = recipe(value)
     if found.layers:
         raise UserError(f"recipe {found.name!r} has layers of its own: name one without")
     return found
+
+
+def _field_described(recipe: Recipe, field: str) -> str:
+    """A field of a layer and its value in a few words."""
+    value = getattr(recipe, field)
+    if isinstance(value, (OperandSplit, ParameterSplit)):
+        return split_described(field, value)
+    words = {None: "null", True: "true", False: "false"}
+    return f"{field} {'+'.join(value) if isinstance(value, tuple) else words.get(value, value)}"

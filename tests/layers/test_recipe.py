@@ -7,7 +7,7 @@ import pytest
 
 from megalowbit.errors import UserError
 from megalowbit.layers.layer_recipe import OPERAND_FIELDS
-from megalowbit.layers.recipe import Recipe, recipe, recipes
+from megalowbit.layers.recipe import Recipe, recipe, recipe_over, recipes
 from megalowbit.spectral.settings import OperandSplit
 
 
@@ -155,7 +155,11 @@ def test_the_first_pattern_that_matches_gives_a_layer_its_recipe():
     assert whole.of_layer("transformer.h.1.mlp.c_proj") == recipe("mxfp4")
     projection = whole.of_layer("transformer.h.1.attn.c_proj")
     assert (projection.q_forward_input, projection.q_forward_weight) == ("fp8e4m3", "nvfp4e2m1bnosr")
-    assert (projection.name, projection.keep_last, projection.layers) == ("own q_forward_input", 0, ())
+    assert (projection.name, projection.keep_last, projection.layers) == (
+        "own q_forward_input fp8e4m3",
+        0,
+        (),
+    )
     assert whole.of_layer("transformer.h.0.attn.c_attn") == recipe("bf16")
     assert whole.of_layer("transformer.h.1.attn.c_attn") == whole.alone
     assert whole.alone == dataclasses.replace(recipe("nvfp4"), name=whole.name, keep_last=1)
@@ -171,9 +175,32 @@ def test_a_recipe_with_recipes_of_single_layers_can_be_rebuilt_copied_and_printe
     assert pickle.loads(pickle.dumps(whole)) == copy.deepcopy(whole) == whole
     assert whole != recipe({"base": "metis-nvfp4", "layers": OWN, "name": whole.name})
     assert str(whole).endswith(
-        "; other recipes: *.mlp.*: mxfp4, *.c_proj: own q_forward_input, *.h.0: bf16, "
-        "*.c_attn: own split_input)"
+        "; other recipes: *.mlp.*: mxfp4, *.c_proj: own q_forward_input fp8e4m3, *.h.0: bf16, "
+        "*.c_attn: own split_input null)"
     )
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        ({"split_weight": {"rank": 8}}, "own split_weight (rank 8)"),
+        ({"split_weight": {"rank": 8, "niter": 1}}, "own split_weight (rank 8, niter 1)"),
+        (
+            {"q_backward_outputgrad": "fp32", "hadamard": False},
+            "own q_backward_outputgrad fp32, hadamard false",
+        ),
+        ({"layout": "per_gemm", "hadamard": True}, "own layout per_gemm, hadamard true"),
+        (
+            {"layout": "per_gemm", "hadamard": ["output", "grad_weight"]},
+            "own layout per_gemm, hadamard output+grad_weight",
+        ),
+        ({"q_forward_input": "fp32", "name": "mine"}, "mine"),
+        ({"q_forward_input": "fp32", "if_present": True}, "own q_forward_input fp32"),
+        ({}, "nvfp4"),
+    ],
+)
+def test_the_name_of_a_block_for_a_layer_tells_its_values(block, name):
+    assert recipe_over(recipe("nvfp4"), block).name == name
 
 
 def test_a_recipe_quantises_if_one_of_its_layers_does():
@@ -212,10 +239,10 @@ def test_a_split_of_parameters_is_that_of_all_layers_that_quantise():
         ({"*": "nvpf4"}, r"layers\['\*'\]: unknown recipe 'nvpf4': did you mean 'nvfp4'"),
         ({"*": 3}, r"layers\['\*'\]: unknown recipe 3"),
         ({"*": {"keep": ["*"]}}, r"layers\['\*'\]: keep is of all layers: set it outside of layers"),
-        ({"*": {"layers": {}}}, r"layers\['\*'\]: layers is of all layers"),
+        ({"*": {"layers": {}}}, r"layers\['\*'\]: layers cannot be nested: give their patterns a place in"),
         ({"*": {"q_forward_weights": "fp32"}}, "did you mean 'q_forward_weight'"),
         ({"*": recipe({"base": "nvfp4", "layers": {"*": "bf16"}})}, "has layers of its own"),
-        ({"*": {"base": {"base": "nvfp4", "layers": {"*": "bf16"}}}}, r"layers\['\*'\]: layers is of all"),
+        ({"*": {"base": {"base": "nvfp4", "layers": {"*": "bf16"}}}}, r"layers\['\*'\]: layers cannot be"),
         ({"*": {"base": {"base": "mxfp4", "keep": ["head"]}}}, r"layers\['\*'\]: keep is of all layers"),
         ({"*": {"hadamard": True}}, r"layers\['\*'\]: recipe 'own hadamard': hadamard transforms"),
     ],

@@ -62,7 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
         choices=("loss", "gradient"),
         default="loss",
         help="what quantising a layer damages: the loss, by the forward's noise, or the gradient, by that of "
-        "the backward (default: %(default)s)",
+        "the backward in one draw, which prefers rounding to nearest although it is biased: compare only "
+        "candidates that round the output gradient alike, or much finer ones (default: %(default)s)",
     )
     parser.add_argument(
         "--cost",
@@ -108,6 +109,7 @@ def _plan(options: argparse.Namespace) -> None:
     from megalowbit.pretrain.sweep.layer_plan import plan_layers, summary, table, to_json
     from megalowbit.pretrain.sweep.study.evaluation import read_tokens
 
+    values = [_value(each) for each in options.candidate]
     config = load_config(find_config(options.ds_config), options.set, world_size=1)
     chosen, data = recipe(config.recipe), config.settings.data
     if not options.text.exists():
@@ -122,7 +124,7 @@ def _plan(options: argparse.Namespace) -> None:
         tokens,
         length=data.sequence_length,
         budget=options.budget,
-        candidates=[recipe_over(chosen, _value(each)) for each in options.candidate],
+        candidates=[recipe_over(chosen, each) for each in values],
         measure=options.measure,
         cost=options.cost,
         micro_tokens=config.parts.deepspeed["train_micro_batch_size_per_gpu"] * data.sequence_length,
@@ -138,9 +140,14 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _value(text: str) -> Any:
     """A candidate's name, or the block that its JSON holds."""
+    from megalowbit.layers.recipe import UNNAMED
+
     if not text.lstrip().startswith("{"):
         return text
     try:
-        return json.loads(text)
+        block = json.loads(text)
     except ValueError as error:
         raise UserError(f"--candidate {text!r} is not JSON: {error}") from None
+    if not block.keys() - set(UNNAMED):
+        raise UserError(f"--candidate {text!r} changes nothing: name fields that differ from the recipe's")
+    return block

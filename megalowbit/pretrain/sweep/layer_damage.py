@@ -3,6 +3,14 @@
 The loss rises with the noise of the forward pass. The error of the gradient is the noise of the backward
 products, while the forward is exact. Both are differences to the same model without any quantisation, on the
 same text, and have one number for each sequence or batch, so that differences between recipes have errors.
+
+The error of the gradient is that of one draw. Rounding to nearest has less of it than stochastic rounding,
+whose errors, however, cancel over the steps, while those of nearest rounding add up. So only recipes that
+round the output gradient in the same way can be compared, or those of which one is much finer.
+
+Each measure sees its own half. The loss does not rise under a recipe with an exact forward, nor has the
+gradient an error under one that quantises the forward only. A forward that is exact saturates nothing: the
+masks of `quest` (recipe quartet) are missing from the error of the gradient.
 """
 
 from __future__ import annotations

@@ -4,7 +4,9 @@ One layer at a time is quantised, with its own recipe and with each candidate, a
 what that does to the loss or to the gradient. Then layers get better recipes, first where the least budget
 removes the most damage. A layer only changes if the difference is larger than two standard errors.
 
-Damages are added up as if layers did not interact. `all_layers` shows how far that holds.
+Damages are added up as if layers did not interact. `all_layers` shows how far that holds. Costs are those of
+all layers together: siblings that get the same recipe share the bytes of their input. They change one by one,
+so the first must fit into the budget alone.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from megalowbit.layers.conversion.kept_layers import keeping
 from megalowbit.layers.conversion.precision_switch import quantizes_in
 from megalowbit.layers.layer_recipe import operand_quantizers
 from megalowbit.layers.recipe import NO_MODEL, Recipe, recipes
-from megalowbit.pretrain.sweep.layer_costs import COSTS, CostKind, bytes_kept, num_weights, product_time
+from megalowbit.pretrain.sweep.layer_costs import COSTS, CostKind, LayerCost, layer_cost, total
 from megalowbit.pretrain.sweep.layer_damage import MEASURES, Measure, measured, split_into_sequences
 from megalowbit.quantize.names import quantizer
 
 SIGNIFICANT = 2.0  # standard errors
-ROUNDING = 1e-9  # so that layers which fill the budget exactly fit
+ONE_LAYER: Mapping[str, Any] = {**NO_MODEL, "if_present": False}  # fields without effect on a layer
+ROUNDING = 1e-9  # a share of the cost; layers which fill the budget exactly fit
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,12 @@ class Option:
     Attributes:
         recipe: of the layer.
         rises: float64 (sequences or batches,), see `layer_damage.measured`.
-        cost: in addition to that of the layer's first option, as a share of the cost of all layers.
+        cost: as a share of the cost of all layers; if weights are counted, 0 for the layer's first option.
     """
 
     recipe: Recipe
     rises: Tensor
-    cost: float
+    cost: LayerCost
 
     @property
     def damage(self) -> float:
@@ -60,10 +63,16 @@ class Option:
         return abs(self.damage) <= SIGNIFICANT * self.error
 
     def gain_of(self, other: Option) -> float:
-        """The damage that `other` avoids; 0 if that is not certain."""
+        """The damage that `other` avoids; 0 if that is not certain.
+
+        A loss below that of the unquantised model is no damage, and getting there avoids none. The error is
+        that of the text only: not of the weights, nor of the random numbers of rounding.
+        """
         differences = self.rises - other.rises
         gain = differences.mean().item()
-        return gain if gain > SIGNIFICANT * _error(differences) else 0.0
+        if not gain > SIGNIFICANT * _error(differences):
+            return 0.0
+        return min(gain, max(self.damage, 0.0) - max(other.damage, 0.0))
 
 
 @dataclass(frozen=True)
@@ -107,8 +116,8 @@ class LayerPlan:
 
     @property
     def cost(self) -> float:
-        """What the changes cost, as a share of the cost of all layers."""
-        return sum(each.cost for each in self.chosen.values())
+        """What the changes cost together, as a share of the cost of all layers."""
+        return additional_cost(self.layers, self.chosen)
 
 
 def plan_layers(
@@ -139,36 +148,34 @@ def plan_layers(
         seed: of stochastic rounding.
 
     Raises:
-        UserError: the recipe quantises nothing that is measured, budget or candidates are invalid, the text
-            is too short, or the loss is not finite.
+        UserError: the recipe quantises nothing that is measured or splits parameters, budget or candidates
+            are invalid, the text is too short, or a loss is not finite.
     """
     _check(recipe, budget, measure, cost)
-    found = _distinct(candidates or (recipes()["bf16"],))
+    candidates = candidates or (recipes()["bf16"],)
+    _check_splits([recipe, *candidates])
     sequences = split_into_sequences(tokens, length, measure)
     convert(model, recipe, seed=seed, rank=0)
     try:
-        sizes = {name: layer.sizes for name, layer in bit_layers(model).items()}
-        own = {name: recipe.of_layer(name) for name in sizes}
-        options = {name: (own[name], *(each for each in found if each != own[name])) for name in sizes}
+        shapes = {name: (layer.sizes, layer.siblings) for name, layer in bit_layers(model).items()}
+        own = {name: replace(recipe.of_layer(name), **ONE_LAYER) for name in shapes}
+        options = _distinct(own, candidates)
         alone = [{name: each} for name, given in options.items() for each in given]
         rises, loss = measured(model, [own, *alone], sequences, measure)
     finally:
         restore(model)
-    of = {"weights": num_weights, "bytes": bytes_kept, "time": product_time}[cost]
-    whole = sum(of(own[name], sizes[name], micro_tokens) for name in sizes)
-    rows, layers = iter(rises[1:]), []
-    for name, given in options.items():
-        costs = [of(each, sizes[name], micro_tokens) for each in given]
-        before = 0.0 if cost == "weights" else costs[0]
-        made = [
-            Option(each, next(rows), (more - before) / whole) for each, more in zip(given, costs, strict=True)
-        ]
-        made[0] = replace(made[0], cost=0.0)
-        layers.append(LayerOptions(name, math.prod(sizes[name]), tuple(made)))
+    costs = {
+        name: [layer_cost(cost, each, shapes[name][0], micro_tokens, shapes[name][1]) for each in given]
+        for name, given in options.items()
+    }
+    rows = iter(rises[1:])
+    measured_options = {name: [(each, next(rows)) for each in given] for name, given in options.items()}
+    weights = {name: math.prod(sizes) for name, (sizes, _) in shapes.items()}
+    layers = _layer_options(measured_options, costs, weights, cost)
     chosen = choose(layers, budget)
     return LayerPlan(
         recipe=_changed(model, recipe, chosen),
-        layers=tuple(layers),
+        layers=layers,
         chosen=chosen,
         all_layers=(rises[0].mean().item(), _error(rises[0])),
         loss=loss,
@@ -178,27 +185,66 @@ def plan_layers(
     )
 
 
+def _layer_options(
+    options: Mapping[str, Sequence[tuple[Recipe, Tensor]]],
+    costs: Mapping[str, Sequence[LayerCost]],
+    weights: Mapping[str, int],
+    kind: CostKind,
+) -> tuple[LayerOptions, ...]:
+    """Of each layer, recipes with their rises, and costs as shares of that of all layers as they are."""
+    whole = total(each[0] for each in costs.values())
+    if kind == "weights":  # of the layers that change
+        costs = {name: [LayerCost(0), *given[1:]] for name, given in costs.items()}
+    return tuple(
+        LayerOptions(
+            name,
+            weights[name],
+            tuple(
+                Option(recipe, rises, cost.relative_to(whole))
+                for (recipe, rises), cost in zip(given, costs[name], strict=True)
+            ),
+        )
+        for name, given in options.items()
+    )
+
+
 def choose(layers: Sequence[LayerOptions], budget: float) -> dict[str, Option]:
     """The layers that change and their options, in the order of the choice.
 
     Each round changes the layer that avoids the most damage for its cost, of those that still fit. What costs
     nothing goes first.
+
+    Raises:
+        UserError: the damage of a layer with its own recipe is not finite.
     """
+    for each in layers:
+        if not math.isfinite(each.options[0].damage):
+            raise UserError(
+                f"layer {each.name!r}: its damage with recipe {each.options[0].recipe.name!r} is "
+                f"{each.options[0].damage}: name the layer in keep, or choose another recipe"
+            )
     present = {each.name: each.options[0] for each in layers}
     chosen: dict[str, Option] = {}
     while True:
-        left = budget * (1 + ROUNDING) - sum(each.cost for each in chosen.values())
+        spent = additional_cost(layers, chosen)
+        left = budget * (1 + ROUNDING) - spent
         found = [
-            (gain / cost if cost > 0 else math.inf, layer.name, option)
+            (gain / cost if cost > ROUNDING else math.inf, layer.name, option)
             for layer in layers
             for option in layer.options
             if (gain := present[layer.name].gain_of(option)) > 0
-            and (cost := option.cost - present[layer.name].cost) <= left
+            and (cost := additional_cost(layers, {**chosen, layer.name: option}) - spent) <= left
         ]
         if not found:
             return chosen
         _, name, option = max(found, key=lambda each: each[0])
         present[name] = chosen[name] = option
+
+
+def additional_cost(layers: Sequence[LayerOptions], changes: Mapping[str, Option]) -> float:
+    """What changes cost together, in addition to the layers' first options: a share of the cost of all."""
+    before = total(each.options[0].cost for each in layers)
+    return total(changes.get(each.name, each.options[0]).cost for each in layers) - before
 
 
 def to_json(plan: LayerPlan) -> dict[str, Any]:
@@ -216,7 +262,11 @@ def to_json(plan: LayerPlan) -> dict[str, Any]:
             layer.name: {
                 "weights": layer.weights,
                 "options": {
-                    each.recipe.name: {"damage": each.damage, "error": each.error, "cost": each.cost}
+                    each.recipe.name: {
+                        "damage": each.damage,
+                        "error": each.error,
+                        "cost": additional_cost(plan.layers, {layer.name: each}),  # if no other changes
+                    }
                     for each in layer.options
                 },
             }
@@ -236,7 +286,8 @@ def table(plan: LayerPlan) -> str:
         begin = f"{layer.name:<{width}}  {layer.weights / total:7.1%}"
         for option in layer.options:
             figures = f"{option.recipe.name:<{names}}  {option.damage:+.5f} ± {option.error:.5f}"
-            cost = f"cost {option.cost:+.1%}" if option.cost else ""
+            share = additional_cost(plan.layers, {layer.name: option})
+            cost = f"cost {share:+.1%}" if abs(share) > ROUNDING else ""
             mark = "chosen" if plan.chosen.get(layer.name) is option else "≈ 0" * option.is_near_zero
             lines.append(f"{begin}  {figures}  {cost}  {mark}".rstrip())
             begin = " " * len(begin)
@@ -298,10 +349,33 @@ def _quantizes_backward(recipe: Recipe) -> bool:
     return not all(quantizer(name).is_identity for name in names)
 
 
-def _distinct(candidates: Sequence[Recipe]) -> list[Recipe]:
-    found: dict[str, Recipe] = {}
-    for each in candidates:
-        each = replace(each, **NO_MODEL)
-        if found.setdefault(each.name, each) != each:
-            raise UserError(f"two candidates are called {each.name!r}: give one of them another name")
-    return list(found.values())
+def _check_splits(recipes: Sequence[Recipe]) -> None:
+    for each in recipes:
+        if each.parameter_split is not None:
+            raise UserError(
+                f"recipe {each.name!r} has parameter_split, whose damage and cost are not measured: set it "
+                "to null for the plan, and add it to the planned recipe"
+            )
+
+
+def _distinct(own: Mapping[str, Recipe], candidates: Sequence[Recipe]) -> dict[str, list[Recipe]]:
+    """The options of each layer: its own recipe and the candidates that do something else.
+
+    Raises:
+        UserError: two recipes have one name.
+    """
+    known: dict[str, Recipe] = {}
+    given = [replace(each, **ONE_LAYER) for each in candidates]
+    for each in (*own.values(), *given):
+        if known.setdefault(each.name, each) != each:
+            raise UserError(f"two recipes are called {each.name!r}: give one of them another name")
+    different = list({_nameless(each): each for each in reversed(given)}.values())[::-1]
+    return {
+        name: [each, *(other for other in different if _nameless(other) != _nameless(each))]
+        for name, each in own.items()
+    }
+
+
+def _nameless(recipe: Recipe) -> Recipe:
+    """What a recipe does, to be compared."""
+    return replace(recipe, name="any")

@@ -2,10 +2,12 @@
 
 import json
 
+import pytest
 from forks import run_script
 from tiny_models import tiny_config
 
 from launchers import ROOT, write_config
+from megalowbit.commands.studies.plan_layers import main
 from megalowbit.hf.model import random_model
 from megalowbit.layers.recipe import Recipe
 
@@ -17,6 +19,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     random_model(tiny_config("gpt2", vocab_size=256, positions=64), seed=0).save_pretrained(tmp_path / "hf")
     (tmp_path / "heldout.txt").write_text("the baker counts letters at dawn. " * 40)
     arguments = ("--ds-config", config, "--weights", tmp_path / "hf", "--text", tmp_path / "heldout.txt")
+    arguments += ("--set", "megalowbit.recipe=nvfp4-keep-positions")
     cache = f"megalowbit.data.cache_dir={tmp_path / 'cache'}"
     out = tmp_path / "plan.json"
     block = '{"split_weight": {"rank": 4}}'
@@ -28,7 +31,7 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     assert Recipe.from_dict(printed).to_dict() == printed
     assert len(written["layers"]) == 7  # one is kept by the recipe
     for each in written["layers"].values():
-        names = ["nvfp4-first-block-fp8", "fp8", "own split_weight", "bf16"]
+        names = ["nvfp4-keep-positions", "fp8", "own split_weight (rank 4)", "bf16"]
         assert list(each["options"]) == names
         own, eight, split, high = each["options"].values()
         assert own["cost"] == 0
@@ -37,9 +40,6 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
         assert high["damage"] == 0 != own["damage"]
     assert written["cost"] <= 0.5
     assert "more time of products (budget 50.0%)" in done.stdout or "change nothing" in done.stdout
-    wrong = run_script(TOOL, *arguments, "--set", cache, "--candidate", "{'rank': 4}")
-    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
-    assert """--candidate "{'rank': 4}" is not JSON""" in wrong.stderr
     wrong = run_script(TOOL, *arguments, "--set", cache, "--candidate", "fp9")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "unknown recipe 'fp9'" in wrong.stderr
@@ -53,3 +53,19 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     assert "data.sequence_length 128 is longer than the model's n_positions 64" in done.stderr
     again = run_script(TOOL, *arguments, "--set", cache, "--out", out)
     assert (again.returncode, again.stderr) == (2, f"error: --out {out} exists: choose another name\n")
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("{'rank': 4}", """--candidate "{'rank': 4}" is not JSON"""),
+        ("{}", "--candidate '{}' changes nothing: name fields that differ from the recipe's"),
+        ('{"name": "a", "if_present": true}', """"if_present": true}' changes nothing"""),
+    ],
+)
+def test_a_candidate_that_is_no_block_or_changes_nothing_is_refused_at_once(capsys, block, message):
+    files = ("--ds-config", "none.json", "--weights", "none", "--text", "none")
+    assert main([*files, "--candidate", block]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

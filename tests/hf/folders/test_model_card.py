@@ -72,7 +72,7 @@ def test_recipes_of_single_layers_are_named():
     whole = recipe({"base": "nvfp4", "layers": {"*.mlp.*": "mxfp8", "*.h.0": {"q_forward_input": "fp32"}}})
     header = {**RUN, "megalowbit": {**RUN["megalowbit"], "recipe": whole.to_dict()}}
     _, _, rows = card(header, recipe=whole.name)
-    assert rows["other recipes"] == "`*.mlp.*`: mxfp8, `*.h.0`: own q_forward_input"
+    assert rows["other recipes"] == "`*.mlp.*`: mxfp8, `*.h.0`: own q_forward_input fp32"
 
 
 def test_several_sources_are_all_named():

@@ -123,7 +123,7 @@ def test_the_report_names_the_recipe_of_each_layer():
     text = str(report)
     assert "  transformer.h.*.mlp.c_fc  Conv1D 32→128: mxfp8  × 2" in text
     assert "  transformer.h.*.attn.c_attn  Conv1D 32→96: nvfp4 with own layers  × 2" in text
-    assert "  transformer.h.*.attn.c_proj  Conv1D 32→32: own q_forward_input  × 2" in text
+    assert "  transformer.h.*.attn.c_proj  Conv1D 32→32: own q_forward_input fp32  × 2" in text
     assert "  transformer.h.*.mlp.c_proj  Conv1D: its recipe 'bf16' quantises nothing" in text
 
 

@@ -93,10 +93,17 @@ def test_layers_without_a_recipe_quantise_nothing(model, sequences):
 
 
 def test_no_training_mode_is_left_behind_and_no_gradient(model, sequences):
-    convert(model, "nvfp4", seed=0, rank=0)
-    measured(model, [{LAYER: recipe("nvfp4")}], sequences, "gradient")
+    convert(model, "metis-qb", seed=0, rank=0)
+    layers = bit_layers(model)
+    modes = {True: set(), False: set()}  # in a forward: of low-bit layers, of other modules
+    for each in model.modules():
+        is_layer = each in layers.values()
+        each.register_forward_pre_hook(lambda module, _, key=is_layer: modes[key].add(module.training))
+    measured(model, [{LAYER: recipe("metis-qb")}], sequences[:16], "gradient")
+    assert modes == {True: {False, True}, False: {False}}  # the loss is evaluated
     assert not any(each.training for each in model.modules())
     assert all(each.grad is None for each in model.parameters())
+    assert not any(each.split_states for each in layers.values())
 
 
 def test_texts_that_do_not_fit_are_refused(model):

@@ -11,10 +11,12 @@ from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore
 from megalowbit.layers.recipe import Recipe, recipe
+from megalowbit.pretrain.sweep.layer_costs import LayerCost
 from megalowbit.pretrain.sweep.layer_plan import (
     LayerOptions,
     LayerPlan,
     Option,
+    additional_cost,
     choose,
     plan_layers,
     summary,
@@ -88,10 +90,11 @@ def test_the_sensitive_layer_is_kept_and_the_recipe_converts_all_others(model, t
 
 
 def test_layers_get_the_recipes_that_were_chosen(model, tokens):
-    whole = recipe({"base": "nvfp4", "layers": {SENSITIVE: "mxfp4", "*.h.0.*": "fp8"}})
+    whole = recipe({"base": "nvfp4", "layers": {"*.mlp": "mxfp4", "*.h.0.*": "fp8"}})
     candidates = [recipe("mxfp8"), recipe("bf16")]
     plan = plan_layers(model, whole, tokens, length=LENGTH, budget=0.5, candidates=candidates, cost="time")
     option = plan.chosen[SENSITIVE]
+    assert "*.mlp" in dict(plan.recipe.layers)  # decides about other layers, and would about this one
     assert option.recipe.name in ("mxfp8", "bf16")
     assert plan.cost <= 0.5
     convert(model, recipe(plan.recipe.to_dict()))
@@ -107,6 +110,7 @@ def test_layers_get_the_recipes_that_were_chosen(model, tokens):
 
 
 def option(name, damages, cost):
+    cost = cost if isinstance(cost, LayerCost) else LayerCost(cost)
     return Option(recipe({"base": "nvfp4", "name": name}), torch.tensor(damages, dtype=torch.float64), cost)
 
 
@@ -120,12 +124,11 @@ def sure(mean):
 
 
 def test_layers_are_chosen_by_damage_for_their_cost_within_the_budget():
-    kept = option("kept", sure(0.0), 0.0)
     layers = [
-        layer("large", option("own", sure(0.6), 0), Option(kept.recipe, kept.rises, 0.6)),
-        layer("small", option("own", sure(0.3), 0), Option(kept.recipe, kept.rises, 0.1)),
-        layer("unclear", option("own", [0.0, 0.9, -0.3, 0.6], 0), Option(kept.recipe, kept.rises, 0.1)),
-        layer("harmless", option("own", sure(-0.1), 0), Option(kept.recipe, kept.rises, 0.2)),
+        layer("large", option("own", sure(0.6), 0), option("kept", sure(0.0), 0.6)),
+        layer("small", option("own", sure(0.3), 0), option("kept", sure(0.0), 0.1)),
+        layer("unclear", option("own", [0.0, 0.9, -0.3, 0.6], 0), option("kept", sure(0.0), 0.1)),
+        layer("harmless", option("own", sure(-0.1), 0), option("kept", sure(0.0), 0.2)),
     ]
     assert list(choose(layers, 0.5)) == ["small"]
     assert list(choose(layers, 0.69)) == ["small"]
@@ -152,6 +155,39 @@ def test_what_is_better_and_cheaper_needs_no_budget():
     assert list(choose(layers, 0.001)) == ["a", "b"]
 
 
+def test_a_loss_below_that_of_the_unquantised_model_is_no_damage():
+    def gain(one, other):
+        return option("one", sure(one), 0).gain_of(option("other", sure(other), 0))
+
+    assert gain(0.3, 0.1) == pytest.approx(0.2)
+    assert gain(0.3, -0.2) == pytest.approx(0.3)
+    assert gain(-0.1, -0.5) == gain(0.1, 0.3) == gain(-0.1, 0.2) == 0
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_layer_whose_own_damage_is_not_finite_is_named(value):
+    fine, broken = (layer(name, option("own", [each] * 4, 0)) for name, each in (("a", 1.0), ("b", value)))
+    with pytest.raises(UserError, match=rf"layer 'b': its damage with recipe 'own' is {value}: name the"):
+        choose([fine, broken], 0.5)
+    harmless = option("candidate", [value] * 4, 0.1)
+    assert choose([layer("a", option("own", sure(0.3), 0), harmless)], 0.5) == {}
+
+
+def test_what_siblings_share_counts_once():
+    layers = [
+        layer(
+            name,
+            option("own", sure(0.6), LayerCost(0.1, ("four bits", 0.1))),
+            option("better", sure(better), LayerCost(0.1, ("eight bits", 0.3))),
+        )
+        for name, better in (("q", 0.0), ("k", 0.1))
+    ]
+    assert additional_cost(layers, {"q": layers[0].options[1]}) == pytest.approx(0.3)
+    assert additional_cost(layers, {each.name: each.options[1] for each in layers}) == pytest.approx(0.2)
+    assert list(choose(layers, 0.29)) == []
+    assert list(choose(layers, 0.3)) == ["q", "k"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -166,8 +202,17 @@ def test_what_is_better_and_cheaper_needs_no_budget():
         ({"measure": "gradient"}, "641 tokens, 40 sequences of 16: give at least 128"),
         (
             {"candidates": [recipe("fp8"), recipe({"base": "mxfp4", "name": "fp8"})]},
-            "two candidates are called 'fp8': give one of them another name",
+            "two recipes are called 'fp8': give one of them another name",
         ),
+        (
+            {"candidates": [recipe({"base": "mxfp4", "name": "nvfp4"})]},
+            "two recipes are called 'nvfp4': give one of them another name",
+        ),
+        (
+            {"recipe": recipe({"base": "nvfp4", "parameter_split": {"rank": 4}})},
+            "'nvfp4 with own parameter_split' has parameter_split, .* not measured: set it to null",
+        ),
+        ({"candidates": [recipe({"base": "nvfp4", "parameter_split": {"rank": 4}})]}, "has parameter_split"),
         (
             {"recipe": recipe("mxfp4-rht")},
             r"'mxfp4-rht' quantises nothing in the forward, .*: measure the gradient, or choose another",
@@ -213,3 +258,54 @@ def test_layers_that_their_own_recipe_leaves_alone_stay_so_in_the_plan(model, to
     assert [pattern for pattern, _ in plan.recipe.layers] == ["*.h.0.mlp", "*.attn"]
     report = convert(model, recipe(json.loads(json.dumps(plan.recipe.to_dict()))))
     assert {each.name for each in report.swapped} == names - set(plan.chosen)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "time"])
+def test_the_plan_of_a_llama_counts_the_bytes_or_the_time_of_all_its_layers(kind):
+    model = random_model(tiny_config("llama"), seed=3).eval()
+    tokens = torch.randint(0, 64, (8 * LENGTH + 1,), generator=torch.Generator().manual_seed(0))
+    micro, chosen = 48, recipe({"base": "nvfp4", "keep_last": 1})
+    plan = plan_layers(
+        model,
+        chosen,
+        tokens,
+        length=LENGTH,
+        budget=9,
+        cost=kind,
+        candidates=[recipe("fp8")],
+        micro_tokens=micro,
+    )
+    weights = sum(each.weights for each in plan.layers)
+    inputs = micro * (32 + 32 + 32 + 48)  # of q, k and v; of o; of gate and up; of down
+    elements = inputs + weights if kind == "bytes" else 3 * micro * weights
+    four, eight = (9 / 16, 1) if kind == "bytes" else (1 / 4, 1 / 2)  # cost of an element
+    better = {each.name: each.options[1] for each in plan.layers}
+    assert additional_cost(plan.layers, better) == pytest.approx((eight - four) / four, rel=0.03)
+    q_proj = "model.layers.0.self_attn.q_proj"
+    # alone, it shares its input with no sibling any more
+    alone = micro * 32 * eight + 32 * 32 * (eight - four) if kind == "bytes" else 3 * micro * 32 * 32 / 4
+    found = additional_cost(plan.layers, {q_proj: better[q_proj]})
+    assert found == pytest.approx(alone / (elements * four), rel=0.03)
+
+
+def test_a_candidate_that_does_what_a_layer_does_already_is_not_measured_again(model, tokens):
+    layers = {"*.h.0": {"base": "fp8", "if_present": True}}
+    whole = recipe({"base": "nvfp4", "keep_if_present": ["*.attn", "*.c_proj"], "layers": layers})
+    same, other = recipe({"base": "nvfp4", "name": "same", "keep": ["*"]}), recipe("nvidia-nvfp4")
+    candidates = [same, other, other, recipe("fp8")]
+    plan = plan_layers(model, whole, tokens[:129], length=LENGTH, budget=0.9, candidates=candidates)
+    assert [[each.recipe.name for each in layer.options] for layer in plan.layers] == [
+        ["fp8", "same", "nvidia-nvfp4"],
+        [whole.name, "nvidia-nvfp4", "fp8"],
+    ]
+    chosen = [each.recipe for layer in plan.layers for each in layer.options]
+    assert not any(each.keep or each.keep_last or each.if_present for each in chosen)
+
+
+def test_the_seed_decides_about_stochastic_rounding(model, tokens):
+    chosen = recipe({"base": "nvfp4", "q_forward_input": "nvfp4e2m1b", "keep_first": 1})
+    found = [
+        plan_layers(model, chosen, tokens[:129], length=LENGTH, budget=0.1, seed=seed) for seed in (0, 0, 1)
+    ]
+    first, again, other = (each.all_layers for each in found)
+    assert first == again != other
