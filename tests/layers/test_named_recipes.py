@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from dataclasses import replace
 from fnmatch import fnmatch
 
 import pytest
@@ -66,6 +67,20 @@ def test_the_default_has_the_share_of_the_gap_that_its_description_claims():
     gaps = {row["label"]: row["gaps"]["1500"]["mean"] for row in group["rows"] if row["gaps"]}
     assert gaps["nvfp4-keep-positions"] / gaps["nvfp4"] == pytest.approx(0.4, abs=0.05)
     assert gaps[DEFAULT_RECIPE] / gaps["nvfp4"] == pytest.approx(1 / 7, abs=0.02)
+
+
+def test_the_default_is_what_the_cells_of_its_gap_were_trained_with():
+    study = json.loads((ROOT / "configs" / "studies" / "default.json").read_text(encoding="utf-8"))
+    (entry,) = (each for each in study["recipes"] if each["name"] == DEFAULT_RECIPE)
+    named, trained = recipe(DEFAULT_RECIPE), recipe(entry["set"]["megalowbit.recipe"])
+    assert named_recipes()[DEFAULT_RECIPE].settings["late_switch"] == entry["set"]["megalowbit.late_switch"]
+    assert (named.keep, named.keep_if_present) == (trained.keep, trained.keep_if_present)
+    for block in range(2):
+        for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            name = f"transformer.h.{block}.{layer}"
+            both = (each.of_layer(name) for each in (named, trained))
+            own, other = (replace(each, name="any", if_present=False) for each in both)
+            assert own == other, name
 
 
 def test_every_file_of_data_is_installed_with_the_package():
