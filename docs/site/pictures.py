@@ -288,7 +288,7 @@ def gap_over_steps() -> Picture:
     for step in range(0, steps + 1, 500):
         picture.text(place(step, 0)[0], bottom + 18, f"{step:,}", 12, GREY, "middle")
     picture.line(*place(0.7 * steps, lowest), *place(0.7 * steps, 0.13), GREY, dashed=True)
-    picture.text(place(0.7 * steps, 0)[0] + 6, 22, "forward in bf16 (default)", 11, GREY)
+    picture.text(place(0.7 * steps, 0)[0] + 6, 22, "late switch (not in nvfp4)", 11, GREY)
     for name, colour in RECIPES.items():
         pale = {ORANGE: "#e9b48f", BLUE: "#a9c8f5", GREEN: "#a5d6b0"}[colour]
         means = [sum(values) / len(values) for values in zip(*curves[name], strict=True)]
