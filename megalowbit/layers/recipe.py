@@ -167,7 +167,9 @@ class Recipe(LayerRecipe):
         )
         kept = ", ".join((*self.keep, *self.keep_if_present))
         extra += f"; kept: {kept}" if kept else ""
-        own = ", ".join(f"{pattern}: {each.name}" for pattern, each in self.layers)
+        own = ", ".join(
+            f"{pattern}: {each.name}{' (if present)' * each.if_present}" for pattern, each in self.layers
+        )
         extra += f"; other recipes: {own}" if own else ""
         return f"{self.name} ({self.description()}{extra})"
 

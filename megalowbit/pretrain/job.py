@@ -251,6 +251,7 @@ class Job:
                 "step": self.step,
                 "hf_config": self.engine.module.config.to_dict(),
                 "config": self.config.to_dict(),
+                "recipe": self.recipe.to_dict(),
             },
             "progress": {
                 "totals": self.totals.state_dict(),

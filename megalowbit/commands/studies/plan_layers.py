@@ -2,8 +2,8 @@
 
     megalowbit plan-layers --ds-config X.json --weights runs/short/hf --text heldout.jsonl
     megalowbit plan-layers --ds-config X.json --weights HF_FOLDER --text FILE --budget 0.05 --out F
-    megalowbit plan-layers … --candidate mxfp8 --candidate bf16 --cost time --budget 0.2
-    megalowbit plan-layers … --candidate '{"split_weight": {"rank": 8}}' --measure gradient
+    megalowbit plan-layers --ds-config X.json --weights HF_FOLDER --text FILE --candidate fp8 --cost time
+    megalowbit plan-layers --ds-config X.json --weights HF_FOLDER --text FILE --candidate fp8 --measure gradient
 
 Quantises one layer at a time, with the recipe of the configuration and with each candidate, and prints how
 much the loss on the text rises. Chooses the layers that get a candidate, within the budget. The last line is

@@ -87,8 +87,12 @@ def _run_facts(ours: Mapping[str, Any], progress: Mapping[str, Any]) -> dict[str
 
 def _of_layers(layers: Any) -> str | None:
     """The recipes of single layers; None if all have the same."""
-    own = [f"`{pattern}`: {_mapping(each).get('name')}" for pattern, each in _mapping(layers).items()]
-    return ", ".join(own) or None
+    own = {pattern: _mapping(each) for pattern, each in _mapping(layers).items()}
+    shown = (
+        f"`{pattern}`: {each.get('name')}" + " (if present)" * (each.get("if_present") is True)
+        for pattern, each in own.items()
+    )
+    return ", ".join(shown) or None
 
 
 def _validation(loss: str | None, step: Any) -> str | None:
