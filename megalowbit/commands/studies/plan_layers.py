@@ -1,9 +1,9 @@
 """Choose a recipe for each layer under a budget, from the weights of a short run.
 
     megalowbit plan-layers --ds-config X.json --weights runs/short/hf --text heldout.jsonl
-    megalowbit plan-layers --ds-config X.json --weights HF_FOLDER --text FILE --budget 0.05 --out F
-    megalowbit plan-layers --ds-config X.json --weights HF_FOLDER --text FILE --candidate fp8 --cost time
-    megalowbit plan-layers --ds-config X.json --weights HF_FOLDER --text FILE --candidate fp8 --measure gradient
+    megalowbit plan-layers --ds-config X.json --weights DIR --text FILE --budget 0.05 --out F
+    megalowbit plan-layers --ds-config X.json --weights DIR --text FILE --candidate fp8 --cost time
+    megalowbit plan-layers --ds-config X.json --weights DIR --text FILE --candidate fp8 --measure gradient
 
 Quantises one layer at a time, with the recipe of the configuration and with each candidate, and prints how
 much the loss on the text rises. Chooses the layers that get a candidate, within the budget. The last line is
