@@ -171,7 +171,7 @@ def checked_products(name: str, value: object) -> bool | tuple[str, ...]:
     if not isinstance(value, (list, tuple)):
         raise UserError(f"recipe {name!r}: hadamard must be true, false or a list of products, not {value!r}")
     for product in value:
-        if product not in PRODUCTS:
+        if not isinstance(product, str) or product not in PRODUCTS:
             raise UserError(f"recipe {name!r}: {unknown_name('product of hadamard', product, PRODUCTS)}")
     chosen = tuple(product for product in PRODUCTS if product in value)
     return bool(chosen) if chosen in ((), ("grad_weight",)) else chosen

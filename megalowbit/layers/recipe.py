@@ -49,7 +49,8 @@ class Recipe(LayerRecipe):
         layers: recipes of single layers: pattern (as in `keep`) → the name of a recipe, or a block of fields
             that differ from this one (`{"*.mlp.*": "mxfp4", "*.c_proj": {"q_forward_input": "fp8e4m3"}}`).
             The first pattern that matches a layer decides; an empty block leaves layers to this recipe. A run
-            records a list of pairs, which is accepted, too. `keep` and the fields like it take precedence,
+            records a list of pairs, which is accepted, too. Patterns of the base come after
+            these, unless they are the same. `keep` and the fields like it take precedence,
             those of a recipe named here have no effect, and `parameter_split` is the same for all layers.
         if_present: in `layers` only: the pattern may match nothing, because the recipe is for several model
             families.
@@ -193,8 +194,14 @@ def _changed(base: Recipe, values: Mapping[str, Any]) -> Recipe:
     changes: dict[str, Any] = {key: _over_base(base, key, value) for key, value in values.items()}
     changed = [key for key in changes if key not in UNNAMED and changes[key] != getattr(base, key)]
     name = f"{base.name} with own {', '.join(changed)}" if changed else base.name
-    if "parameter_split" in changed:  # that of all layers is given to them again
-        changes.setdefault("layers", base.layers_without_split())
+    own = (
+        base.layers_without_split() if "parameter_split" in changed else base.layers
+    )  # it is given to them again
+    if isinstance(given := changes.get("layers", ()), Mapping):
+        given = list(given.items())
+    if own and isinstance(given, (list, tuple)):  # others are refused later
+        first = [each[0] for each in given if isinstance(each, (list, tuple)) and each]
+        changes["layers"] = (*given, *(each for each in own if each[0] not in first))
     return replace(base, **{"name": name, **changes})
 
 
@@ -348,7 +355,7 @@ def _resolved(around: Recipe, value: Any) -> Recipe:
         if "layers" in block:
             raise UserError("layers cannot be nested: give their patterns a place in the outer layers")
         if outside := [key for key in (*NO_MODEL, "parameter_split") if key in block]:
-            raise UserError(f"{outside[0]} is of all layers: set it outside of layers")
+            raise UserError(f"{outside[0]} is of the whole model, not of single layers")
         block = block.get("base")
     if isinstance(value, Mapping) and "base" not in value:
         _check_keys(value)

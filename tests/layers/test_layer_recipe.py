@@ -106,6 +106,7 @@ def test_a_split_is_printed_with_the_keys_it_reads(field, block, expected):
         ),
         ({"gemm": "fp16"}, "recipe .*: unknown gemm 'fp16': did you mean"),
         ({"hadamard": 1}, "hadamard must be true, false or a list of products, not 1"),
+        ({"hadamard": [["output"]]}, r"unknown product of hadamard \['output'\]"),
         (
             {"hadamard": ["grad_weights"], "layout": "per_gemm"},
             "product of hadamard .*did you mean 'grad_weight'",

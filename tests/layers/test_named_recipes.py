@@ -76,7 +76,8 @@ def test_the_default_is_what_the_cells_of_its_gap_were_trained_with():
     assert named_recipes()[DEFAULT_RECIPE].settings["late_switch"] == entry["set"]["megalowbit.late_switch"]
     assert (named.keep, named.keep_if_present) == (trained.keep, trained.keep_if_present)
     for block in range(2):
-        for layer in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        kept = [] if block == 0 else ["attn.c_attn"]
+        for layer in (*kept, "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             name = f"transformer.h.{block}.{layer}"
             both = (each.of_layer(name) for each in (named, trained))
             own, other = (replace(each, name="any", if_present=False) for each in both)

@@ -222,7 +222,9 @@ def test_a_split_of_parameters_is_that_of_all_layers_that_quantise():
     assert whole.of_layer("a.mlp").parameter_split == whole.parameter_split
     assert whole.of_layer("a.h.0").parameter_split is None
     assert recipe(whole.to_dict()) == whole
-    with pytest.raises(UserError, match=r"layers\['\*'\]: parameter_split is of all layers: set it outside"):
+    with pytest.raises(
+        UserError, match=r"layers\['\*'\]: parameter_split is of the whole model, not of single"
+    ):
         recipe({"base": "nvfp4", "layers": {"*": {"parameter_split": split}}})
     with pytest.raises(UserError, match="parameter_split is the same for all layers"):
         recipe({"base": "nvfp4", "layers": {"*": dataclasses.replace(whole.alone)}})
@@ -238,12 +240,12 @@ def test_a_split_of_parameters_is_that_of_all_layers_that_quantise():
         ({"": "nvfp4"}, "layers: '' is no pattern of module names"),
         ({"*": "nvpf4"}, r"layers\['\*'\]: unknown recipe 'nvpf4': did you mean 'nvfp4'"),
         ({"*": 3}, r"layers\['\*'\]: unknown recipe 3"),
-        ({"*": {"keep": ["*"]}}, r"layers\['\*'\]: keep is of all layers: set it outside of layers"),
+        ({"*": {"keep": ["*"]}}, r"layers\['\*'\]: keep is of the whole model, not of single layers"),
         ({"*": {"layers": {}}}, r"layers\['\*'\]: layers cannot be nested: give their patterns a place in"),
         ({"*": {"q_forward_weights": "fp32"}}, "did you mean 'q_forward_weight'"),
         ({"*": recipe({"base": "nvfp4", "layers": {"*": "bf16"}})}, "has layers of its own"),
         ({"*": {"base": {"base": "nvfp4", "layers": {"*": "bf16"}}}}, r"layers\['\*'\]: layers cannot be"),
-        ({"*": {"base": {"base": "mxfp4", "keep": ["head"]}}}, r"layers\['\*'\]: keep is of all layers"),
+        ({"*": {"base": {"base": "mxfp4", "keep": ["head"]}}}, r"layers\['\*'\]: keep is of the whole model"),
         ({"*": {"hadamard": True}}, r"layers\['\*'\]: recipe 'own hadamard': hadamard transforms"),
     ],
 )
@@ -302,12 +304,27 @@ def test_mistakes_beside_layers_are_reported_first(layers):
 
 def test_a_pattern_for_several_families_says_so():
     shipped = recipe("nvfp4-first-block-fp8")
-    assert [(pattern, each.name, each.if_present) for pattern, each in shipped.layers] == [
-        ("h.0", "fp8", True),
-        ("*.h.0", "fp8", True),
-    ]
+    assert {(each.name, each.if_present) for _, each in shipped.layers} == {("fp8", True)}
     assert recipe(json.loads(json.dumps(shipped.to_dict()))) == shipped
-    assert shipped.to_dict()["layers"]["*.h.0"]["if_present"] is True
+    assert shipped.to_dict()["layers"]["*.h.0.mlp.c_*"]["if_present"] is True
     assert "if_present" not in shipped.to_dict()
     with pytest.raises(UserError, match="if_present must be true or false, not 'yes'"):
         recipe({"base": "nvfp4", "layers": {"*.h.0": {"base": "fp8", "if_present": "yes"}}})
+
+
+SHIPPED = ["h.0.attn.c_proj", "h.0.mlp.c_*", "*.h.0.attn.c_proj", "*.h.0.mlp.c_*"]  # of the default
+
+
+def test_patterns_of_the_base_come_after_own_ones():
+    own = recipe({"base": "nvfp4-first-block-fp8", "layers": {"*.h.3": "bf16", "*.h.0.mlp": "mxfp4"}})
+    assert [pattern for pattern, _ in own.layers] == ["*.h.3", "*.h.0.mlp", *SHIPPED]
+    assert own.of_layer("transformer.h.0.attn.c_proj").name == "fp8"
+    assert own.of_layer("transformer.h.0.mlp.c_fc").name == "mxfp4"
+    replaced = recipe({"base": own, "layers": [["*.h.0", "nvfp4"], ["*.h.1", "fp8"]]})
+    assert [pattern for pattern, _ in replaced.layers] == ["*.h.0", "*.h.1", "*.h.3", "*.h.0.mlp", *SHIPPED]
+    assert replaced.of_layer("transformer.h.0.mlp.c_fc").name == "nvfp4"
+    again = recipe({"base": own, "layers": {"*.h.3": "fp8"}})
+    assert [pattern for pattern, _ in again.layers] == ["*.h.3", "*.h.0.mlp", *SHIPPED]
+    assert again.of_layer("transformer.h.3.mlp.c_fc").name == "fp8"
+    assert recipe({"base": own, "layers": {}}).layers == own.layers
+    assert recipe({"base": own, "keep_last": 1}).layers == own.layers

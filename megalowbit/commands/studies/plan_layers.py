@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megalowbit.errors import UserError
+from megalowbit.json_text import parse_json
 from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
 from megalowbit.shipped_files import find_config
 
@@ -144,10 +145,7 @@ def _value(text: str) -> Any:
 
     if not text.lstrip().startswith("{"):
         return text
-    try:
-        block = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"--candidate {text!r} is not JSON: {error}") from None
+    block = parse_json(text, f"--candidate {text!r}", is_strict=True)
     if not block.keys() - set(UNNAMED):
         raise UserError(f"--candidate {text!r} changes nothing: name fields that differ from the recipe's")
     return block

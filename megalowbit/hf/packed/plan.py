@@ -63,12 +63,7 @@ def plan_packing(
     low_bit, linear = bit_layers(model), linear_layers(model)
     if not low_bit:
         raise UserError(f"{type(model).__name__} has no low-bit layers to pack: convert it first")
-    format = _common_format(low_bit, precision)
-    if format.name not in layout.formats:
-        raise UserError(
-            f"the layout {layout.name} has no {format.name.upper()} weights: use compressed-tensors"
-        )
-    for name, layer in low_bit.items():
+    for name, layer in low_bit.items():  # before the format, which another recipe could change
         if isinstance(layer, ParallelBitLinear) and layer.shards is not None:
             raise UserError(f"layer {name} is a shard: save a checkpoint of the run and export that")
         if layer.is_transposed:
@@ -76,6 +71,12 @@ def plan_packing(
                 f"layer {name} replaces a Conv1D, and transformers loads no packed weights into such layers, "
                 "so GPT-2 cannot be packed: use an ordinary Hugging Face folder, or a LLaMA"
             )
+    format = _common_format(low_bit, precision)
+    if format.name not in layout.formats:
+        raise UserError(
+            f"the layout {layout.name} has no {format.name.upper()} weights: use compressed-tensors"
+        )
+    for name, layer in low_bit.items():
         check_size(name, layer.in_features, format)
     in_features = {name: int(layer.in_features) for name, layer in linear.items()}  # type: ignore[arg-type]
     groups = fused_groups(in_features, low_bit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -74,23 +74,23 @@ class ConversionReport:
             lines.append("nothing converted: this recipe quantises nothing")
         if self.swapped:
             lines.append(f"converted {counted(len(self.swapped), 'layer')} to BitLinear:")
-            lines += _grouped(map(self._converted, self.swapped))
+            lines += _grouped((each.name, self._converted(each)) for each in self.swapped)
         if self.kept:
             lines.append(f"kept {counted(len(self.kept), 'layer')} in high precision:")
-            lines += _grouped(f"{_pattern(each.name)}  {each.kind}: {each.reason}" for each in self.kept)
+            lines += _grouped((each.name, f"{each.kind}: {each.reason}") for each in self.kept)
         if self.unmatched:
             lines.append(f"keep_if_present names no layer of this model: {', '.join(self.unmatched)}")
         if self.missed:
             stay = "stays" if len(self.missed) == 1 else "stay"
             missed = counted(len(self.missed), "weight")
             lines.append(f"missed {missed}, which {stay} in high precision:")
-            lines += _grouped(f"{_pattern(each.name)}  {each.shape}: {each.reason}" for each in self.missed)
+            lines += _grouped((each.name, f"{each.shape}: {each.reason}") for each in self.missed)
         return "\n".join(lines)
 
     def _converted(self, layer: SwappedLayer) -> str:
-        """A line about a converted layer; with its recipe, if not all layers have the same."""
+        """About a converted layer; with its recipe, if not all layers have the same."""
         own = f": {self.recipe.of_layer(layer.name).name}" if self.recipe.layers else ""
-        return f"{_pattern(layer.name)}  {layer.kind} {layer.in_features}→{layer.out_features}{own}"
+        return f"{layer.kind} {layer.in_features}→{layer.out_features}{own}"
 
 
 def refuse_missed(missed: Collection[MissedWeight], recipe: Recipe) -> None:
@@ -124,5 +124,12 @@ def _pattern(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _grouped(labels: Iterable[str]) -> list[str]:
-    return [f"  {label}" + (f"  × {count}" if count > 1 else "") for label, count in Counter(labels).items()]
+def _grouped(layers: Iterable[tuple[str, str]]) -> list[str]:
+    """Lines about layers, given by name and text; those of several blocks on one line, by pattern."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, text in layers:
+        found[_pattern(name), text].append(name)
+    return [
+        f"  {names[0]}  {text}" if len(names) == 1 else f"  {pattern}  {text}  × {len(names)}"
+        for (pattern, text), names in found.items()
+    ]

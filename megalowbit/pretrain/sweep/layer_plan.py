@@ -69,10 +69,9 @@ class Option:
         that of the text only: not of the weights, nor of the random numbers of rounding.
         """
         differences = self.rises - other.rises
-        gain = differences.mean().item()
-        if not gain > SIGNIFICANT * _error(differences):
-            return 0.0
-        return min(gain, max(self.damage, 0.0) - max(other.damage, 0.0))
+        gain = min(differences.mean().item(), max(self.damage, 0.0) - max(other.damage, 0.0))
+        is_certain = gain > SIGNIFICANT * _error(differences) and not self.is_near_zero
+        return gain if is_certain else 0.0
 
 
 @dataclass(frozen=True)
@@ -288,8 +287,9 @@ def table(plan: LayerPlan) -> str:
             figures = f"{option.recipe.name:<{names}}  {option.damage:+.5f} ± {option.error:.5f}"
             share = additional_cost(plan.layers, {layer.name: option})
             cost = f"cost {share:+.1%}" if abs(share) > ROUNDING else ""
-            mark = "chosen" if plan.chosen.get(layer.name) is option else "≈ 0" * option.is_near_zero
-            lines.append(f"{begin}  {figures}  {cost}  {mark}".rstrip())
+            zero = " ≈ 0" * option.is_near_zero
+            mark = "  chosen" * (plan.chosen.get(layer.name) is option)
+            lines.append(f"{begin}  {figures}{zero:<5}  {cost}{mark}".rstrip())
             begin = " " * len(begin)
     alone = sum(each.options[0].damage for each in plan.layers)
     together, error = plan.all_layers
@@ -297,6 +297,11 @@ def table(plan: LayerPlan) -> str:
         f"all together {together:+.5f} ± {error:.5f}, sum of their own {alone:+.5f}; "
         f"loss in high precision {plan.loss:.4f} over {plan.tokens:,} tokens"
     )
+    if abs(together) <= SIGNIFICANT * error:
+        lines.append(
+            "all together they do no certain damage, so this plan says little: take more text, or weights "
+            "that have been trained longer, in bf16"
+        )
     return "\n".join(lines)
 
 

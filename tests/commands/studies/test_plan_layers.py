@@ -40,6 +40,10 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
         assert high["damage"] == 0 != own["damage"]
     assert written["cost"] <= 0.5
     assert "more time of products (budget 50.0%)" in done.stdout or "change nothing" in done.stdout
+    twice = '{"split_input": {"rank": 4}, "split_input": {"rank": 8}}'
+    wrong = run_script(TOOL, *arguments, "--set", cache, "--candidate", twice)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
+    assert "'split_input' occurs twice" in wrong.stderr
     wrong = run_script(TOOL, *arguments, "--set", cache, "--candidate", "fp9")
     assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1)
     assert "unknown recipe 'fp9'" in wrong.stderr

@@ -9,6 +9,7 @@ import torch
 from quick_cases import slow_except
 from tiny_models import tiny_model
 from torch import nn
+from transformers import GPTJConfig, GPTJForCausalLM
 
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers, convert, restore, share_inputs
@@ -124,7 +125,7 @@ def test_the_report_names_the_recipe_of_each_layer():
     assert "  transformer.h.*.mlp.c_fc  Conv1D 32→128: mxfp8  × 2" in text
     assert "  transformer.h.*.attn.c_attn  Conv1D 32→96: nvfp4 with own layers  × 2" in text
     assert "  transformer.h.*.attn.c_proj  Conv1D 32→32: own q_forward_input fp32  × 2" in text
-    assert "  transformer.h.*.mlp.c_proj  Conv1D: its recipe 'bf16' quantises nothing" in text
+    assert "  transformer.h.0.mlp.c_proj  Conv1D: its recipe 'bf16' quantises nothing" in text
 
 
 def llama(block):
@@ -274,6 +275,11 @@ def test_the_default_has_fp8_in_the_first_block_of_a_gpt2_only(family):
             "transformer.h.0.attn.c_proj", "transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj"
         }  # fmt: skip
         assert "transformer.h.0.attn.c_attn" not in found
+    rotary = GPTJForCausalLM(
+        GPTJConfig(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=2, rotary_dim=8)
+    )
+    convert(rotary, "nvfp4-first-block-fp8")  # has blocks h.0, h.1
+    assert {layer.recipe.name for layer in bit_layers(rotary).values()} == {"nvfp4-first-block-fp8"}
     alone = tiny_model("llama")
     with pytest.raises(UserError, match=r"layers pattern '\*\.h\.0' matches no linear layer"):
         convert(alone, {"base": "nvfp4", "layers": {"*.h.0": "fp8"}})
