@@ -111,7 +111,7 @@ class Recipe(LayerRecipe):
     @property
     def variants(self) -> tuple[Recipe, ...]:
         """The recipes that layers may have: this one, and those of `layers`, each once."""
-        own = [each for _, each in self.layers]
+        own = [each for _, each in self._own]
         names_all = any(not pattern.strip("*") for pattern, _ in self.layers)
         return tuple(dict.fromkeys(own if names_all else (self.alone, *own)))
 
@@ -122,7 +122,12 @@ class Recipe(LayerRecipe):
 
     def of_layer(self, name: str) -> Recipe:
         """The recipe of a layer with this name, which is one of `variants`."""
-        return next((each for pattern, each in self.layers if matches(name, pattern)), self.alone)
+        return next((each for pattern, each in self._own if matches(name, pattern)), self.alone)
+
+    @functools.cached_property
+    def _own(self) -> tuple[tuple[str, Recipe], ...]:
+        """`layers` as layers have them: `if_present` says nothing about a layer."""
+        return tuple((pattern, replace(each, if_present=False)) for pattern, each in self.layers)
 
     def layers_without_split(self) -> tuple[tuple[str, Recipe], ...]:
         """`layers` without the parameter split that all layers share."""
@@ -135,7 +140,8 @@ class Recipe(LayerRecipe):
         Args:
             values: fields of `Recipe`, and `base`: the named recipe that supplies the fields left out. If
                 both have a split, the base also supplies the fields left out within it, as far as its method
-                uses them. Without `name`, the result is named after its base and the changed fields.
+                uses them; if both have `layers`, those of the base come last. Without `name`, the result is
+                named after its base and the changed fields.
 
         Raises:
             UserError: a key is unknown, a value is invalid, or fields are missing and there is no base.
@@ -194,15 +200,20 @@ def _changed(base: Recipe, values: Mapping[str, Any]) -> Recipe:
     changes: dict[str, Any] = {key: _over_base(base, key, value) for key, value in values.items()}
     changed = [key for key in changes if key not in UNNAMED and changes[key] != getattr(base, key)]
     name = f"{base.name} with own {', '.join(changed)}" if changed else base.name
-    own = (
-        base.layers_without_split() if "parameter_split" in changed else base.layers
-    )  # it is given to them again
-    if isinstance(given := changes.get("layers", ()), Mapping):
-        given = list(given.items())
-    if own and isinstance(given, (list, tuple)):  # others are refused later
-        first = [each[0] for each in given if isinstance(each, (list, tuple)) and each]
-        changes["layers"] = (*given, *(each for each in own if each[0] not in first))
+    if base.layers:
+        # another parameter_split is given to all layers again
+        former = base.layers_without_split() if "parameter_split" in changed else base.layers
+        changes["layers"] = _before(former, changes.get("layers", ()))
     return replace(base, **{"name": name, **changes})
+
+
+def _before(former: tuple[tuple[str, Recipe], ...], given: Any) -> Any:
+    """The `layers` of a block before those of its base, without patterns that the block has, too."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, (list, tuple)):
+        return given  # refused with all other mistakes
+    names = [each[0] for each in pairs if isinstance(each, (list, tuple)) and each]
+    return (*pairs, *(each for each in former if each[0] not in names))
 
 
 def _over_base(base: Recipe, key: str, value: object) -> object:

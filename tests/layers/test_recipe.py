@@ -308,6 +308,7 @@ def test_a_pattern_for_several_families_says_so():
     assert recipe(json.loads(json.dumps(shipped.to_dict()))) == shipped
     assert shipped.to_dict()["layers"]["*.h.0.mlp.c_*"]["if_present"] is True
     assert "if_present" not in shipped.to_dict()
+    assert shipped.of_layer("transformer.h.0.mlp.c_fc") == recipe("fp8") == shipped.variants[1]
     with pytest.raises(UserError, match="if_present must be true or false, not 'yes'"):
         recipe({"base": "nvfp4", "layers": {"*.h.0": {"base": "fp8", "if_present": "yes"}}})
 

@@ -163,14 +163,7 @@ def plan_layers(
         rises, loss = measured(model, [own, *alone], sequences, measure)
     finally:
         restore(model)
-    costs = {
-        name: [layer_cost(cost, each, shapes[name][0], micro_tokens, shapes[name][1]) for each in given]
-        for name, given in options.items()
-    }
-    rows = iter(rises[1:])
-    measured_options = {name: [(each, next(rows)) for each in given] for name, given in options.items()}
-    weights = {name: math.prod(sizes) for name, (sizes, _) in shapes.items()}
-    layers = _layer_options(measured_options, costs, weights, cost)
+    layers = _layer_options(options, rises[1:], shapes, cost, micro_tokens)
     chosen = choose(layers, budget)
     return LayerPlan(
         recipe=_changed(model, recipe, chosen),
@@ -185,26 +178,29 @@ def plan_layers(
 
 
 def _layer_options(
-    options: Mapping[str, Sequence[tuple[Recipe, Tensor]]],
-    costs: Mapping[str, Sequence[LayerCost]],
-    weights: Mapping[str, int],
+    options: Mapping[str, Sequence[Recipe]],
+    rises: Tensor,
+    shapes: Mapping[str, tuple[tuple[int, int], tuple[str, ...]]],
     kind: CostKind,
+    tokens: int,
 ) -> tuple[LayerOptions, ...]:
-    """Of each layer, recipes with their rises, and costs as shares of that of all layers as they are."""
+    """Of each layer, its recipes with a row of `rises` each, and costs as shares of that of all layers.
+
+    `shapes` has the sizes and the siblings of each layer.
+    """
+    costs = {
+        name: [layer_cost(kind, each, shapes[name][0], tokens, shapes[name][1]) for each in given]
+        for name, given in options.items()
+    }
     whole = total(each[0] for each in costs.values())
     if kind == "weights":  # of the layers that change
         costs = {name: [LayerCost(0), *given[1:]] for name, given in costs.items()}
-    return tuple(
-        LayerOptions(
-            name,
-            weights[name],
-            tuple(
-                Option(recipe, rises, cost.relative_to(whole))
-                for (recipe, rises), cost in zip(given, costs[name], strict=True)
-            ),
-        )
-        for name, given in options.items()
-    )
+    rows, found = iter(rises), []
+    for name, given in options.items():
+        made = zip(given, costs[name], strict=True)
+        of_layer = tuple(Option(recipe, next(rows), cost.relative_to(whole)) for recipe, cost in made)
+        found.append(LayerOptions(name, math.prod(shapes[name][0]), of_layer))
+    return tuple(found)
 
 
 def choose(layers: Sequence[LayerOptions], budget: float) -> dict[str, Option]:
@@ -336,6 +332,10 @@ def _check(recipe: Recipe, budget: float, measure: str, cost: str) -> None:
         if cost != "weights":
             expected = f"a share of the layers' {cost} above 0, such as 0.15"
         raise UserError(f"budget = {budget}: expected {expected}")
+    if not recipe.quantizes:
+        raise UserError(
+            f"recipe {recipe.name!r} quantises nothing, so there is nothing to plan: name another"
+        )
     is_measured, where, other = {
         "loss": (quantizes_in(recipe, "forward"), "forward", "the gradient"),
         "gradient": (any(map(_quantizes_backward, recipe.variants)), "backward", "the loss"),
