@@ -78,7 +78,7 @@ def test_an_interrupt_of_the_terminal_reaches_a_cell_as_the_signal_after_which_i
     tool = tmp_path / "tool.py"
     tool.write_text(
         "import os, signal, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('error: saved'), os._exit(2)))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('error: saved', flush=True), os._exit(2)))\n"
         "print('started', flush=True)\n"
         "time.sleep(60)\n"
     )
