@@ -66,7 +66,7 @@ def findings(run: RunFiles, known: list[Finding]) -> list[Finding]:
     values = np.log(np.maximum(metrics["loss"][rows], 1e-9))
     limit = max(DEVIATIONS * max(noise(values), LEAST_NOISE), LEAST_RISE)
     source = _new_source(run, limit)
-    change = _first_change(values, limit)
+    change = _first_change(values, limit, _relative_rates(run)[rows] >= LARGE_UPDATE)
     if change is None:
         return [source] if source is not None else _no_learning(run, values)
     change = change._replace(best=int(rows[change.best]), row=int(rows[change.row]))
@@ -75,28 +75,35 @@ def findings(run: RunFiles, known: list[Finding]) -> list[Finding]:
     return [_with_cause(run, change, known), *([] if source is None else [source])]
 
 
-def _first_change(values: Array, limit: float) -> Change | None:
+def _first_change(values: Array, limit: float, replaced: NDArray[np.bool_]) -> Change | None:
     """The first rise or sudden fall; one is enough, as what follows may be its consequence."""
     window = int(np.clip(WINDOW_SHARE * len(values), SHORTEST, LONGEST))
-    found = [
-        each for each in (_rise(values, window, limit), _fall(values, window, limit)) if each is not None
-    ]
-    return min(found, key=lambda change: change.row, default=None)
+    changes = (_rise(values, window, limit, replaced), _fall(values, window, limit))
+    return min((each for each in changes if each is not None), key=lambda change: change.row, default=None)
 
 
-def _rise(values: Array, window: int, limit: float) -> Change | None:
+def _rise(values: Array, window: int, limit: float, replaced: NDArray[np.bool_]) -> Change | None:
+    """A median that left the level before it; `replaced` marks steps whose updates replace the weights.
+
+    Such updates undo within a few steps what they taught, so no median shows how far the loss had fallen:
+    there, the level is that of the single step.
+    """
     level = running_median(values, window)
-    lowest = np.minimum.accumulate(level)
-    beyond = np.flatnonzero(level - lowest > limit)
+    single = np.where(replaced, values, np.inf)
+    # a median falls later than its steps do, so it is compared with single steps before its window
+    before = np.concatenate([np.full(window, np.inf), single])[: len(values)]
+    beyond = np.flatnonzero(level - np.minimum.accumulate(np.minimum(level, before)) > limit)
     if not len(beyond):
         return None
     known = int(beyond[0])
-    best = int(np.argmin(level[: known + 1]))
+    single[max(0, known + 1 - window) :] = np.inf
+    floor = np.minimum(level, single)
+    best = int(np.argmin(floor[: known + 1]))
     # the median follows by half a window: the first single step beyond is where it began
-    single = np.flatnonzero(values[best + 1 : known + 1] - level[best] > limit)
-    row = best + 1 + int(single[0]) if len(single) else known
-    size = float(level[known] - level[best])
-    step = float(values[row] - max(values[row - 1], level[best]))
+    after = np.flatnonzero(values[best + 1 : known + 1] - floor[best] > limit)
+    row = best + 1 + int(after[0]) if len(after) else known
+    size = float(level[known] - floor[best])
+    step = float(values[row] - max(values[row - 1], floor[best]))
     return Change(best, row, size, is_sudden=step > SUDDEN * size, limit=limit)
 
 
@@ -256,32 +263,41 @@ def _batch(run: RunFiles, change: Change) -> Finding | None:
     )  # fmt: skip
 
 
+def _relative_rates(run: RunFiles) -> Array:
+    """(t,): the share of its initial deviation that an update of Adam changes a weight by; 0 under SGD."""
+    optimizer = run.config.get("optimizer")
+    if isinstance(optimizer, dict) and optimizer.get("type") == "SGD":
+        return np.zeros(len(run.metrics["lr"]))
+    return run.metrics["lr"] / run.initial_deviation[0]
+
+
 def _rate(run: RunFiles, change: Change) -> Finding | None:
     """The learning rate, if the loss rose in the upper half of its course and its updates are large."""
     metrics = run.metrics
-    rates = metrics["lr"]
-    if not np.isfinite(rates).any():
+    rates, relative = metrics["lr"], _relative_rates(run)
+    since_best = slice(change.best, change.row + 1)
+    if change.size < 0 or not np.isfinite(rates[since_best]).any():
         return None
-    peak, now = float(np.nanmax(rates)), float(np.nanmax(rates[change.best : change.row + 1]))
-    spread, source = run.initial_deviation
-    ratio = now / spread
-    if change.size < 0:
-        return None
+    peak, now = float(np.nanmax(rates)), float(np.nanmax(rates[since_best]))
+    ratio = float(np.nanmax(relative[since_best]))
     if ratio < LARGE_UPDATE and (now < UPPER * peak or change.is_sudden or not _norm_grew(run, change)):
         return None
     step, best = int(metrics.steps[change.row]), int(metrics.steps[change.best])
-    since = int(metrics.steps[np.argmax(rates >= LARGE_UPDATE * spread)]) if ratio >= LARGE_UPDATE else best
+    since = int(metrics.steps[np.argmax(relative >= LARGE_UPDATE)]) if ratio >= LARGE_UPDATE else best
     warmup = _warmup(rates)
+    why = ""
+    if ratio > 0:
+        spread, source = run.initial_deviation
+        why = (
+            ": an update of Adam changes a weight by about that, and the weights began with a deviation of "
+            f"{spread:g} ({source}): × {ratio:.2g}"
+        )
     evidence = (
         *_losses_and_norms(run, change),
         Evidence(
             file=METRICS, step=best, text=f"lr {rates[change.best]:.3g} at the lowest level of the loss"
         ),
-        Evidence(
-            file=METRICS, step=step,
-            text=f"lr {rates[change.row]:.3g}: an update of Adam changes a weight by about that, and the "
-            f"weights began with a deviation of {spread:g} ({source}): × {ratio:.2g}",
-        ),
+        Evidence(file=METRICS, step=step, text=f"lr {rates[change.row]:.3g}{why}"),
     )  # fmt: skip
     lower = float(f"{0.1 * peak:.1g}")
     remedy = [f"--set optimizer.params.lr={lower:g}, in a new run or from a checkpoint before step {best}"]

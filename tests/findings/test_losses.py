@@ -32,6 +32,34 @@ def test_a_rise_at_a_rate_that_replaces_the_weights_is_the_learning_rate(records
     assert "--set optimizer.params.lr=0.009" in found.remedy[0]
 
 
+def unlearn(records):
+    """A loss that falls in four steps, rises and then falls for good, as it does at 100 times the rate."""
+    for row, loss in zip(records.rows[:9], (5.5, 5.5, 4.2, 3.8, 5.0, 5.9, 5.1, 4.8, 4.6), strict=True):
+        row["loss"] = loss
+
+
+def test_a_loss_that_is_unlearned_within_a_few_steps_is_the_learning_rate(records, tmp_path):
+    unlearn(records)
+    assert not findings(records.read(tmp_path / "usual"), [])
+    for row in records.rows:
+        row["lr"] *= 100
+    (found,) = findings(records.read(tmp_path / "large"), [])
+    assert (found.name, found.step, found.is_shown) == (base.RATE, 1, True)
+    assert "the loss rose from step 3 to 5, at lr 0.3" in found.title
+
+
+def test_a_large_rate_of_sgd_is_compared_with_no_weights(records, tmp_path):
+    unlearn(records)
+    records.config["optimizer"] = {"type": "SGD", "params": {"lr": 0.3}}
+    for row in records.rows:
+        row["lr"] *= 100
+    assert not findings(records.read(tmp_path / "unlearned"), [])
+    diverge(records, 30, 1.03)
+    (found,) = findings(records.read(tmp_path / "diverged"), [])
+    assert (found.name, found.is_shown) == (base.RATE, False)
+    assert not [each for each in found.evidence if "Adam" in each.text]
+
+
 def test_a_rise_at_a_moderate_rate_is_likely_the_rate_if_gradients_grew_too(records, tmp_path):
     diverge(records, 30, 1.03)
     (found,) = findings(records.read(tmp_path / "grew"), [])
