@@ -49,7 +49,7 @@ from megalowbit.hf.packed.layout import PackedLayout
 from megalowbit.hf.packed.modelopt import ModelOpt
 from megalowbit.hf.packed.plan import PackingPlan, plan_packing
 from megalowbit.hf.packed.recipes import PRECISIONS, Precision, check_formats
-from megalowbit.hf.packed.report import PackingReport, RoundedLayer, notes_about
+from megalowbit.hf.packed.report import PackingReport, RoundedLayer, note_about_wide, notes_about_run
 from megalowbit.hf.training_checkpoint import (
     TrainingCheckpoint,
     is_training_checkpoint,
@@ -80,7 +80,7 @@ class Options(TypedDict, total=False):
         precision: `w4a16` (the default): weights are packed; `w4a4`: servers also round inputs.
         input_maxima: largest magnitude of the input of each packed layer; for `w4a4` in NVFP4. Default: those
             that the run has recorded, see `layers.conversion.static_inputs`.
-        is_exact: refuse the export if a value would differ from that of the recipe's forward.
+        is_exact: refuse the export if a weight would differ from that of the recipe's forward.
         tokenizer: saved with the weights; default: the tokenizer kept in a checkpoint to start from, if any.
         shard_size: limit of the bytes of tensors in a file.
         examine: called with the unfinished folder and its packed layers before it appears; may add files.
@@ -314,8 +314,13 @@ class PackedExport:
         """Write `folder`, completely or not at all.
 
         Raises:
-            UserError: see `Conversion.run`; with `is_exact`, a block would have to be rounded again.
+            UserError: see `Conversion.run`; with `is_exact`, a weight would differ from the forward's.
         """
+        if self._is_exact and self._plan.wide:
+            raise UserError(
+                f"layer {self._plan.wide[0]} has 8-bit weights in the forward, and they would be in bf16, "
+                "unrounded: export without requiring exact values"
+            )
         self.conversion.run(folder)
         assert self.report is not None  # made by `_finish`
         return self.report
@@ -381,7 +386,7 @@ class PackedExport:
             ignored=plan.ignored,
             nbytes=self.conversion.nbytes,
             rounded=tuple(self._compare(draft)),
-            notes=() if stored is None else notes_about(stored.header),
+            notes=(*note_about_wide(plan.wide), *(() if stored is None else notes_about_run(stored.header))),
         )
         self._write_settings(draft, self._card(self.report))
         if self._examine is not None:

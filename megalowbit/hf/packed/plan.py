@@ -12,7 +12,14 @@ from torch import Tensor
 from megalowbit.errors import UserError, shown
 from megalowbit.formats.block_scale import tensor_encode_scale
 from megalowbit.hf.packed.layout import PackedLayout
-from megalowbit.hf.packed.recipes import PackedFormat, Precision, check_size, fused_groups, packed_format
+from megalowbit.hf.packed.recipes import (
+    PackedFormat,
+    Precision,
+    bits_of_weights,
+    check_size,
+    fused_groups,
+    packed_format,
+)
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, refuse_partitioned
 from megalowbit.layers.conversion.kept_layers import linear_layers
@@ -30,6 +37,7 @@ class PackingPlan(NamedTuple):
         format: of all packed layers.
         groups: names of packed layers that servers fuse, in the model's order.
         ignored: names of linear layers that stay in high precision.
+        wide: those of them whose weights have 8 bits in the recipe's forward.
         shapes: (out_features, in_features) of each packed layer.
         input_scales: layer → tensor scale of its input; empty if servers need none.
     """
@@ -38,6 +46,7 @@ class PackingPlan(NamedTuple):
     format: PackedFormat
     groups: tuple[tuple[str, ...], ...]
     ignored: tuple[str, ...]
+    wide: tuple[str, ...]
     shapes: dict[str, tuple[int, int]]
     input_scales: dict[str, Tensor]
 
@@ -71,21 +80,24 @@ def plan_packing(
                 f"layer {name} replaces a Conv1D, and transformers loads no packed weights into such layers, "
                 "so GPT-2 cannot be packed: use an ordinary Hugging Face folder, or a LLaMA"
             )
-    format = _common_format(low_bit, precision)
+    bits = {name: bits_of_weights(layer.recipe) for name, layer in low_bit.items()}
+    packed = {name: layer for name, layer in low_bit.items() if (bits[name] or 0) < 8}
+    format = _common_format(packed or low_bit, precision)
     if format.name not in layout.formats:
         raise UserError(
             f"the layout {layout.name} has no {format.name.upper()} weights: use compressed-tensors"
         )
-    for name, layer in low_bit.items():
+    for name, layer in packed.items():
         check_size(name, layer.in_features, format)
     in_features = {name: int(layer.in_features) for name, layer in linear.items()}  # type: ignore[arg-type]
-    groups = fused_groups(in_features, low_bit)
+    groups = fused_groups(in_features, packed)
     return PackingPlan(
         layout,
         format,
         tuple(groups),
-        tuple(name for name in linear if name not in low_bit),
-        {name: (layer.out_features, layer.in_features) for name, layer in low_bit.items()},
+        tuple(name for name in linear if name not in packed),
+        tuple(name for name, value in bits.items() if value == 8),
+        {name: (layer.out_features, layer.in_features) for name, layer in packed.items()},
         _input_scales(format, groups, input_maxima),
     )
 

@@ -82,6 +82,14 @@ def packed_format(recipe: Recipe, precision: Precision) -> PackedFormat:
     return PackedFormat(name, size, chosen, _input_encoding(recipe, name) if precision == "w4a4" else None)
 
 
+def bits_of_weights(recipe: Recipe) -> int | None:
+    """Bits of an element of the forward's weights; 16 if they are not rounded, None if they have no codes."""
+    chosen = quantizer(recipe.q_forward_weight)
+    if chosen.is_identity:
+        return 16
+    return chosen.encoding.format.element.bits if isinstance(chosen, BlockQuantizer) else None
+
+
 def fused_groups(in_features: Mapping[str, int], low_bit: Collection[str]) -> list[tuple[str, ...]]:
     """The low-bit layers in groups that servers fuse, in the model's order; most are groups of one layer.
 

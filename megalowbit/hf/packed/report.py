@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class PackingReport:
         ignored: names of linear layers in high precision.
         nbytes: bytes of all tensors.
         rounded: layers with values other than those of the recipe's forward.
-        notes: about the run, see `notes_about`.
+        notes: see `note_about_wide` and `notes_about_run`.
     """
 
     layout: str
@@ -77,7 +77,17 @@ class PackingReport:
         return "\n".join([*lines, *(f"WARNING: {each}" for each in self.notes)])
 
 
-def notes_about(header: Mapping[str, Any]) -> tuple[str, ...]:
+def note_about_wide(layers: Collection[str]) -> tuple[str, ...]:
+    """What is said about layers that the recipe rounds to 8 bits; nothing without any."""
+    if not layers:
+        return ()
+    return (
+        f"{counted(len(layers), 'layer')} with 8 bits in the recipe's forward stay in bf16, unrounded: a "
+        "packed model has one format",
+    )
+
+
+def notes_about_run(header: Mapping[str, Any]) -> tuple[str, ...]:
     """What a checkpoint's header says about forwards that were not those of its recipe."""
     progress = header.get("progress") or {}
     notes = []

@@ -18,7 +18,7 @@ from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import export_checkpoint
 from megalowbit.hf.folders.unfinished import Draft
 from megalowbit.hf.packed.export import _Weights, export_packed_checkpoint, export_packed_model
-from megalowbit.hf.packed.report import notes_about
+from megalowbit.hf.packed.report import notes_about_run
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.quantize.names import quantizer
 
@@ -52,6 +52,24 @@ def test_a_loaded_export_generates_the_tokens_of_the_emulated_model(tmp_path, sh
     for name, parameter in reference.named_parameters():
         assert loaded.get_parameter(name).equal(parameter)
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == shape.endswith("tied")
+
+
+def test_layers_of_8_bits_stay_in_bf16_beside_packed_ones_and_are_named(tmp_path):
+    model = converted_model("llama", "nvfp4-attention-fp8")
+    report = export_packed_model(model, tmp_path / "packed", "compressed-tensors")
+    attention = {name: layer for name, layer in bit_layers(model).items() if ".self_attn." in name}
+    assert report.num_packed == len(bit_layers(model)) - len(attention)
+    assert set(report.ignored) == attention.keys() | {"lm_head"}
+    warning = f"WARNING: {len(attention)} layers with 8 bits in the recipe's forward stay in bf16, unrounded"
+    assert warning in str(report)
+    for layer in attention.values():
+        layer.recipe = "bf16"
+    reference = emulated(model, tmp_path / "plain")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").eval()
+    tokens, logits = greedy(loaded)
+    expected_tokens, expected_logits = greedy(reference)
+    assert tokens.equal(expected_tokens)
+    assert logits.equal(expected_logits)
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
@@ -209,12 +227,12 @@ def test_an_interrupted_export_continues_and_reports_all_layers(tmp_path, monkey
 
 def test_the_report_names_what_the_run_did_otherwise():
     progress = {"late_switch": {"before": [3.0], "since": [2.9]}, "speculation": None}
-    (note,) = notes_about({"progress": progress})
+    (note,) = notes_about_run({"progress": progress})
     assert note.startswith("the late switch of the run ended the rounding in the forward before this step")
     progress = {"late_switch": {"before": [3.0], "since": []}, "speculation": {"steps": 3}}
-    (note,) = notes_about({"progress": progress})
+    (note,) = notes_about_run({"progress": progress})
     assert note.startswith("speculation chose the precision of each product")
-    assert notes_about({"progress": {"late_switch": None}}) == notes_about({}) == ()
+    assert notes_about_run({"progress": {"late_switch": None}}) == notes_about_run({}) == ()
 
 
 def test_padding_of_the_vocabulary_is_left_out(tmp_path):

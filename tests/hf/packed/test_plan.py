@@ -94,6 +94,20 @@ def test_layers_with_recipes_of_their_own_are_packed_if_the_forward_is_the_same(
         assert "\n" not in str(caught.value)
 
 
+def test_layers_of_8_bits_are_refused_where_they_cannot_stay_in_bf16(tmp_path):
+    model = llama("nvfp4-attention-fp8")
+    check_refusal(tmp_path / "exact", model, "has 8-bit weights in the forward, and", is_exact=True)
+    check_refusal(tmp_path / "all", llama("fp8"), "the weight quantizer 'fp8e4m3' is neither NVFP4 nor MXFP4")
+    part = llama(nvfp4(layers={"*.v_proj": "fp8"}))  # beside q and k, which servers fuse with it
+    check_refusal(tmp_path / "part", part, "servers fuse model.layers.0.self_attn.q_proj, which is low-bit")
+
+
+def test_layers_that_round_no_weight_in_the_forward_are_exact_in_bf16(tmp_path):
+    model = llama(nvfp4(layers={"*.self_attn": {"q_forward_weight": "fp32"}}))
+    report = export_packed_model(model, tmp_path / "packed", "compressed-tensors", is_exact=True)
+    assert (report.num_packed, report.notes) == (6, ())
+
+
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -1.0])
 def test_rounded_inputs_need_the_largest_input_of_every_layer(tmp_path, value):
     model = llama()

@@ -14,6 +14,7 @@ PACKED = {  # named recipe → format of its weights, and whether servers round 
     "metis-nvfp4": ("nvfp4", False),
     "nvfp4-keep-positions": ("nvfp4", True),
     "nvfp4-first-block-fp8": ("nvfp4", True),
+    "nvfp4-attention-fp8": ("nvfp4", True),
     "nvfp4-unbiased": ("nvfp4", True),
     "nvfp4-token-scale": ("nvfp4", False),
     "four-over-six": ("nvfp4", False),
