@@ -14,7 +14,7 @@ from megalowbit.doctor.fits import save_seconds
 from megalowbit.doctor.notices import Notice, note, problem, warning
 from megalowbit.doctor.plan import RunPlan, setting
 from megalowbit.doctor.target import Target
-from megalowbit.layers.settings import DEFAULT_RECIPE
+from megalowbit.layers.settings import DEFAULT_RECIPE, ROTARY_RECIPE
 from megalowbit.optim.loss_scale.constant import ConstantSettings
 from megalowbit.pretrain.checks import recipe_advice
 from megalowbit.telemetry.columns import clock_text
@@ -77,11 +77,19 @@ def _recipe(plan: RunPlan) -> Iterator[Notice]:
             "passes; losses of small models leapt with them (docs/spectral.md)",
             "watch grad_norm in a short run, or leave gains out",
         )
+    is_default = plan.recipe.name == DEFAULT_RECIPE
+    if is_default and all(plan.recipe.of_layer(each.layer) == plan.recipe.alone for each in plan.projections):
+        yield warning(
+            "default-of-another-family",
+            f"{DEFAULT_RECIPE} names layers of GPT-2 only; in this model it is nvfp4, whose loss at the end "
+            "stays further above that of bf16 (docs/experiments.md)",
+            f"--set megalowbit.recipe={ROTARY_RECIPE}",
+        )
     advice = recipe_advice(plan.config)
     if advice is None:
         return
     reason = ""
-    if plan.recipe.name == DEFAULT_RECIPE:
+    if is_default:
         reason = ": without it, the loss at the end stays above that of bf16 (docs/experiments.md)"
     yield warning(
         "recipe-section-off", f"{advice}{reason}", "add the section, or set it to null to leave it off"

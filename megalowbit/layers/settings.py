@@ -10,6 +10,7 @@ from megalowbit.values import SettingsModel
 
 # Of a whole model whose recipe is not named. A single BitLinear has no blocks, and takes "nvfp4".
 DEFAULT_RECIPE = "nvfp4-first-block-fp8"
+ROTARY_RECIPE = "nvfp4-attention-fp8"  # what to name for models without the layers that the default names
 
 NotNegative = Annotated[float, Field(ge=0)]
 

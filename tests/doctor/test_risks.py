@@ -7,6 +7,7 @@ from launchers import write_config
 from megalowbit.doctor.plan import plan_run
 from megalowbit.doctor.risks import NODE_MTBF, check_risks, warmup_steps
 from megalowbit.doctor.target import TARGETS
+from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.pretrain.config import load_config
 
 H100 = TARGETS["h100"]
@@ -77,6 +78,16 @@ def test_the_default_recipe_without_its_late_switch(tiny):
     (found,) = [each for each in check_risks(plan, H100, 60.0) if each.code == "recipe-section-off"]
     assert '"late_switch"' in found.text
     assert "docs/experiments.md" in found.text
+
+
+def test_the_default_recipe_in_a_model_without_its_layers(tiny, large):
+    code, sizes = "default-of-another-family", {"processes": 8, "micro_batch": 1, "batch": 8}
+    plan = large(f"megalowbit.recipe={DEFAULT_RECIPE}", **sizes)
+    (found,) = [each for each in check_risks(plan, H100, 60.0) if each.code == code]
+    option, value = shlex.split(found.fix)
+    assert option == "--set"
+    assert code not in codes(large(value, **sizes))
+    assert code not in codes(tiny())
 
 
 def test_without_a_schedule_the_fix_is_one_that_is_accepted(unscheduled):

@@ -1,6 +1,7 @@
 """Which recipes let a later token change an earlier one's numbers: what docs/formats.md says of each."""
 
 import re
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ DOCUMENTED = {name: said == "yes" for names, said in ROWS for name in re.findall
 def outputs(name, x):
     """Of the same weights and the same random numbers each time."""
     torch.manual_seed(0)
-    made = torch.nn.Sequential(torch.nn.Linear(WIDTH, 48))
+    attention = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH))  # a recipe names these layers
+    made = torch.nn.Sequential(OrderedDict(attn=attention, mlp=torch.nn.Linear(WIDTH, 48)))
     convert(made, {"base": name, "keep_last": 0})
     with torch.no_grad():
         return made.eval()(x)

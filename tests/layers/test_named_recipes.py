@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from launchers import ROOT
 from megalowbit.layers.recipe import Recipe, named_recipes, recipe
-from megalowbit.layers.settings import DEFAULT_RECIPE
+from megalowbit.layers.settings import DEFAULT_RECIPE, ROTARY_RECIPE
 from megalowbit.pretrain.config import SETTINGS_MODEL
 from megalowbit.spectral.settings import OperandSplit
 
@@ -82,6 +82,17 @@ def test_the_default_is_what_the_cells_of_its_gap_were_trained_with():
             both = (each.of_layer(name) for each in (named, trained))
             own, other = (replace(each, name="any", if_present=False) for each in both)
             assert own == other, name
+
+
+def test_the_recipe_for_llama_is_what_the_cells_of_its_gap_were_trained_with():
+    study = json.loads((ROOT / "configs" / "studies" / "llama.json").read_text(encoding="utf-8"))
+    (entry,) = (each for each in study["recipes"] if each["name"] == ROTARY_RECIPE)
+    named, trained = recipe(ROTARY_RECIPE), recipe(entry["set"]["megalowbit.recipe"])
+    assert named_recipes()[ROTARY_RECIPE].settings["late_switch"] == entry["set"]["megalowbit.late_switch"]
+    for layer, own in (("self_attn.k_proj", "fp8"), ("self_attn.o_proj", "fp8"), ("mlp.up_proj", ROTARY_RECIPE)):
+        name = f"model.layers.1.{layer}"
+        assert named.of_layer(name) == trained.of_layer(name)
+        assert named.of_layer(name).name == own
 
 
 def test_every_file_of_data_is_installed_with_the_package():

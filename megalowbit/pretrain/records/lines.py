@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.parameters.full_weights import full_numel
+from megalowbit.layers.settings import DEFAULT_RECIPE, ROTARY_RECIPE
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.pretrain.checks import describe_kernels, recipe_advice
@@ -99,13 +100,20 @@ def job_lines(job: Job, identity: ProcessIdentity, data: str) -> list[str]:
         f"model     {job.engine.module.config.model_type}, {count:,} parameters, "
         f"{job.config.parts.settings.precision}",
         f"recipe    {job.recipe.name}: {counted(len(report.swapped), 'layer')} converted, "
-        f"{len(report.kept)} kept" + ("; keep_if_present names none of them" if report.unmatched else ""),
+        f"{len(report.kept)} kept{_of_another_family(job)}",
         *([f"kernels   {describe_kernels(job.recipe, job.engine.device)}"] if report.swapped else []),
         f"data      {data}",
         f"batch     {job.tokens_per_step:,} tokens per step on {identity.world_size} "
         f"process{'es' if identity.world_size > 1 else ''}" + layout_text(job),
         *filter(None, (component.startup_line() for component in job.components)),
     ]
+
+
+def _of_another_family(job: Job) -> str:
+    """What is said about layers that the recipe names and the model has not."""
+    if job.recipe.name == DEFAULT_RECIPE and job.engine.module.config.model_type != "gpt2":
+        return f"; it names layers of GPT-2, and {ROTARY_RECIPE} is for this family"
+    return "; keep_if_present names none of them" if job.report.unmatched else ""
 
 
 def num_parameters(job: Job) -> int:

@@ -5,11 +5,19 @@ import pytest
 import torch
 
 from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.recipe import recipe
+from megalowbit.layers.settings import DEFAULT_RECIPE, ROTARY_RECIPE
 from megalowbit.pretrain.checks import recipe_advice
 from megalowbit.pretrain.estimate.dry_run import describe
 from megalowbit.pretrain.loop import train_step
 from megalowbit.pretrain.records.lines import products_line, startup_lines, zero_rate_warning
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 256, "max_position_embeddings": 64, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "bos_token_id": 0,
+    "eos_token_id": 0,
+}  # fmt: skip
 
 
 def test_the_precision_of_products_is_reported_on_one_line():
@@ -36,6 +44,22 @@ def test_a_resumed_run_says_after_which_step(build_job):
     text = startup_lines(job, ProcessIdentity(), is_resumed=True, changes=[])
     assert "resumed after step 17" in text
     assert "advice" not in text  # it may be too late
+
+
+def test_layers_of_another_family_are_named_in_the_line_of_the_recipe(build_job, tmp_path):
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    model = f"megalowbit.model.config={tmp_path / 'llama.json'}"
+    for given, expected in (
+        (DEFAULT_RECIPE, "14 layers converted, 1 kept; it names layers of GPT-2, and nvfp4-attention-fp8 is"),
+        ("nvfp4-keep-positions", "14 layers converted, 1 kept\n"),
+        (ROTARY_RECIPE, "14 layers converted, 1 kept\n"),
+    ):
+        job = build_job(model, f"megalowbit.recipe={given}")
+        text = startup_lines(job, ProcessIdentity(), is_resumed=False, changes=[])
+        assert f"recipe    {given}: {expected}" in text
+    assert {layer.recipe.name for name, layer in bit_layers(job.engine.module).items() if "attn" in name} == {
+        "fp8"
+    }
 
 
 SWITCH = {"at": 0.7, "scope": "forward"}
