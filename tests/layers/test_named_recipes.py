@@ -89,7 +89,11 @@ def test_the_recipe_for_llama_is_what_the_cells_of_its_gap_were_trained_with():
     (entry,) = (each for each in study["recipes"] if each["name"] == ROTARY_RECIPE)
     named, trained = recipe(ROTARY_RECIPE), recipe(entry["set"]["megalowbit.recipe"])
     assert named_recipes()[ROTARY_RECIPE].settings["late_switch"] == entry["set"]["megalowbit.late_switch"]
-    for layer, own in (("self_attn.k_proj", "fp8"), ("self_attn.o_proj", "fp8"), ("mlp.up_proj", ROTARY_RECIPE)):
+    for layer, own in (
+        ("self_attn.k_proj", "fp8"),
+        ("self_attn.o_proj", "fp8"),
+        ("mlp.up_proj", ROTARY_RECIPE),
+    ):
         name = f"model.layers.1.{layer}"
         assert named.of_layer(name) == trained.of_layer(name)
         assert named.of_layer(name).name == own
