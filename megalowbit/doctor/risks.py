@@ -77,19 +77,18 @@ def _recipe(plan: RunPlan) -> Iterator[Notice]:
             "passes; losses of small models leapt with them (docs/spectral.md)",
             "watch grad_norm in a short run, or leave gains out",
         )
-    is_default = plan.recipe.name == DEFAULT_RECIPE
-    if is_default and all(plan.recipe.of_layer(each.layer) == plan.recipe.alone for each in plan.projections):
+    if plan.recipe.is_for_others(each.layer for each in plan.projections):
         yield warning(
             "default-of-another-family",
-            f"{DEFAULT_RECIPE} names layers of GPT-2 only; in this model it is nvfp4, whose loss at the end "
-            "stays further above that of bf16 (docs/experiments.md)",
+            f"all layers that {plan.recipe.name} gives a recipe of their own are of other model families, so "
+            "the loss at the end stays further above that of bf16 (docs/experiments.md)",
             f"--set megalowbit.recipe={ROTARY_RECIPE}",
         )
     advice = recipe_advice(plan.config)
     if advice is None:
         return
     reason = ""
-    if is_default:
+    if plan.recipe.name == DEFAULT_RECIPE:
         reason = ": without it, the loss at the end stays above that of bf16 (docs/experiments.md)"
     yield warning(
         "recipe-section-off", f"{advice}{reason}", "add the section, or set it to null to leave it off"

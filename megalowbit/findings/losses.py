@@ -26,6 +26,7 @@ from megalowbit.records.files import METRICS
 
 LEAST_STEPS = 12
 WINDOW_SHARE, SHORTEST, LONGEST = 0.05, 5, 100  # of the running median, in steps
+BRIEF = 3  # steps of a median that one easy batch does not move
 DEVIATIONS = 6.0
 LEAST_RISE = 0.08  # of log loss: 8 %
 LEAST_NOISE = 0.005  # of log loss
@@ -85,19 +86,19 @@ def _first_change(values: Array, limit: float, replaced: NDArray[np.bool_]) -> C
 def _rise(values: Array, window: int, limit: float, replaced: NDArray[np.bool_]) -> Change | None:
     """A median that left the level before it; `replaced` marks steps whose updates replace the weights.
 
-    Such updates undo within a few steps what they taught, so no median shows how far the loss had fallen:
-    there, the level is that of the single step.
+    Such updates undo within a few steps what they taught, so a long median does not show how far the loss had
+    fallen: there, the level is that of `BRIEF` steps.
     """
     level = running_median(values, window)
-    single = np.where(replaced, values, np.inf)
-    # a median falls later than its steps do, so it is compared with single steps before its window
-    before = np.concatenate([np.full(window, np.inf), single])[: len(values)]
+    brief = np.where(replaced, running_median(values, BRIEF), np.inf)
+    # a long median falls later than a brief one, so it is compared with those before its window
+    before = np.concatenate([np.full(window, np.inf), brief])[: len(values)]
     beyond = np.flatnonzero(level - np.minimum.accumulate(np.minimum(level, before)) > limit)
     if not len(beyond):
         return None
     known = int(beyond[0])
-    single[max(0, known + 1 - window) :] = np.inf
-    floor = np.minimum(level, single)
+    brief[max(0, known + 1 - window) :] = np.inf
+    floor = np.minimum(level, brief)
     best = int(np.argmin(floor[: known + 1]))
     # the median follows by half a window: the first single step beyond is where it began
     after = np.flatnonzero(values[best + 1 : known + 1] - floor[best] > limit)

@@ -124,6 +124,14 @@ class Recipe(LayerRecipe):
         """The recipe of a layer with this name, which is one of `variants`."""
         return next((each for pattern, each in self._own if matches(name, pattern)), self.alone)
 
+    def is_for_others(self, names: Iterable[str]) -> bool:
+        """Whether `layers` is for other model families than one whose layers have these names."""
+        return (
+            all(own.if_present for _, own in self.layers)
+            and not any(matches(name, pattern) for name in names for pattern, _ in self.layers)
+            and bool(self.layers)
+        )
+
     @functools.cached_property
     def _own(self) -> tuple[tuple[str, Recipe], ...]:
         """`layers` as layers have them: `if_present` says nothing about a layer."""

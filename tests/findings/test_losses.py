@@ -45,7 +45,14 @@ def test_a_loss_that_is_unlearned_within_a_few_steps_is_the_learning_rate(record
         row["lr"] *= 100
     (found,) = findings(records.read(tmp_path / "large"), [])
     assert (found.name, found.step, found.is_shown) == (base.RATE, 1, True)
-    assert "the loss rose from step 3 to 5, at lr 0.3" in found.title
+    assert "the loss rose from step 4 to 5, at lr 0.3" in found.title
+
+
+def test_one_easy_batch_at_a_large_rate_is_no_rise(records, tmp_path):
+    for row in records.rows:
+        row["lr"] *= 10
+    records.rows[24]["loss"] *= 0.75
+    assert not findings(records.read(tmp_path / "run"), [])
 
 
 def test_a_large_rate_of_sgd_is_compared_with_no_weights(records, tmp_path):

@@ -28,6 +28,7 @@ from megalowbit.pretrain.command_line import EXIT_INTERRUPTED
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
     from megalowbit.hf.folders.conversion import Conversion
+    from megalowbit.hf.packed.export import PackedExport
 
 DEFAULT_SHARD = 5.0  # GB
 DTYPES = ("float32", "bfloat16", "float16")
@@ -190,7 +191,7 @@ def _to_hf(options: argparse.Namespace) -> None:
             shard_size=_shard_size(options),
         )
         conversion = export.conversion
-    if not _convert(conversion, options):
+    if not _convert(conversion, options, export or conversion):
         return
     about = f"load it with {LOADER}" if export is None else export.report
     print(f"{options.folder} is {conversion.source}: {about}")
@@ -217,10 +218,12 @@ def _shard_size(options: argparse.Namespace) -> int:
     return max(1, round(options.shard_size * 1e9))
 
 
-def _convert(conversion: Conversion, options: argparse.Namespace) -> bool:
+def _convert(
+    conversion: Conversion, options: argparse.Namespace, described: Conversion | PackedExport | None = None
+) -> bool:
     """Write the folder; with --dry-run, say what would be written and return False."""
     if options.dry_run:
-        print(conversion.describe(options.folder))
+        print((described or conversion).describe(options.folder))
         return False
     conversion.run(options.folder, is_verified=options.verify)
     if options.verify:

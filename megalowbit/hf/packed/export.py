@@ -138,8 +138,8 @@ def export_packed_model(
 
 
 def _warned(report: PackingReport) -> PackingReport:
-    """The report, which is logged if values were changed: callers in Python may not print it."""
-    if report.rounded:
+    """The report, which is logged if it has warnings: callers in Python may not print it."""
+    if report.rounded or report.notes:
         logger.warning("%s", report)
     return report
 
@@ -256,6 +256,9 @@ class PackedExport:
     Attributes:
         conversion: writes the folder.
         report: what was written; None before.
+
+    Raises:
+        UserError: with `is_exact`, layers of 8 bits would be in bf16.
     """
 
     def __init__(
@@ -270,6 +273,11 @@ class PackedExport:
         self._weights, self._plan, self._stored = weights, plan, stored
         self._tokenizer, self._examine = options.get("tokenizer"), options.get("examine")
         self._is_exact = options.get("is_exact", False)
+        if self._is_exact and plan.wide:
+            raise UserError(
+                f"layer {plan.wide[0]} has 8-bit weights in the forward, and they would be in bf16, "
+                "unrounded: export without requiring exact values"
+            )
         self._groups = {layer: group for group in plan.groups for layer in group}
         self._layers: dict[str, str] = {}  # tensor → the packed layer that it is a part of
         self._made: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})  # the last group, and its tensors
@@ -308,19 +316,15 @@ class PackedExport:
         return (
             f"{self.conversion.describe(folder)}\n"
             f"{counted(len(plan.shapes), 'layer')} as {plan.format.name.upper()} ({plan.layout.name}){kept}"
+            + "".join(f"\n{note}" for note in note_about_wide(plan.wide))
         )
 
     def run(self, folder: Path) -> PackingReport:
         """Write `folder`, completely or not at all.
 
         Raises:
-            UserError: see `Conversion.run`; with `is_exact`, a weight would differ from the forward's.
+            UserError: see `Conversion.run`; with `is_exact`, a block would have to be rounded again.
         """
-        if self._is_exact and self._plan.wide:
-            raise UserError(
-                f"layer {self._plan.wide[0]} has 8-bit weights in the forward, and they would be in bf16, "
-                "unrounded: export without requiring exact values"
-            )
         self.conversion.run(folder)
         assert self.report is not None  # made by `_finish`
         return self.report
@@ -386,7 +390,10 @@ class PackedExport:
             ignored=plan.ignored,
             nbytes=self.conversion.nbytes,
             rounded=tuple(self._compare(draft)),
-            notes=(*note_about_wide(plan.wide), *(() if stored is None else notes_about_run(stored.header))),
+            notes=(
+                *note_about_wide(plan.wide),
+                *(() if stored is None else notes_about_run(stored.header, has_one_format=not plan.wide)),
+            ),
         )
         self._write_settings(draft, self._card(self.report))
         if self._examine is not None:
@@ -401,7 +408,7 @@ class PackedExport:
             header, origin = self._stored.header, ORIGIN
         dtype = f"{report.format} ({report.precision}, {report.layout}), others bfloat16"
         stored = self._stored
-        recipe = next(iter(bit_layers(model).values())).recipe.name if stored is None else stored.recipe.name
+        recipe = bit_layers(model)[plan.groups[0][0]].recipe.name if stored is None else stored.recipe.name
         usage, notes = plan.layout.usage, report.notes
         return model_card(header, recipe, dtype=dtype, usage=usage, origin=origin, notes=notes)
 

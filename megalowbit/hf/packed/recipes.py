@@ -107,8 +107,8 @@ def fused_groups(in_features: Mapping[str, int], low_bit: Collection[str]) -> li
         kept = [other for other in group if other not in low_bit]
         if kept:
             raise UserError(
-                f"servers fuse {name}, which is low-bit, with {kept[0]}, which the recipe keeps in high "
-                "precision: keep both, or neither"
+                f"servers fuse {name}, which is packed, with {kept[0]}, which stays in bf16: give both the "
+                "same recipe, or keep both in high precision"
             )
         if group[0] == name:
             groups.append(group)

@@ -87,14 +87,21 @@ def note_about_wide(layers: Collection[str]) -> tuple[str, ...]:
     )
 
 
-def notes_about_run(header: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a checkpoint's header says about forwards that were not those of its recipe."""
+def notes_about_run(header: Mapping[str, Any], *, has_one_format: bool = True) -> tuple[str, ...]:
+    """What a checkpoint's header says about forwards that were not those of its recipe.
+
+    Args:
+        header: of the checkpoint.
+        has_one_format: whether the packed model rounds all layers that the recipe rounds.
+    """
     progress = header.get("progress") or {}
     notes = []
     if (progress.get("late_switch") or {}).get("since"):
         notes.append(
             "the late switch of the run ended the rounding in the forward before this step, but the packed "
-            "model rounds, so its loss is not that of the last steps: `evaluate --forward recipe` gives it"
+            "model rounds, so its loss is not that of the last steps"
+            + ": `evaluate --forward recipe` gives it"
+            * has_one_format
         )
     if progress.get("speculation"):
         notes.append("speculation chose the precision of each product, and here all layers have one format")

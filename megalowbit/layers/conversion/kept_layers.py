@@ -177,10 +177,13 @@ def _check_effects(names: Sequence[str], recipe: Recipe, kept: Mapping[str, str]
         name = next((each for each in matched if each not in kept), None)
         if name is None:
             reason = f"{matched[0]} is kept as it is ({kept[matched[0]]}), like all others that it matches"
-            raise UserError(f"layers pattern {pattern!r} has no effect: {reason}: remove it")
+            raise UserError(
+                f"layers pattern {pattern!r} has no effect: {reason}: remove it, or choose a base without it"
+            )
         raise UserError(
             f"layers pattern {pattern!r} has no effect: {decided[name][0]!r} is before it and matches "
-            f"{name}, and the same holds for all others: put the narrower pattern first"
+            f"{name}, and the same holds for all others: put the narrower pattern first, or if it comes from "
+            f"the base, give {pattern!r} itself another recipe"
         )
 
 

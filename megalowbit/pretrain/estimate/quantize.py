@@ -219,7 +219,7 @@ class _Measured:
 
     def __init__(self, source: Path, recipe: Recipe, text: _Text, planned: PackedExport) -> None:
         self._text, self._is_static = text, planned.needs_input_maxima
-        self.rounds_inputs = planned.rounds_inputs
+        self.rounds_inputs, self._packed = planned.rounds_inputs, frozenset(planned.packed)
         config = open_folder(source)[1].config
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model = load_weights(config, source, dtype=torch.bfloat16).to(self._device).eval()
@@ -230,7 +230,8 @@ class _Measured:
         if calibration:
             ranges = InputRanges(self._model)
             self._loss(calibration, is_quantized=False, ranges=ranges)
-            self.maxima = ranges.result().maxima
+            maxima = ranges.result().maxima
+            self.maxima = {name: maxima[name] for name in maxima if name in self._packed}
         self.before = self._loss(evaluated, is_quantized=False)
         self.after: TextLoss | None = None
         self.beyond: float | None = None
@@ -243,9 +244,10 @@ class _Measured:
     def finish(self) -> None:
         """Measure the loss with the replaced weights, which are not rounded again."""
         if self.rounds_inputs:
-            for layer in self._layers.values():
-                recipe = layer.recipe
-                layer.recipe = replace(switched(recipe, "all"), q_forward_input=recipe.q_forward_input)
+            for name, layer in self._layers.items():
+                rounded, layer.recipe = layer.recipe.q_forward_input, switched(layer.recipe, "all")
+                if name in self._packed:
+                    layer.recipe = replace(layer.recipe, q_forward_input=rounded)
         if self._is_static:
             use_static_inputs(self._model, StaticInputs(maxima=self.maxima), count_beyond=True)
         _, evaluated = self._text.parts(is_calibrated=self._is_static)

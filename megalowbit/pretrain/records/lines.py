@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.parameters.full_weights import full_numel
-from megalowbit.layers.settings import DEFAULT_RECIPE, ROTARY_RECIPE
+from megalowbit.layers.settings import ROTARY_RECIPE
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.pretrain.checks import describe_kernels, recipe_advice
@@ -111,8 +111,9 @@ def job_lines(job: Job, identity: ProcessIdentity, data: str) -> list[str]:
 
 def _of_another_family(job: Job) -> str:
     """What is said about layers that the recipe names and the model has not."""
-    if job.recipe.name == DEFAULT_RECIPE and job.engine.module.config.model_type != "gpt2":
-        return f"; it names layers of GPT-2, and {ROTARY_RECIPE} is for this family"
+    names = [each.name for each in job.report.swapped] + [each.name for each in job.report.kept]
+    if job.recipe.is_for_others(names):
+        return f"; its layers are those of other families, see {ROTARY_RECIPE}"
     return "; keep_if_present names none of them" if job.report.unmatched else ""
 
 

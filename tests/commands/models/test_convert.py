@@ -153,6 +153,21 @@ def test_packed_folders_from_the_command_line(tmp_path, capsys):
     check_refusal(done, 'precision "w4a4" needs the largest input of layer model.layers.0.self_attn.q_proj')
 
 
+def test_layers_of_8_bits_beside_packed_ones_from_the_command_line(tmp_path, capsys):
+    source, start = hf_folder(tmp_path / "source"), tmp_path / "start"
+    done = call_main(TOOL, "to-megalowbit", source, start, "--recipe", "nvfp4-attention-fp8", capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    arguments = ["to-hf", start, tmp_path / "packed", "--packed", "compressed-tensors"]
+    for more in (["--exact"], ["--exact", "--dry-run"]):
+        check_refusal(call_main(TOOL, *arguments, *more, capsys=capsys), "has 8-bit weights in the forward")
+    done = call_main(TOOL, *arguments, "--dry-run", capsys=capsys)
+    assert "6 layers as NVFP4 (compressed-tensors); 9 linear layers in bf16" in done.stdout
+    assert "8 layers with 8 bits in the recipe's forward stay in bf16, unrounded" in done.stdout
+    assert not (tmp_path / "packed").exists()
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert "WARNING: 8 layers with 8 bits" in done.stdout
+
+
 def hf_folder(folder):
     tiny_model("llama", vocab_size=256).save_pretrained(folder)
     return folder

@@ -66,8 +66,8 @@ def test_a_group_that_servers_fuse_is_packed_as_a_whole(tmp_path):
     check_refusal(
         tmp_path,
         model,
-        "servers fuse model.layers.0.self_attn.q_proj, which is low-bit, with "
-        "model.layers.0.self_attn.v_proj, which the recipe keeps in high precision: keep both, or neither",
+        "servers fuse model.layers.0.self_attn.q_proj, which is packed, with "
+        "model.layers.0.self_attn.v_proj, which stays in bf16: give both the same recipe, or",
     )
 
 
@@ -99,7 +99,7 @@ def test_layers_of_8_bits_are_refused_where_they_cannot_stay_in_bf16(tmp_path):
     check_refusal(tmp_path / "exact", model, "has 8-bit weights in the forward, and", is_exact=True)
     check_refusal(tmp_path / "all", llama("fp8"), "the weight quantizer 'fp8e4m3' is neither NVFP4 nor MXFP4")
     part = llama(nvfp4(layers={"*.v_proj": "fp8"}))  # beside q and k, which servers fuse with it
-    check_refusal(tmp_path / "part", part, "servers fuse model.layers.0.self_attn.q_proj, which is low-bit")
+    check_refusal(tmp_path / "part", part, "servers fuse model.layers.0.self_attn.q_proj, which is packed")
 
 
 def test_layers_that_round_no_weight_in_the_forward_are_exact_in_bf16(tmp_path):

@@ -184,6 +184,33 @@ def test_input_scales_are_those_of_the_calibration_sequences(source):
         assert found[f"{name}.input_scale"].item() == 2.0 ** -math.floor(math.log2(2688 / maximum))
 
 
+def test_layers_of_8_bits_are_evaluated_as_the_folder_has_them(source):
+    attention, calls = {}, []
+    for name, layer in AutoModelForCausalLM.from_pretrained(source).named_modules():
+        if name.endswith("_proj") and "self_attn." in name:
+            attention[name] = layer.weight.detach()
+
+    def record(layer, inputs, output):
+        if isinstance(layer, BitLinear):
+            calls.append((layer.weight.detach(), inputs[0].detach(), output.detach()))
+
+    packed = source.parent / "packed"
+    with register_module_forward_hook(record):
+        report = quantize(
+            source, packed, layout="modelopt", recipe="nvfp4-attention-fp8", inputs="static",
+            text=options(source),
+        )  # fmt: skip
+    assert len(report["input_maxima"]) == len(report["layers"]) == 6
+    assert not attention.keys() & report["input_maxima"].keys()
+    assert "| recipe | nvfp4-attention-fp8 |" in (packed / "README.md").read_text()
+    compared = 0
+    for weight, x, output in calls[-14 * len(numbers_of(True)) :]:
+        if any(weight.equal(each) for each in attention.values()):
+            assert output.equal(torch.nn.functional.linear(x, weight))
+            compared += 1
+    assert compared == 8 * len(numbers_of(True))
+
+
 def test_without_a_text_only_weights_are_compared(source, capsys):
     packed = source.parent / "packed"
     report = quantize(source, packed, recipe="mxfp4")
