@@ -162,7 +162,7 @@ def _run(case, folder, run, more, overrides=()):
 
 C_FC, C_PROJ, C_ATTN = (f"transformer.h.1.{each}" for each in ("mlp.c_fc", "mlp.c_proj", "attn.c_attn"))
 TUNED = {
-    "lr-100": Case(expected="learning rate", lr=0.3),
+    "lr-300": Case(expected="learning rate", lr=1.0),
     "lr-late": Case(expected="learning rate", lr=3.0, warmup=50),
     "no-warm-up": Case(expected="learning rate", lr=0.5, warmup=None),
     "lr-zero": Case(expected="no learning", lr=1e-7),

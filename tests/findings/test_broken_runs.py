@@ -15,7 +15,7 @@ from launchers import ROOT
 pytestmark = pytest.mark.slow
 
 BROKEN = (
-    "lr-100", "no-warm-up", "lr-zero", "row", "nan-fp16", "nan-rank", "nan-activation", "noise-block",
+    "lr-300", "no-warm-up", "lr-zero", "row", "nan-fp16", "nan-rank", "nan-activation", "noise-block",
     "slow-rank", "astray", "killed-rank", "killed", "hang", "memory", "disk", "time-limit", "deleted",
     "damaged",
 )  # fmt: skip
