@@ -99,6 +99,14 @@ def test_the_recipe_for_llama_is_what_the_cells_of_its_gap_were_trained_with():
         assert named.of_layer(name).name == own
 
 
+def test_the_recipe_for_llama_has_the_share_of_the_gap_that_its_description_claims():
+    assert "a quarter of the gap that `nvfp4` has with it" in named_recipes()[ROTARY_RECIPE].about
+    results = json.loads((ROOT / "docs" / "results" / "llama.json").read_text(encoding="utf-8"))
+    (group,) = (each for each in results["groups"] if each["text"] == "all")
+    gaps = {row["label"]: row["gaps"]["1500"]["mean"] for row in group["rows"]}
+    assert gaps[ROTARY_RECIPE] / gaps["nvfp4-late"] == pytest.approx(0.25, abs=0.03)
+
+
 def test_every_file_of_data_is_installed_with_the_package():
     calls = [
         node for node in ast.walk(ast.parse((ROOT / "setup.py").read_text())) if isinstance(node, ast.Call)
