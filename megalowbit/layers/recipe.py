@@ -126,11 +126,9 @@ class Recipe(LayerRecipe):
 
     def is_for_others(self, names: Iterable[str]) -> bool:
         """Whether `layers` is for other model families than one whose layers have these names."""
-        return (
-            all(own.if_present for _, own in self.layers)
-            and not any(matches(name, pattern) for name in names for pattern, _ in self.layers)
-            and bool(self.layers)
-        )
+        if not self.layers or not all(own.if_present for _, own in self.layers):
+            return False
+        return not any(matches(name, pattern) for name in names for pattern, _ in self.layers)
 
     @functools.cached_property
     def _own(self) -> tuple[tuple[str, Recipe], ...]:
