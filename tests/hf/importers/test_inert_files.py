@@ -51,9 +51,12 @@ def test_tensors_are_read_and_other_objects_are_kept_without_their_classes(tmp_p
     assert fields["hidden_size"] == 32
     assert fields["dtype"] is torch.bfloat16
     assert fields["nested"] == {"a": (1, 2)}
-    assert isinstance(fields["stage"], Inert)
-    assert fields["stage"].kind.endswith("Stage")
-    assert 2 in fields["stage"].arguments or "SECOND" in fields["stage"].arguments
+    stage = fields["stage"]
+    assert isinstance(stage, Inert)
+    if stage.kind == "builtins.getattr":  # Python 3.11.2 stores a member by its name, 3.11.7 by its value
+        assert (stage.arguments[0].kind, stage.arguments[1]) == (f"{Stage.__module__}.Stage", "SECOND")
+    else:
+        assert (stage.kind, stage.arguments) == (f"{Stage.__module__}.Stage", (2,))
     assert fields_of(found["custom"])["value"].equal(tensor)
     assert fields_of(3) == {}
 
