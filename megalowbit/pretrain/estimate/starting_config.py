@@ -111,10 +111,11 @@ def starting_config(size: str, machine: Machine, scratch: Path) -> StartingConfi
         draft, memory = estimate(stage, 1, recomputes=recomputes)
         if not _fits(memory, machine):
             continue
-        for micro_batch in _micro_batches(batch // machine.processes, memory, machine):
-            draft, memory = estimate(stage, micro_batch, recomputes=recomputes)
-            if _fits(memory, machine):
+        for micro_batch in _larger_micro_batches(batch // machine.processes):
+            larger = estimate(stage, micro_batch, recomputes=recomputes)
+            if not _fits(larger[1], machine):
                 break
+            draft, memory = larger
         return StartingConfig(size=size, machine=machine, content=draft, model=model, memory=memory)
     raise UserError(
         f"{size} does not fit on {machine}: one process needs {_needed(memory, machine) / GIB:.1f} GiB with "
@@ -149,11 +150,9 @@ def _draft(
     return {**others, **sizes, "zero_optimization": {"stage": stage}, BLOCK: block}
 
 
-def _micro_batches(most: int, memory: MemoryEstimate, machine: Machine) -> list[int]:
-    """Micro-batches to try, the largest first: at least what is saved for backward grows with them."""
-    room = USABLE * machine.gib * GIB - _needed(memory, machine) + memory.saved_for_backward
-    limit = min(most, LARGEST_MICRO_BATCH, int(room // max(1, memory.saved_for_backward)))
-    return [size for size in range(limit, 0, -1) if most % size == 0]
+def _larger_micro_batches(most: int) -> list[int]:
+    """Micro-batches above 1 to try, the smallest first: a larger one never needs less memory."""
+    return [size for size in range(2, min(most, LARGEST_MICRO_BATCH) + 1) if most % size == 0]
 
 
 def _needed(memory: MemoryEstimate, machine: Machine) -> int:
