@@ -77,12 +77,13 @@ def _recipe(plan: RunPlan) -> Iterator[Notice]:
             "passes; losses of small models leapt with them (docs/spectral.md)",
             "watch grad_norm in a short run, or leave gains out",
         )
+    is_block = isinstance(plan.config.recipe, dict)  # its other fields stay
     if plan.recipe.is_for_others(each.layer for each in plan.projections):
         yield warning(
             "default-of-another-family",
             f"all layers that {plan.recipe.name} gives a recipe of their own are of other model families, so "
             "the loss at the end stays further above that of bf16 (docs/experiments.md)",
-            f"--set megalowbit.recipe={ROTARY_RECIPE}",
+            f"--set megalowbit.recipe{'.base' if is_block else ''}={ROTARY_RECIPE}",
         )
     advice = recipe_advice(plan.config)
     if advice is None:

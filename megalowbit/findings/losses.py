@@ -87,10 +87,13 @@ def _rise(values: Array, window: int, limit: float, replaced: NDArray[np.bool_])
     """A median that left the level before it; `replaced` marks steps whose updates replace the weights.
 
     Such updates undo within a few steps what they taught, so a long median does not show how far the loss had
-    fallen: there, the level is that of `BRIEF` steps.
+    fallen: there, the level is that of `BRIEF` steps. Where the loss had settled before, a few low steps are
+    easy batches.
     """
     level = running_median(values, window)
-    brief = np.where(replaced, running_median(values, BRIEF), np.inf)
+    is_unsettled = np.ones(len(values), dtype=bool)
+    is_unsettled[window + BRIEF :] = level[: -window - BRIEF] - level[window:-BRIEF] > limit
+    brief = np.where(replaced & is_unsettled, running_median(values, BRIEF), np.inf)
     # a long median falls later than a brief one, so it is compared with those before its window
     before = np.concatenate([np.full(window, np.inf), brief])[: len(values)]
     beyond = np.flatnonzero(level - np.minimum.accumulate(np.minimum(level, before)) > limit)

@@ -28,8 +28,9 @@ from megalowbit.values import BLOCK
 
 UNUSED = ("quantization/", "milliseconds/", "speculation/")  # by findings; most figures of a step
 LARGEST_REFUSAL = 2**20  # bytes
+DEVIATION = "initializer_range"
 LEAST_DEVIATION, MOST_DEVIATION = 1e-12, 1e12
-DEFAULT_INITIAL_DEVIATION = 0.02  # `initializer_range` of all families in transformers
+DEFAULT_INITIAL_DEVIATION = 0.02  # of all families in transformers
 
 
 @dataclass(frozen=True)
@@ -102,18 +103,23 @@ class RunFiles:
     @cached_property
     def initial_deviation(self) -> tuple[float, str]:
         """Standard deviation of the initial weights, and the file that says so."""
+        overrides, model = self.setting("model", "overrides"), self.setting("model", "config")
+        if isinstance(overrides, dict) and _is_deviation(overrides.get(DEVIATION)):
+            return float(overrides[DEVIATION]), CONFIG
         candidates = [self.folder / "hf" / CONFIG]
-        model = self.setting("model", "config")
         if isinstance(model, str):
             candidates.insert(0, Path(model))
         for path in candidates:
             found = object_if_any(path, self.notes if path.is_relative_to(self.folder) else [])
-            value = found.get("initializer_range")
-            if isinstance(value, (int, float)) and LEAST_DEVIATION < value < MOST_DEVIATION:
-                return float(value), path.name
+            if _is_deviation(found.get(DEVIATION)):
+                return float(found[DEVIATION]), path.name
             if found:
                 break
         return DEFAULT_INITIAL_DEVIATION, "the default of transformers"
+
+
+def _is_deviation(value: object) -> bool:
+    return isinstance(value, (int, float)) and LEAST_DEVIATION < value < MOST_DEVIATION
 
 
 def read_run(path: Path) -> RunFiles:

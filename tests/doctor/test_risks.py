@@ -90,6 +90,16 @@ def test_the_default_recipe_in_a_model_without_its_layers(tiny, large):
     assert code not in codes(tiny())
 
 
+def test_the_remedy_of_a_recipe_in_a_block_leaves_its_other_fields(large):
+    code, sizes = "default-of-another-family", {"processes": 8, "micro_batch": 1, "batch": 8}
+    given = f'megalowbit.recipe={{"base": "{DEFAULT_RECIPE}", "keep_last": 1}}'
+    (found,) = [each for each in check_risks(large(given, **sizes), H100, 60.0) if each.code == code]
+    _, value = shlex.split(found.fix)
+    plan = large(given, value, **sizes)
+    assert code not in codes(plan)
+    assert (plan.recipe.keep_last, dict(plan.recipe.layers).keys()) == (1, {"*attn.*"})
+
+
 def test_without_a_schedule_the_fix_is_one_that_is_accepted(unscheduled):
     steps = "megalowbit.run.steps=900"
     plan = plan_run(load_config(unscheduled, [steps], world_size=1))

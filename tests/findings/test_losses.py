@@ -55,6 +55,15 @@ def test_one_easy_batch_at_a_large_rate_is_no_rise(records, tmp_path):
     assert not findings(records.read(tmp_path / "run"), [])
 
 
+@pytest.mark.parametrize("easy", [(30, 31), (30, 32)], ids=str)
+def test_easy_batches_of_a_loss_that_had_settled_are_no_rise(records, tmp_path, easy):
+    for row in records.rows:
+        row["lr"] *= 10
+    for step in easy:
+        records.rows[step]["loss"] *= 0.75
+    assert not findings(records.read(tmp_path / "run"), [])
+
+
 def test_a_large_rate_of_sgd_is_compared_with_no_weights(records, tmp_path):
     unlearn(records)
     records.config["optimizer"] = {"type": "SGD", "params": {"lr": 0.3}}

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from unittest.mock import ANY
 
 import pytest
 
@@ -65,6 +66,14 @@ def test_what_is_damaged_reaches_the_verdict_and_what_is_missing_does_not(
     shown = capsys.readouterr().out
     assert sum(note in line for line in shown.splitlines() if line.startswith("note: ")) == 1
     assert "unusual (" not in shown
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(0.1, (0.1, "config.json")), ("wide", (0.02, ANY)), (0.0, (0.02, ANY))]
+)
+def test_the_initial_deviation_of_the_overrides_counts_first(records, tmp_path, value, found):
+    records.config["megalowbit"]["model"] = {"overrides": {"initializer_range": value}}
+    assert records.read(tmp_path / "run").initial_deviation == found
 
 
 def test_a_damaged_configuration_of_the_export_is_noted_when_it_is_asked(records, tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 from megalowbit.commands.models.evaluate import interrupted_before
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
+from megalowbit.json_text import parse_json
 from megalowbit.one_line_parser import OneLineParser
 from megalowbit.pretrain.command_line import prepare_environment, run_command
 from megalowbit.pretrain.stopping.signals import STOP_SIGNALS, StartSignals
@@ -29,7 +30,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     quantize.add_argument("folder", type=Path, metavar="OUT", help="new folder for the packed model")
     quantize.add_argument(
-        "--recipe", default="nvfp4", help="how weights and inputs are rounded (default: %(default)s)"
+        "--recipe",
+        default="nvfp4",
+        help="how weights and inputs are rounded: a name, or a block in JSON (default: %(default)s)",
     )
     quantize.add_argument(
         "--layout",
@@ -90,5 +93,15 @@ def _quantize(options: argparse.Namespace, identity: ProcessIdentity) -> None:
         from megalowbit.pretrain.estimate.quantize import TextOptions, quantize
 
         text = TextOptions(options.text, **{name: each for name, each in given.items() if each is not None})
-        chosen = {name: getattr(options, name) for name in ("recipe", "layout", "inputs")}
-        quantize(options.source, options.folder, text=text, is_dry_run=options.dry_run, **chosen)
+        recipe = options.recipe
+        if recipe.startswith("{"):
+            recipe = parse_json(recipe, "--recipe", is_strict=True)
+        quantize(
+            options.source,
+            options.folder,
+            recipe=recipe,
+            layout=options.layout,
+            inputs=options.inputs,
+            text=text,
+            is_dry_run=options.dry_run,
+        )

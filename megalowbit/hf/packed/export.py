@@ -80,7 +80,8 @@ class Options(TypedDict, total=False):
         precision: `w4a16` (the default): weights are packed; `w4a4`: servers also round inputs.
         input_maxima: largest magnitude of the input of each packed layer; for `w4a4` in NVFP4. Default: those
             that the run has recorded, see `layers.conversion.static_inputs`.
-        is_exact: refuse the export if a weight would differ from that of the recipe's forward.
+        is_exact: refuse the export if a weight would differ from that of the recipe's forward, or from that of
+            a model in fp16 or fp32 because it is written in bf16.
         tokenizer: saved with the weights; default: the tokenizer kept in a checkpoint to start from, if any.
         shard_size: limit of the bytes of tensors in a file.
         examine: called with the unfinished folder and its packed layers before it appears; may add files.
@@ -275,8 +276,8 @@ class PackedExport:
         self._is_exact = options.get("is_exact", False)
         if self._is_exact and plan.wide:
             raise UserError(
-                f"layer {plan.wide[0]} has 8-bit weights in the forward, and they would be in bf16, "
-                "unrounded: export without requiring exact values"
+                f"layer {plan.wide[0]} has 8-bit weights in the forward, and they would be in bf16: export "
+                "without requiring exact values"
             )
         self._groups = {layer: group for group in plan.groups for layer in group}
         self._layers: dict[str, str] = {}  # tensor → the packed layer that it is a part of
@@ -368,7 +369,7 @@ class PackedExport:
         """A tensor as it is written; those of a group are made together and kept until the next group."""
         layer = self._layers.get(name)
         if layer is None:
-            return self._weights.read(name).to(HIGH_PRECISION)
+            return self._in_high_precision(name)
         group = self._groups[layer]
         if self._made[0] != group:
             self._made = (), {}  # free the last group before the next is made
@@ -377,6 +378,16 @@ class PackedExport:
                 parts |= self._parts(each, packed.tensor)
             self._made = group, parts
         return self._made[1][name]
+
+    def _in_high_precision(self, name: str) -> Tensor:
+        tensor = self._weights.read(name)
+        written = tensor.to(HIGH_PRECISION)
+        if self._is_exact and not torch.equal(written.to(tensor.dtype), tensor):
+            raise UserError(
+                f"{name} in {tensor.dtype} would be rounded to {HIGH_PRECISION}: export without requiring "
+                "exact values"
+            )
+        return written
 
     def _finish(self, draft: Path, _: Any) -> None:
         """Check the files of weights, and write the others."""
@@ -407,10 +418,16 @@ class PackedExport:
         if self._stored is not None:
             header, origin = self._stored.header, ORIGIN
         dtype = f"{report.format} ({report.precision}, {report.layout}), others bfloat16"
-        stored = self._stored
-        recipe = bit_layers(model)[plan.groups[0][0]].recipe.name if stored is None else stored.recipe.name
         usage, notes = plan.layout.usage, report.notes
-        return model_card(header, recipe, dtype=dtype, usage=usage, origin=origin, notes=notes)
+        return model_card(header, self._recipe_name(), dtype=dtype, usage=usage, origin=origin, notes=notes)
+
+    def _recipe_name(self) -> str:
+        """That of the checkpoint; without one, those of all layers, the packed ones first."""
+        if self._stored is not None:
+            return self._stored.recipe.name
+        layers = bit_layers(self._weights.model)
+        first = [layers[name] for name in self.packed]
+        return ", ".join(dict.fromkeys(layer.recipe.name for layer in (*first, *layers.values())))
 
     def _packed_layers(self, draft: Path) -> Iterator[PackedLayer]:
         with _opened(draft) as read:

@@ -82,8 +82,8 @@ def note_about_wide(layers: Collection[str]) -> tuple[str, ...]:
     if not layers:
         return ()
     return (
-        f"{counted(len(layers), 'layer')} with 8 bits in the recipe's forward stay in bf16, unrounded: a "
-        "packed model has one format",
+        f"{counted(len(layers), 'layer')} with 8 bits in the recipe's forward are written in bf16: a packed "
+        "model has one format",
     )
 
 

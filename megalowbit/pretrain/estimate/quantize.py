@@ -82,7 +82,7 @@ def quantize(
     source: Path,
     folder: Path,
     *,
-    recipe: str = "nvfp4",
+    recipe: str | Mapping[str, Any] = "nvfp4",
     layout: str = "compressed-tensors",
     inputs: str = "none",
     text: TextOptions = TextOptions(),  # noqa: B008  it does not change
@@ -93,7 +93,8 @@ def quantize(
     Args:
         source: a Hugging Face folder.
         folder: a new folder.
-        recipe: how weights, and inputs that are not left alone, are rounded.
+        recipe: how weights, and inputs that are not left alone, are rounded: a name, or a configuration
+            block.
         layout: see `export_packed_checkpoint`.
         inputs: one of `INPUTS`: whether servers round inputs, too.
         text: for calibration and losses.

@@ -29,6 +29,7 @@ from megalowbit.values import BLOCK
 SIZES = {"0.8M": "gpt2_tiny_fp4", "124M": "gpt2_124m_fp4", "1B": "llama_1b_fp4", "8B": "llama3_8b_fp4"}
 USABLE = 0.9  # of the memory: the estimate leaves out fragmentation
 LARGEST_MICRO_BATCH = 32
+DIVISIBLE_BY = 8  # sequences of a process in an optimizer step, if there are more
 CONFIG, MODEL = "run.json", "model.json"
 
 
@@ -131,11 +132,15 @@ def write_files(folder: Path, content: Mapping[str, Any], model: Mapping[str, An
 
 
 def _batch_size(content: Mapping[str, Any], processes: int) -> int:
-    """Sequences of an optimizer step: those of the shipped configuration, rounded up to a multiple."""
+    """Sequences of an optimizer step: those of the shipped configuration, rounded up.
+
+    Those of each process are divided into micro-batches, so a prime number of them would leave only one each.
+    """
     batch = content.get("train_batch_size")
     if batch is None:
         batch = content["train_micro_batch_size_per_gpu"] * content.get("gradient_accumulation_steps", 1)
-    return -(-int(batch) // processes) * processes
+    each = -(-int(batch) // processes)
+    return processes * (each if each <= DIVISIBLE_BY else -(-each // DIVISIBLE_BY) * DIVISIBLE_BY)
 
 
 def _draft(
@@ -173,7 +178,7 @@ def readme(config: StartingConfig, folder: Path) -> str:
     micro = config.content["train_micro_batch_size_per_gpu"]
     rows = {
         "train_batch_size": (batch, f"sequences of an optimizer step: {tokens:,} tokens"),
-        "train_micro_batch_size_per_gpu": (micro, "the largest that fits; the rest is accumulated"),
+        "train_micro_batch_size_per_gpu": (micro, "the largest divisor that fits; the rest is accumulated"),
         "zero_optimization.stage": (
             config.content["zero_optimization"]["stage"],
             "the lowest that fits: 1 divides optimizer state, 2 also gradients, 3 also parameters",

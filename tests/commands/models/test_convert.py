@@ -131,7 +131,7 @@ def test_the_layouts_and_precisions_of_the_tool_are_those_of_the_package():
 
 def test_packed_folders_from_the_command_line(tmp_path, capsys):
     model = tiny_model("llama", vocab_size=256, intermediate_size=96)
-    model.save_pretrained(tmp_path / "source")
+    model.bfloat16().save_pretrained(tmp_path / "source")
     start = tmp_path / "start"
     assert call_main(TOOL, "to-megalowbit", tmp_path / "source", start, capsys=capsys).returncode == 0
     for layout, settings in (("compressed-tensors", "config.json"), ("modelopt", "hf_quant_config.json")):
@@ -162,7 +162,7 @@ def test_layers_of_8_bits_beside_packed_ones_from_the_command_line(tmp_path, cap
         check_refusal(call_main(TOOL, *arguments, *more, capsys=capsys), "has 8-bit weights in the forward")
     done = call_main(TOOL, *arguments, "--dry-run", capsys=capsys)
     assert "6 layers as NVFP4 (compressed-tensors); 9 linear layers in bf16" in done.stdout
-    assert "8 layers with 8 bits in the recipe's forward stay in bf16, unrounded" in done.stdout
+    assert "8 layers with 8 bits in the recipe's forward are written in bf16" in done.stdout
     assert not (tmp_path / "packed").exists()
     done = call_main(TOOL, *arguments, capsys=capsys)
     assert "WARNING: 8 layers with 8 bits" in done.stdout

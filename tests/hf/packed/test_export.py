@@ -60,7 +60,7 @@ def test_layers_of_8_bits_stay_in_bf16_beside_packed_ones_and_are_named(tmp_path
     attention = {name: layer for name, layer in bit_layers(model).items() if ".self_attn." in name}
     assert report.num_packed == len(bit_layers(model)) - len(attention)
     assert set(report.ignored) == attention.keys() | {"lm_head"}
-    warning = f"WARNING: {len(attention)} layers with 8 bits in the recipe's forward stay in bf16, unrounded"
+    warning = f"WARNING: {len(attention)} layers with 8 bits in the recipe's forward are written in bf16"
     assert warning in str(report)
     for layer in attention.values():
         layer.recipe = "bf16"

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from packed_models import converted_model
 from start_checkpoints import write_start_checkpoint
 from tiny_models import tiny_model
 
@@ -106,6 +107,19 @@ def test_layers_that_round_no_weight_in_the_forward_are_exact_in_bf16(tmp_path):
     model = llama(nvfp4(layers={"*.self_attn": {"q_forward_weight": "fp32"}}))
     report = export_packed_model(model, tmp_path / "packed", "compressed-tensors", is_exact=True)
     assert (report.num_packed, report.notes) == (6, ())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_tensors_that_bf16_would_round_are_not_exact(tmp_path, dtype):
+    model = converted_model(dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    export_packed_model(model, tmp_path / "equal", "compressed-tensors", is_exact=True)
+    with torch.no_grad():
+        model.model.norm.weight[3] += 2.0**-9
+    message = f"model.norm.weight in {dtype} would be rounded to torch.bfloat16: export without"
+    check_refusal(tmp_path / "rounded", model, message, is_exact=True)
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -1.0])

@@ -33,6 +33,7 @@ def memory_of(path, processes, **changes):
     [
         ("124M", Machine(1, 24)),
         ("124M", Machine(3, 12)),  # 256 sequences are no multiple of three processes
+        ("124M", Machine(7, 24)),  # 37 for each would be a prime number
         pytest.param("1B", Machine(8, 40), marks=pytest.mark.slow),
         pytest.param("8B", Machine(8, 80), marks=pytest.mark.slow),
     ],

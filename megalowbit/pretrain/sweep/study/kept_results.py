@@ -108,11 +108,11 @@ def read_kept(path: Path) -> KeptStudy:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise UserError(f"{path} is damaged ({where!r} is missing or has another type): {remedy}") from None
     results = {}
-    origins = dict(enumerate(content.origins))  # unlike in a list, -1 is no place
+    origins = {json.dumps(place): origin for place, origin in enumerate(content.origins)}  # -1 is none
     for name, cell in content.cells.items():
         value = {key: cell[key] for key in (*OWN_FIELDS, "losses") if key in cell}
         try:
-            value["made_with"] = origins[cell["origin"]]
+            value["made_with"] = origins[json.dumps(cell["origin"])]
             value["settings"] = changed(content.settings, cell["changes"])
         except (KeyError, IndexError, TypeError, ValueError):
             raise UserError(
@@ -163,9 +163,10 @@ def check_text(recorded: KeptText, facts: TextFacts) -> None:
     """
     for key in ("train_sha256", "heldout_sha256"):
         if getattr(recorded, key) != getattr(facts, key):
+            found, before = (f"{each.description} ({getattr(each, key)[:8]})" for each in (facts, recorded))
             raise UserError(
-                f"the text is not that of the study: {facts.description}, not {recorded.description}: "
-                "install that version, or restore the files"
+                f"the text is not that of the study: {found}, not {before}: install that version, or restore "
+                "the files"
             )
 
 

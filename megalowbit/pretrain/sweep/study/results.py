@@ -36,6 +36,7 @@ LOSS_TYPES = ("LossMeans", "list[nullable[float]]")  # how pydantic calls them i
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
+Loss = Annotated[float, Field(ge=0)]
 
 
 class Recorded(BaseModel):
@@ -66,6 +67,8 @@ class LossMeans(Recorded):
         """A mean for each block, missing exactly where all steps of the block are lost."""
         if self.lost != sorted(set(self.lost)) or not all(1 <= step <= self.steps for step in self.lost):
             raise ValueError("lost is no ascending list of steps")
+        if len(self.means) != -(-self.steps // self.block):
+            raise ValueError("means are not those of the blocks")
         num_lost = Counter((step - 1) // self.block for step in self.lost)
         sizes = [min(self.block, self.steps - start) for start in range(0, self.steps, self.block)]
         has_mean = [num_lost[number] < size for number, size in enumerate(sizes)]
@@ -109,8 +112,8 @@ class LossMeans(Recorded):
 class Heldout(Recorded):
     """Held-out losses; None: not finite."""
 
-    bf16: float | None
-    own: float | None
+    bf16: Loss | None
+    own: Loss | None
     tokens: Count
 
 

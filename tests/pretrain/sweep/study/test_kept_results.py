@@ -135,7 +135,7 @@ def test_cells_that_would_come_out_differently_are_refused_and_named(study, tmp_
     data["texts"]["parts"]["train_sha256"] = "0" * 64
     kept.write_text(json.dumps(data))
     message = refused(study, out, capsys, "--from", kept)
-    assert f"{kept}: {name}: the text is not that of the study: files of parts, not files of parts" in message
+    assert f"{kept}: {name}: the text is not that of the study: files of parts (" in message
 
 
 def test_a_setting_that_came_later_had_its_default(study, tmp_path):
@@ -193,6 +193,8 @@ DAMAGE = [
     (lambda data: data["cells"][NAMES[0]].pop("cost"), "'cost' is missing or damaged"),
     (lambda data: data["settings"].update(config=3), "'settings.config' is missing or damaged"),
     (lambda data: data["cells"][NAMES[0]].update(origin=-1), "damaged ('origin' or 'changes')"),
+    (lambda data: data["cells"][NAMES[0]].update(origin=False), "damaged ('origin' or 'changes')"),
+    (lambda data: data["cells"][NAMES[0]].update(origin=0.0), "damaged ('origin' or 'changes')"),
 ]
 
 
