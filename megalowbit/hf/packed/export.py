@@ -80,8 +80,8 @@ class Options(TypedDict, total=False):
         precision: `w4a16` (the default): weights are packed; `w4a4`: servers also round inputs.
         input_maxima: largest magnitude of the input of each packed layer; for `w4a4` in NVFP4. Default: those
             that the run has recorded, see `layers.conversion.static_inputs`.
-        is_exact: refuse the export if a weight would differ from that of the recipe's forward, or from that of
-            a model in fp16 or fp32 because it is written in bf16.
+        is_exact: refuse the export if a weight would differ from that of the recipe's forward, or if a tensor
+            that is not packed would be rounded to bf16.
         tokenizer: saved with the weights; default: the tokenizer kept in a checkpoint to start from, if any.
         shard_size: limit of the bytes of tensors in a file.
         examine: called with the unfinished folder and its packed layers before it appears; may add files.
