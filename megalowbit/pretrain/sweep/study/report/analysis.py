@@ -266,23 +266,26 @@ class Group:
     def learning_rates(self) -> list[dict[str, Any]]:
         """For each recipe with several factors of the learning rate: what they change, and the best one.
 
-        `gap` is that of the recipe at its best rate to the baseline at its best rate, within pairs of single
-        runs, without forks. Both rates are chosen by these losses, over the seeds that have all factors.
+        The best rate has the lowest mean over the seeds that have all factors. `gap` is that of the recipe at
+        its best rate to the baseline at its best rate, within all pairs of single runs, without forks.
         """
         swept = {recipe.name: self._losses_by_factor(recipe) for recipe in self.study.recipes}
         swept = {name: losses for name, losses in swept.items() if len(losses) > 1}
         usual = self.final_losses(self.study.baseline)
-        peer = _best(swept[self.study.baseline])[1] if self.study.baseline in swept else usual
+        peer = usual
+        if self.study.baseline in swept:
+            peer = swept[self.study.baseline][_best(_common(swept[self.study.baseline]))]
         found = []
         for name, losses in swept.items():
-            factor, best = _best(losses)
+            common = _common(losses)
+            factor = _best(common)
             comparisons = compare_all(losses)
-            gaps = [best[seed] - peer[seed] for seed in best if seed in peer]
+            gaps = [losses[factor][seed] - peer[seed] for seed in losses[factor] if seed in peer]
             gap = _estimate(gaps) if name != self.study.baseline else None
             found.append(
                 {
                     "recipe": name,
-                    "mean_losses": {each: statistics.fmean(of.values()) for each, of in losses.items()},
+                    "mean_losses": {each: statistics.fmean(of.values()) for each, of in common.items()},
                     "best_factor": factor,
                     "gap": None if gap is None else gap.to_dict(),
                     "matters": any(each.is_separated for each in comparisons),
@@ -292,14 +295,13 @@ class Group:
         return found
 
     def _losses_by_factor(self, recipe: RecipeEntry) -> dict[str, dict[int, float]]:
-        """Losses at the end by factor of the learning rate and seed, over the seeds that all factors have."""
+        """Losses at the end by factor of the learning rate and seed; nothing if no seed has all factors."""
         found = {
             f"{factor:g}": losses
             for factor in recipe.lr_factors
             if (losses := self.final_losses(_label(recipe.name, factor)))
         }
-        common = set.intersection(*map(set, found.values())) if found else set()
-        return {factor: {seed: of[seed] for seed in sorted(common)} for factor, of in found.items() if common}
+        return found if all(_common(found).values()) else {}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -456,9 +458,15 @@ def _loss_to(step: int) -> Callable[[Finished], float]:
     return lambda each: each.loss_to(step)
 
 
-def _best(losses: Mapping[str, Mapping[int, float]]) -> tuple[str, Mapping[int, float]]:
-    """The factor of the learning rate with the smallest mean loss, and its losses."""
-    return min(losses.items(), key=lambda item: statistics.fmean(item[1].values()))
+def _common(losses: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
+    """Losses by factor of the learning rate and seed, of the seeds that all factors have."""
+    seeds = sorted(set.intersection(*map(set, losses.values()))) if losses else []
+    return {factor: {seed: of[seed] for seed in seeds} for factor, of in losses.items()}
+
+
+def _best(losses: Mapping[str, Mapping[int, float]]) -> str:
+    """The factor of the learning rate with the smallest mean loss."""
+    return min(losses, key=lambda factor: statistics.fmean(losses[factor].values()))
 
 
 def _label(name: str, factor: float) -> str:

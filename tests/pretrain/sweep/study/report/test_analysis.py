@@ -187,6 +187,11 @@ def test_recipes_are_compared_at_their_best_learning_rates_within_pairs(cells):
     gap = rates["good"]["gap"]
     assert gap["mean"] == pytest.approx(0.025 * 1.015)  # to bf16 at its best rate, seeds 1 and 2
     assert gap["num_pairs"] == 2
+    (usual,) = [each for each in swept if each.name == "s,one,20,good,1"]
+    (usual.path / "result.json").unlink()  # the pair at the best rate stays
+    (good,) = [each for each in group_of(swept, "one").learning_rates() if each["recipe"] == "good"]
+    assert good["gap"]["num_pairs"] == 2
+    assert good["mean_losses"].keys() == {"1", "2"}
     assert any("Learning rate of good" in line and "gap there +0.0254" in line for line in notes(group))
 
 
