@@ -5,7 +5,8 @@ others (same learning rate, usual gradient norm), the weights cannot have change
 the batch, or from hardware. A rise over several steps comes from the updates. An update of Adam changes each
 weight by about the learning rate. The rate is therefore named where it is as large as the weights were at the
 start (`LARGE_UPDATE`), and otherwise, as likely, where loss and gradients rose together in the upper half of
-its course and no other cause was found before.
+its course and no other cause was found before. At a rate far above that (`REPLACING`) a loss that never rises
+has not learnt what a lower rate would teach.
 
 All comparisons are of the logarithm of the loss, with running medians and robust deviations. Not covered:
 runs of fewer than `LEAST_STEPS` steps, and a loss that is too high from the first step to the last.
@@ -34,6 +35,7 @@ ABSENT = 10  # steps without a sample, after which a source begins anew
 SUDDEN = 0.6  # share of a change that one step must have
 UPPER = 0.5  # of the highest learning rate
 LARGE_UPDATE = 0.5  # learning rate / deviation of the initial weights: two updates replace a weight
+REPLACING = 2.0  # the same: each update replaces the weights
 LARGER_NORM = 3.0  # times the gradient norm at the lowest loss
 SMALL_PATH = 0.05  # sum of all rates / deviation: the weights are still those of the start
 LEAST_STEPS_TO_LEARN = 20
@@ -69,7 +71,7 @@ def findings(run: RunFiles, known: list[Finding]) -> list[Finding]:
     source = _new_source(run, limit)
     change = _first_change(values, limit, _relative_rates(run)[rows] >= LARGE_UPDATE)
     if change is None:
-        return [source] if source is not None else _no_learning(run, values)
+        return [source] if source is not None else _no_learning(run, values) or _replacing(run)
     change = change._replace(best=int(rows[change.best]), row=int(rows[change.row]))
     if source is not None and (source.step or 0) <= metrics.steps[change.row]:
         return [source]
@@ -303,7 +305,7 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
         ),
         Evidence(file=METRICS, step=step, text=f"lr {rates[change.row]:.3g}{why}"),
     )  # fmt: skip
-    lower = float(f"{0.1 * peak:.1g}")
+    lower = _lower_rate(run, peak)
     remedy = [f"--set optimizer.params.lr={lower:g}, in a new run or from a checkpoint before step {best}"]
     no_warmup = "" if warmup else ", and there is no warm-up"
     if not warmup:
@@ -318,6 +320,37 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
         f"{now:.3g}",
         evidence=evidence, remedy=tuple(remedy),
     )  # fmt: skip
+
+
+def _lower_rate(run: RunFiles, peak: float) -> float:
+    """A tenth of the peak; with Adam at most a tenth of what the weights began with."""
+    most = min(peak, run.initial_deviation[0]) if np.nanmax(_relative_rates(run)) > 0 else peak
+    return float(f"{0.1 * most:.1g}")
+
+
+def _replacing(run: RunFiles) -> list[Finding]:
+    """A rate at which each update of Adam replaces the weights, though the loss never rose."""
+    relative = _relative_rates(run)
+    above = np.flatnonzero(relative >= REPLACING)
+    if not len(above):
+        return []
+    peak, (spread, source) = float(np.nanmax(run.metrics["lr"])), run.initial_deviation
+    step = int(run.metrics.steps[above[0]])
+    return [
+        Finding(
+            name=base.RATE, step=step, is_shown=False,
+            title=f"the learning rate is too high: the loss did not rise at up to {peak:.3g}, but each update"
+            " replaces the weights",
+            evidence=(
+                Evidence(
+                    file=METRICS, step=step,
+                    text=f"lr {run.metrics['lr'][above[0]]:.3g}: an update of Adam changes a weight by about "
+                    f"that, and the weights began with a deviation of {spread:g} ({source})",
+                ),
+            ),
+            remedy=(f"--set optimizer.params.lr={_lower_rate(run, peak):g}, in a new run",),
+        )
+    ]  # fmt: skip
 
 
 def _norm_grew(run: RunFiles, change: Change) -> bool:

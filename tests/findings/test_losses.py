@@ -29,7 +29,18 @@ def test_a_rise_at_a_rate_that_replaces_the_weights_is_the_learning_rate(records
     assert (found.name, found.role, found.is_shown) == (base.RATE, "cause", True)
     assert found.step == 1  # where the rate became too high; the loss rose later
     assert "to 3" in found.title
-    assert "--set optimizer.params.lr=0.009" in found.remedy[0]
+    assert "--set optimizer.params.lr=0.002" in found.remedy[0]  # a tenth of the weights at the start
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(30, [(base.RATE, "cause", False)]), (10, [])])
+def test_a_rate_that_replaces_the_weights_is_likely_too_high_without_a_rise(
+    records, tmp_path, factor, expected
+):
+    for row in records.rows:
+        row["lr"] *= factor
+    found = findings(records.read(tmp_path / "run"), [])
+    assert [(each.name, each.role, each.is_shown) for each in found] == expected
+    assert all(each.remedy == ("--set optimizer.params.lr=0.002, in a new run",) for each in found)
 
 
 def unlearn(records):

@@ -277,7 +277,7 @@ class PackedExport:
         if self._is_exact and plan.wide:
             raise UserError(
                 f"layer {plan.wide[0]} has 8-bit weights in the forward, and they would be in bf16: export "
-                "without requiring exact values"
+                "without requiring exact values, or train with a recipe without 8-bit layers, such as nvfp4"
             )
         self._groups = {layer: group for group in plan.groups for layer in group}
         self._layers: dict[str, str] = {}  # tensor → the packed layer that it is a part of

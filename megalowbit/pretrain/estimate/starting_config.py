@@ -136,11 +136,15 @@ def _batch_size(content: Mapping[str, Any], processes: int) -> int:
 
     Those of each process are divided into micro-batches, so a prime number of them would leave only one each.
     """
+    each = -(-_shipped_batch(content) // processes)
+    return processes * (each if each <= DIVISIBLE_BY else -(-each // DIVISIBLE_BY) * DIVISIBLE_BY)
+
+
+def _shipped_batch(content: Mapping[str, Any]) -> int:
     batch = content.get("train_batch_size")
     if batch is None:
         batch = content["train_micro_batch_size_per_gpu"] * content.get("gradient_accumulation_steps", 1)
-    each = -(-int(batch) // processes)
-    return processes * (each if each <= DIVISIBLE_BY else -(-each // DIVISIBLE_BY) * DIVISIBLE_BY)
+    return int(batch)
 
 
 def _draft(
@@ -171,13 +175,24 @@ def _fits(memory: MemoryEstimate, machine: Machine) -> bool:
     return _needed(memory, machine) <= USABLE * machine.gib * GIB
 
 
+def _of_batch(config: StartingConfig) -> str:
+    """Why the batch is not that of the shipped configuration."""
+    usual = _shipped_batch(read_json_object(shipped_configs()[SIZES[config.size]]))
+    if config.content["train_batch_size"] == usual:
+        return ""
+    return (
+        f"; {usual} in the shipped configuration, rounded up so that {config.machine.processes} processes "
+        "divide it into micro-batches; steps and learning rate are as there"
+    )
+
+
 def readme(config: StartingConfig, folder: Path) -> str:
     """What the keys of the configuration mean, why they have these values, and how to start."""
     block, batch = config.content[BLOCK], config.content["train_batch_size"]
     tokens, steps = batch * block["data"]["sequence_length"], block["run"]["steps"]
     micro = config.content["train_micro_batch_size_per_gpu"]
     rows = {
-        "train_batch_size": (batch, f"sequences of an optimizer step: {tokens:,} tokens"),
+        "train_batch_size": (batch, f"sequences of an optimizer step: {tokens:,} tokens{_of_batch(config)}"),
         "train_micro_batch_size_per_gpu": (micro, "the largest divisor that fits; the rest is accumulated"),
         "zero_optimization.stage": (
             config.content["zero_optimization"]["stage"],

@@ -28,6 +28,9 @@ from megalowbit.telemetry.summary import RunSummary, worst_layers
 
 logger = logging.getLogger(__name__)
 
+HIGH_LOSS_WARNING = (
+    "the loss ended far above its lowest: `megalowbit diagnose %s` says what came first, and what to do"
+)
 MISFIT_WARNING = (
     "splits: %s times the kept factors did not fit the next matrix (different rank, dtype or number of rows) "
     "and were computed again: the settings have changed, or batches have different sizes"
@@ -200,6 +203,8 @@ class Recorder:
             for line in (*(part.line for part in parts), splits_line(splits), page_line):
                 if line is not None:
                     self._console.print(line)
+            if job.totals.ends_high:
+                logger.warning(HIGH_LOSS_WARNING, job.folder.path)
             if splits.get("misfit"):
                 logger.warning(MISFIT_WARNING, f"{splits['misfit']:,}")
 

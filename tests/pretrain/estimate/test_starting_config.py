@@ -62,10 +62,18 @@ def test_the_page_has_the_values_of_the_configuration_and_the_files_stay_togethe
     for key, value in (("megalowbit.run.steps", "700"), ("train_batch_size", "4")):
         assert f"| `{key}` | `{value}` |" in page
     assert str(found.memory) in page
+    assert "shipped configuration" not in page  # the batch is that of it
     config = load_config(path, [], world_size=1)
     assert config.settings.model.config == path.parent / "model.json"
     with pytest.raises(UserError, match="out already exists and is never overwritten"):
         found.write(path.parent)
+
+
+def test_the_page_says_why_the_batch_is_another(tmp_path):
+    found, path = made("124M", Machine(7, 24), tmp_path)
+    page = (path.parent / "README.md").read_text()
+    assert found.content["train_batch_size"] == 280
+    assert "286,720 tokens; 256 in the shipped configuration, rounded up so that 7 processes divide" in page
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):

@@ -95,6 +95,16 @@ def test_mismatched_directions_cause_one_warning(build_job, caplog):
     assert "did not fit the next matrix" in warning.getMessage()
 
 
+def test_a_loss_that_ends_far_above_its_lowest_names_the_diagnosis(build_job, caplog, tmp_path):
+    job = build_job()
+    with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
+        recorder.step(train_step(job)[0])
+        job.totals.best_loss = 1.0
+        recorder.finish()
+    (warning,) = [each for each in caplog.records if each.name == "megalowbit.pretrain.records.recorder"]
+    assert f"`megalowbit diagnose {tmp_path / 'run'}` says what came first" in warning.getMessage()
+
+
 def test_records_are_closed_as_failed_when_training_raises(build_job, tmp_path):
     job = build_job()
 
