@@ -9,7 +9,8 @@ its course and no other cause was found before. At a rate far above that (`REPLA
 has not learnt what a lower rate would teach.
 
 All comparisons are of the logarithm of the loss, with running medians and robust deviations. Not covered:
-runs of fewer than `LEAST_STEPS` steps, and a loss that is too high from the first step to the last.
+runs of fewer than `LEAST_STEPS` steps, and a loss that is too high from the first step to the last at a
+usual rate.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def findings(run: RunFiles, known: list[Finding]) -> list[Finding]:
     source = _new_source(run, limit)
     change = _first_change(values, limit, _relative_rates(run)[rows] >= LARGE_UPDATE)
     if change is None:
-        return [source] if source is not None else _no_learning(run, values) or _replacing(run)
+        return [source] if source is not None else _replacing(run) or _no_learning(run, values)
     change = change._replace(best=int(rows[change.best]), row=int(rows[change.row]))
     if source is not None and (source.step or 0) <= metrics.steps[change.row]:
         return [source]
@@ -94,7 +95,8 @@ def _rise(values: Array, window: int, limit: float, replaced: NDArray[np.bool_])
     """
     level = running_median(values, window)
     is_unsettled = np.ones(len(values), dtype=bool)
-    is_unsettled[window + BRIEF :] = level[: -window - BRIEF] - level[window:-BRIEF] > limit
+    steady = running_median(values, SHORTEST)
+    is_unsettled[SHORTEST + BRIEF :] = steady[: -SHORTEST - BRIEF] - steady[SHORTEST:-BRIEF] > limit
     brief = np.where(replaced & is_unsettled, running_median(values, BRIEF), np.inf)
     # a long median falls later than a brief one, so it is compared with those before its window
     before = np.concatenate([np.full(window, np.inf), brief])[: len(values)]
@@ -332,7 +334,7 @@ def _replacing(run: RunFiles) -> list[Finding]:
     """A rate at which each update of Adam replaces the weights, though the loss never rose."""
     relative = _relative_rates(run)
     above = np.flatnonzero(relative >= REPLACING)
-    if not len(above):
+    if not len(above) or _starts_trained(run):
         return []
     peak, (spread, source) = float(np.nanmax(run.metrics["lr"])), run.initial_deviation
     step = int(run.metrics.steps[above[0]])

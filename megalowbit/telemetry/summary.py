@@ -20,7 +20,6 @@ from megalowbit.telemetry.facts import Fact
 from megalowbit.telemetry.overflow.counters import ROLES, LayerOverflow, OperandCounts
 from megalowbit.telemetry.sinks.jsonl import json_ready
 
-FAR_ABOVE = 3.0  # times the lowest loss
 WIDTH = 80
 _LAYER_WIDTH = 36
 LABELS = MappingProxyType({"saturation": "saturated", "snr_db": "SNR"})  # of measures on the console
@@ -95,13 +94,6 @@ class RunTotals:
             self._add_overflow(*overflow)
         if not is_skipped and math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss):
             self.best_loss, self.best_step = loss, self.steps
-
-    @property
-    def ends_high(self) -> bool:
-        """Whether the last loss is not finite, or far above the lowest: no single batch is so hard."""
-        if self.final_loss is None or self.best_loss is None:
-            return self.final_loss is not None
-        return not self.final_loss <= FAR_ABOVE * self.best_loss
 
     def _add_overflow(self, tensor: str, rank: int | None) -> None:
         for number, place in enumerate(self.overflows):

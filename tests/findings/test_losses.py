@@ -1,6 +1,7 @@
 """What the course of the loss shows, and what it does not."""
 
 import math
+import random
 
 import pytest
 
@@ -41,6 +42,33 @@ def test_a_rate_that_replaces_the_weights_is_likely_too_high_without_a_rise(
     found = findings(records.read(tmp_path / "run"), [])
     assert [(each.name, each.role, each.is_shown) for each in found] == expected
     assert all(each.remedy == ("--set optimizer.params.lr=0.002, in a new run",) for each in found)
+
+
+def test_a_flat_loss_at_a_rate_that_replaces_the_weights_is_the_rate(records, tmp_path):
+    for row in records.rows:
+        row["loss"], row["lr"] = 5.5, 0.09
+    (found,) = findings(records.read(tmp_path / "run"), [])
+    assert (found.name, found.is_shown) == (base.RATE, False)
+    records.config["megalowbit"]["model"] = {"checkpoint": "start"}  # with weights of another deviation
+    assert not findings(records.read(tmp_path / "trained"), [])
+
+
+@pytest.mark.parametrize("row", [60, 90, 300])
+def test_easy_batches_early_in_a_long_run_are_no_rise(records, tmp_path, row):
+    draw = random.Random(3)
+    usual = records.rows[9]
+    records.rows = [
+        {
+            **usual,
+            "step": step,
+            "lr": 0.01,
+            "loss": (2 + 3.5 * math.exp(-step / 12) + 1.2 / (1 + step / 300)) * draw.gauss(1, 0.01),
+        }
+        for step in range(1, 2001)
+    ]
+    for place in (row, row + 1):
+        records.rows[place]["loss"] *= 0.75
+    assert not findings(records.read(tmp_path / "run"), [])
 
 
 def unlearn(records):
@@ -85,6 +113,7 @@ def test_a_large_rate_of_sgd_is_compared_with_no_weights(records, tmp_path):
     (found,) = findings(records.read(tmp_path / "diverged"), [])
     assert (found.name, found.is_shown) == (base.RATE, False)
     assert not [each for each in found.evidence if "Adam" in each.text]
+    assert "--set optimizer.params.lr=0.03" in found.remedy[0]  # a tenth; no weights limit it
 
 
 def test_a_rise_at_a_moderate_rate_is_likely_the_rate_if_gradients_grew_too(records, tmp_path):

@@ -59,24 +59,6 @@ def test_totals_are_those_of_the_steps():
     assert (totals.final_loss, totals.best_loss, totals.best_step) == (4.5, 4.0, 4)
 
 
-@pytest.mark.parametrize(
-    ("losses", "ends_high"),
-    [
-        ([], False),
-        ([5.0, 2.0, 5.9], False),
-        ([5.0, 2.0, 6.1], True),
-        ([5.0, math.inf], True),
-        ([5.0, math.nan], True),
-        ([math.nan], True),
-    ],
-)
-def test_a_last_loss_that_is_no_hard_batch_is_far_above_the_lowest(losses, ends_high):
-    totals = RunTotals()
-    for loss in losses:
-        totals.add_step(loss=loss, tokens=100, seconds=0.5, is_skipped=False)
-    assert totals.ends_high is ends_high
-
-
 def test_a_speed_of_a_part_of_the_run_says_so():
     totals = RunTotals()
     for _ in range(30):

@@ -94,7 +94,7 @@ def _quantize(options: argparse.Namespace, identity: ProcessIdentity) -> None:
 
         text = TextOptions(options.text, **{name: each for name, each in given.items() if each is not None})
         recipe = options.recipe
-        if recipe.startswith("{"):
+        if recipe.lstrip().startswith("{"):
             recipe = parse_json(recipe, "--recipe", is_strict=True)
         quantize(
             options.source,

@@ -291,7 +291,7 @@ class PackedExport:
             read=self._read,
             read_dtype=torch.float64,  # several weights of a group, and one in fp32
             finish=self._finish,
-            key={**key, "packed": self._settings, "input_scales": scales},
+            key={**key, "packed": self._settings, "input_scales": scales, "exact": self._is_exact},
             shard_size=options.get("shard_size", SHARD_SIZE),
         )
 
@@ -324,7 +324,8 @@ class PackedExport:
         """Write `folder`, completely or not at all.
 
         Raises:
-            UserError: see `Conversion.run`; with `is_exact`, a block would have to be rounded again.
+            UserError: see `Conversion.run`; with `is_exact`, a block would have to be rounded again, or a
+                tensor that is not packed to be rounded to bf16.
         """
         self.conversion.run(folder)
         assert self.report is not None  # made by `_finish`
@@ -418,16 +419,10 @@ class PackedExport:
         if self._stored is not None:
             header, origin = self._stored.header, ORIGIN
         dtype = f"{report.format} ({report.precision}, {report.layout}), others bfloat16"
+        stored = self._stored
+        recipe = bit_layers(model)[plan.groups[0][0]].recipe.name if stored is None else stored.recipe.name
         usage, notes = plan.layout.usage, report.notes
-        return model_card(header, self._recipe_name(), dtype=dtype, usage=usage, origin=origin, notes=notes)
-
-    def _recipe_name(self) -> str:
-        """That of the checkpoint; without one, those of all layers, the packed ones first."""
-        if self._stored is not None:
-            return self._stored.recipe.name
-        layers = bit_layers(self._weights.model)
-        first = [layers[name] for name in self.packed]
-        return ", ".join(dict.fromkeys(layer.recipe.name for layer in (*first, *layers.values())))
+        return model_card(header, recipe, dtype=dtype, usage=usage, origin=origin, notes=notes)
 
     def _packed_layers(self, draft: Path) -> Iterator[PackedLayer]:
         with _opened(draft) as read:

@@ -29,7 +29,7 @@ from megalowbit.values import BLOCK
 SIZES = {"0.8M": "gpt2_tiny_fp4", "124M": "gpt2_124m_fp4", "1B": "llama_1b_fp4", "8B": "llama3_8b_fp4"}
 USABLE = 0.9  # of the memory: the estimate leaves out fragmentation
 LARGEST_MICRO_BATCH = 32
-DIVISIBLE_BY = 8  # sequences of a process in an optimizer step, if there are more
+GROWTH = 1 / 8  # at most, of a batch that the processes do not divide
 CONFIG, MODEL = "run.json", "model.json"
 
 
@@ -132,12 +132,21 @@ def write_files(folder: Path, content: Mapping[str, Any], model: Mapping[str, An
 
 
 def _batch_size(content: Mapping[str, Any], processes: int) -> int:
-    """Sequences of an optimizer step: those of the shipped configuration, rounded up.
+    """Sequences of an optimizer step: those of the shipped configuration, or a little more.
 
-    Those of each process are divided into micro-batches, so a prime number of them would leave only one each.
+    Where the processes do not divide them, each gets the number with the most divisors up to `GROWTH` more,
+    because micro-batches divide it: of a prime number they would have one sequence or all.
     """
-    each = -(-_shipped_batch(content) // processes)
-    return processes * (each if each <= DIVISIBLE_BY else -(-each // DIVISIBLE_BY) * DIVISIBLE_BY)
+    batch = _shipped_batch(content)
+    if batch % processes == 0:
+        return batch
+    least = -(-batch // processes)
+    most = max(least, int(batch * (1 + GROWTH) / processes))
+    return processes * max(range(least, most + 1), key=lambda each: (_num_divisors(each), -each))
+
+
+def _num_divisors(number: int) -> int:
+    return sum(number % each == 0 for each in range(1, number + 1))
 
 
 def _shipped_batch(content: Mapping[str, Any]) -> int:
@@ -181,8 +190,8 @@ def _of_batch(config: StartingConfig) -> str:
     if config.content["train_batch_size"] == usual:
         return ""
     return (
-        f"; {usual} in the shipped configuration, rounded up so that {config.machine.processes} processes "
-        "divide it into micro-batches; steps and learning rate are as there"
+        f"; {usual} in the shipped configuration, which {config.machine.processes} processes do not divide; "
+        "steps and learning rate are as there"
     )
 
 
@@ -193,7 +202,10 @@ def readme(config: StartingConfig, folder: Path) -> str:
     micro = config.content["train_micro_batch_size_per_gpu"]
     rows = {
         "train_batch_size": (batch, f"sequences of an optimizer step: {tokens:,} tokens{_of_batch(config)}"),
-        "train_micro_batch_size_per_gpu": (micro, "the largest divisor that fits; the rest is accumulated"),
+        "train_micro_batch_size_per_gpu": (
+            micro,
+            f"the largest divisor up to {LARGEST_MICRO_BATCH} that fits; the rest is accumulated",
+        ),
         "zero_optimization.stage": (
             config.content["zero_optimization"]["stage"],
             "the lowest that fits: 1 divides optimizer state, 2 also gradients, 3 also parameters",

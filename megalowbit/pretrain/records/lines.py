@@ -113,7 +113,9 @@ def _of_another_family(job: Job) -> str:
     """What is said about layers that the recipe names and the model has not."""
     names = [each.name for each in job.report.swapped] + [each.name for each in job.report.kept]
     if job.recipe.is_for_others(names):
-        return f"; no layer of its own in this family: {ROTARY_RECIPE} is closer to bf16 (docs/recipes.md)"
+        return (
+            f"; its special layers are of other families, {ROTARY_RECIPE} is for this one (docs/recipes.md)"
+        )
     return "; keep_if_present names none of them" if job.report.unmatched else ""
 
 

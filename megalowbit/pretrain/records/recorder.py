@@ -7,6 +7,7 @@ those calls. The counters of spectral splits are those of the main process only.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
@@ -28,8 +29,10 @@ from megalowbit.telemetry.summary import RunSummary, worst_layers
 
 logger = logging.getLogger(__name__)
 
+FAR_ABOVE = 1.5  # times the loss of a model that guesses all tokens alike
 HIGH_LOSS_WARNING = (
-    "the loss ended far above its lowest: `megalowbit diagnose %s` says what came first, and what to do"
+    "the last loss is %.3g, and guessing has %.3g: `megalowbit diagnose %s` says what came first, and what "
+    "to do"
 )
 MISFIT_WARNING = (
     "splits: %s times the kept factors did not fit the next matrix (different rank, dtype or number of rows) "
@@ -203,10 +206,14 @@ class Recorder:
             for line in (*(part.line for part in parts), splits_line(splits), page_line):
                 if line is not None:
                     self._console.print(line)
-            if job.totals.ends_high:
-                logger.warning(HIGH_LOSS_WARNING, job.folder.path)
+            self._warn_of_a_high_loss()
             if splits.get("misfit"):
                 logger.warning(MISFIT_WARNING, f"{splits['misfit']:,}")
+
+    def _warn_of_a_high_loss(self) -> None:
+        last, guessing = self._job.totals.final_loss, math.log(self._job.engine.module.config.vocab_size)
+        if last is not None and not last <= FAR_ABOVE * guessing:
+            logger.warning(HIGH_LOSS_WARNING, last, guessing, self._job.folder.path)
 
     def _write_layers(self) -> None:
         if self._job.tracker is None:

@@ -9,7 +9,11 @@ from start_checkpoints import write_start_checkpoint
 from tiny_models import tiny_model
 
 from megalowbit.errors import UserError
-from megalowbit.hf.packed.export import export_packed_checkpoint, export_packed_model
+from megalowbit.hf.packed.export import (
+    export_packed_checkpoint,
+    export_packed_model,
+    plan_packed_folder,
+)
 from megalowbit.layers.conversion.convert import bit_layers, convert
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -120,6 +124,22 @@ def test_tensors_that_bf16_would_round_are_not_exact(tmp_path, dtype):
         model.model.norm.weight[3] += 2.0**-9
     message = f"model.norm.weight in {dtype} would be rounded to torch.bfloat16: export without"
     check_refusal(tmp_path / "rounded", model, message, is_exact=True)
+
+
+def test_an_interrupted_export_is_not_continued_as_an_exact_one(tmp_path):
+    tiny_model("llama", **SIZES).save_pretrained(tmp_path / "fp32")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # all weights are written
+        plan_packed_folder(tmp_path / "fp32", "nvfp4", "compressed-tensors", examine=stop).run(
+            tmp_path / "out"
+        )
+    plan = plan_packed_folder(tmp_path / "fp32", "nvfp4", "compressed-tensors", is_exact=True)
+    with pytest.raises(UserError, match=r"model\.embed_tokens\.weight in torch\.float32 would be rounded"):
+        plan.run(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -1.0])

@@ -8,7 +8,13 @@ from megalowbit.errors import UserError
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.dry_run import estimate_run
-from megalowbit.pretrain.estimate.starting_config import SIZES, Machine, readme, starting_config
+from megalowbit.pretrain.estimate.starting_config import (
+    SIZES,
+    Machine,
+    _batch_size,
+    readme,
+    starting_config,
+)
 from megalowbit.shipped_files import shipped_configs
 
 GIB = 2**30
@@ -33,7 +39,6 @@ def memory_of(path, processes, **changes):
     [
         ("124M", Machine(1, 24)),
         ("124M", Machine(3, 12)),  # 256 sequences are no multiple of three processes
-        ("124M", Machine(7, 24)),  # 37 for each would be a prime number
         pytest.param("1B", Machine(8, 40), marks=pytest.mark.slow),
         pytest.param("8B", Machine(8, 80), marks=pytest.mark.slow),
     ],
@@ -73,7 +78,15 @@ def test_the_page_says_why_the_batch_is_another(tmp_path):
     found, path = made("124M", Machine(7, 24), tmp_path)
     page = (path.parent / "README.md").read_text()
     assert found.content["train_batch_size"] == 280
-    assert "286,720 tokens; 256 in the shipped configuration, rounded up so that 7 processes divide" in page
+    assert "286,720 tokens; 256 in the shipped configuration, which 7 processes do not divide; steps" in page
+
+
+@pytest.mark.parametrize(
+    ("processes", "each"),
+    [(1, 256), (3, 90), (7, 40), (8, 32), (20, 14), (24, 12), (28, 10), (31, 9), (48, 6), (300, 1)],
+)
+def test_a_batch_that_does_not_divide_grows_by_an_eighth_at_most(processes, each):
+    assert _batch_size({"train_batch_size": 256}, processes) == processes * each
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(tmp_path):

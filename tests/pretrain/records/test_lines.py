@@ -52,7 +52,7 @@ def test_layers_of_another_family_are_named_in_the_line_of_the_recipe(build_job,
     for given, expected in (
         (
             DEFAULT_RECIPE,
-            "14 layers converted, 1 kept; no layer of its own in this family: nvfp4-attention-fp8 is ",
+            "14 layers converted, 1 kept; its special layers are of other families, nvfp4-attention-fp8 is ",
         ),
         ("nvfp4-keep-positions", "14 layers converted, 1 kept\n"),
         (ROTARY_RECIPE, "14 layers converted, 1 kept\n"),

@@ -1,4 +1,5 @@
 import json
+import math
 import resource
 
 import pytest
@@ -95,13 +96,15 @@ def test_mismatched_directions_cause_one_warning(build_job, caplog):
     assert "did not fit the next matrix" in warning.getMessage()
 
 
-def test_a_loss_that_ends_far_above_its_lowest_names_the_diagnosis(build_job, caplog, tmp_path):
+@pytest.mark.parametrize(("last", "expected"), [(60.5, "60.5, and guessing has "), (math.nan, "is nan")])
+def test_a_loss_worse_than_guessing_names_the_diagnosis(build_job, caplog, tmp_path, last, expected):
     job = build_job()
     with Recorder(job, Console(1, is_main=False), is_main=True, is_resume=False) as recorder:
         recorder.step(train_step(job)[0])
-        job.totals.best_loss = 1.0
+        job.totals.final_loss = last
         recorder.finish()
     (warning,) = [each for each in caplog.records if each.name == "megalowbit.pretrain.records.recorder"]
+    assert expected in warning.getMessage()
     assert f"`megalowbit diagnose {tmp_path / 'run'}` says what came first" in warning.getMessage()
 
 

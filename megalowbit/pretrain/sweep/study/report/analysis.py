@@ -267,7 +267,8 @@ class Group:
         """For each recipe with several factors of the learning rate: what they change, and the best one.
 
         The best rate has the lowest mean over the seeds that have all factors. `gap` is that of the recipe at
-        its best rate to the baseline at its best rate, within all pairs of single runs, without forks.
+        its best rate to the baseline at its best rate, within all pairs of single runs, without forks. Both
+        rates are chosen by these losses.
         """
         swept = {recipe.name: self._losses_by_factor(recipe) for recipe in self.study.recipes}
         swept = {name: losses for name, losses in swept.items() if len(losses) > 1}
@@ -285,6 +286,7 @@ class Group:
             found.append(
                 {
                     "recipe": name,
+                    "num_seeds": len(common[factor]),
                     "mean_losses": {each: statistics.fmean(of.values()) for each, of in common.items()},
                     "best_factor": factor,
                     "gap": None if gap is None else gap.to_dict(),

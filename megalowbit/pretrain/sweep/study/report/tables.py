@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megalowbit.pretrain.sweep.study.report.analysis import Group, Row
 from megalowbit.pretrain.sweep.study.report.sizes import SizeTrends
 from megalowbit.pretrain.sweep.study.report.statistics import Estimate
+from megalowbit.values import counted
 
 
 def markdown(groups: Sequence[Group]) -> str:
@@ -88,8 +89,11 @@ def notes(group: Group) -> list[str]:
         effect = "the learning rate matters" if rates["matters"] else "no difference is significant"
         effect = effect if rates["is_known"] else "too few pairs to tell"
         gap = interval(None if rates["gap"] is None else Estimate(**rates["gap"]))
-        best = f"best × {rates['best_factor']}" + ("" if rates["gap"] is None else f", gap there {gap}")
-        found.append(f"Learning rate of {rates['recipe']}: {losses_text}; {best}; {effect}.")
+        best = f"best × {rates['best_factor']}"
+        if rates["gap"] is not None:
+            best += f", gap there {gap} ({counted(rates['gap']['num_pairs'], 'pair')})"
+        seeds = counted(rates["num_seeds"], "seed")
+        found.append(f"Learning rate of {rates['recipe']}: {losses_text} ({seeds}); {best}; {effect}.")
     return found
 
 
