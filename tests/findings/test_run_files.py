@@ -150,8 +150,8 @@ def test_a_run_that_holds_its_lock_is_running(records, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps_are_diagnosed_in_five_seconds(records, tmp_path):
-    """Beside a busy machine's other work: the time is that of this process."""
+def test_diagnosing_a_hundred_thousand_steps_takes_as_long_as_parsing_them_four_times(records, tmp_path):
+    """Four seconds on an idle machine. A busy one slows both, so it is compared with parsing."""
     run = records.write(tmp_path / "run")
     row = {**records.rows[-1], **{f"quantization/{name}/snr_db": 17.123456789 for name in range(30)}}
     with (run / "metrics.jsonl").open("w") as file:
@@ -170,9 +170,13 @@ def test_a_hundred_thousand_steps_are_diagnosed_in_five_seconds(records, tmp_pat
             for layer in range(20):
                 file.write(json.dumps({**line, "step": step, "layer": f"h.{layer}"}) + "\n")
     started = time.process_time()
+    with (run / "metrics.jsonl").open() as file:
+        for text in file:
+            json.loads(text)
+    parsed = time.process_time()
     found = read_run(run)
     assert diagnosis_of(found).steps == (100_000, 60)
-    assert time.process_time() - started < 5
+    assert time.process_time() - parsed < 4 * (parsed - started)
     assert found.last_step == 100_000
     assert len(found.layers.steps) == TABLES_KEPT
     assert found.layers.steps[-1] == 100_000
