@@ -77,13 +77,14 @@ def _recipe(plan: RunPlan) -> Iterator[Notice]:
             "passes; losses of small models leapt with them (docs/spectral.md)",
             "watch grad_norm in a short run, or leave gains out",
         )
-    is_block = isinstance(plan.config.recipe, dict)  # its other fields stay
+    given = plan.config.recipe  # the other fields of a block stay, but layers would replace those of the base
+    key = "recipe.base" if isinstance(given, dict) and "layers" not in given else "recipe"
     if plan.recipe.is_for_others(each.layer for each in plan.projections):
         yield warning(
             "default-of-another-family",
             f"all layers that {plan.recipe.name} gives a recipe of their own are of other model families, so "
             "the loss at the end stays further above that of bf16 (docs/experiments.md)",
-            f"--set megalowbit.recipe{'.base' if is_block else ''}={ROTARY_RECIPE}",
+            f"--set megalowbit.{key}={ROTARY_RECIPE}",
         )
     advice = recipe_advice(plan.config)
     if advice is None:

@@ -293,13 +293,7 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
     step, best = int(metrics.steps[change.row]), int(metrics.steps[change.best])
     since = int(metrics.steps[np.argmax(relative >= LARGE_UPDATE)]) if ratio >= LARGE_UPDATE else best
     warmup = _warmup(rates)
-    why = ""
-    if ratio > 0:
-        spread, source = run.initial_deviation
-        why = (
-            ": an update of Adam changes a weight by about that, and the weights began with a deviation of "
-            f"{spread:g} ({source}): × {ratio:.2g}"
-        )
+    why = f": {_beside_the_weights(run)}: × {ratio:.2g}" if ratio > 0 else ""
     evidence = (
         *_losses_and_norms(run, change),
         Evidence(
@@ -324,6 +318,14 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
     )  # fmt: skip
 
 
+def _beside_the_weights(run: RunFiles) -> str:
+    spread, source = run.initial_deviation
+    return (
+        "an update of Adam changes a weight by about that, and the weights began with a deviation of "
+        f"{spread:g} ({source})"
+    )
+
+
 def _lower_rate(run: RunFiles, peak: float) -> float:
     """A tenth of the peak; with Adam at most a tenth of what the weights began with."""
     most = min(peak, run.initial_deviation[0]) if np.nanmax(_relative_rates(run)) > 0 else peak
@@ -336,8 +338,8 @@ def _replacing(run: RunFiles) -> list[Finding]:
     above = np.flatnonzero(relative >= REPLACING)
     if not len(above) or _starts_trained(run):
         return []
-    peak, (spread, source) = float(np.nanmax(run.metrics["lr"])), run.initial_deviation
-    step = int(run.metrics.steps[above[0]])
+    rates, first = run.metrics["lr"], above[0]
+    peak, step = float(np.nanmax(rates)), int(run.metrics.steps[first])
     return [
         Finding(
             name=base.RATE, step=step, is_shown=False,
@@ -345,9 +347,7 @@ def _replacing(run: RunFiles) -> list[Finding]:
             " replaces the weights",
             evidence=(
                 Evidence(
-                    file=METRICS, step=step,
-                    text=f"lr {run.metrics['lr'][above[0]]:.3g}: an update of Adam changes a weight by about "
-                    f"that, and the weights began with a deviation of {spread:g} ({source})",
+                    file=METRICS, step=step, text=f"lr {rates[first]:.3g}: {_beside_the_weights(run)}"
                 ),
             ),
             remedy=(f"--set optimizer.params.lr={_lower_rate(run, peak):g}, in a new run",),

@@ -90,6 +90,14 @@ def test_the_default_recipe_in_a_model_without_its_layers(tiny, large):
     assert code not in codes(tiny())
 
 
+def test_the_remedy_replaces_a_block_with_layers_of_its_own(large):
+    code, sizes = "default-of-another-family", {"processes": 8, "micro_batch": 1, "batch": 8}
+    given = 'megalowbit.recipe={"base": "nvfp4", "layers": {"*.h.0": {"base": "fp8", "if_present": true}}}'
+    (found,) = [each for each in check_risks(large(given, **sizes), H100, 60.0) if each.code == code]
+    _, value = shlex.split(found.fix)
+    assert code not in codes(large(given, value, **sizes))
+
+
 def test_the_remedy_of_a_recipe_in_a_block_leaves_its_other_fields(large):
     code, sizes = "default-of-another-family", {"processes": 8, "micro_batch": 1, "batch": 8}
     given = f'megalowbit.recipe={{"base": "{DEFAULT_RECIPE}", "keep_last": 1}}'

@@ -195,12 +195,12 @@ def _of_batch(config: StartingConfig) -> str:
     )
 
 
-def readme(config: StartingConfig, folder: Path) -> str:
-    """What the keys of the configuration mean, why they have these values, and how to start."""
+def _rows(config: StartingConfig) -> dict[str, tuple[Any, str]]:
+    """For each key of the README's table, its value, and why it has that."""
     block, batch = config.content[BLOCK], config.content["train_batch_size"]
     tokens, steps = batch * block["data"]["sequence_length"], block["run"]["steps"]
     micro = config.content["train_micro_batch_size_per_gpu"]
-    rows = {
+    rows: dict[str, tuple[Any, str]] = {
         "train_batch_size": (batch, f"sequences of an optimizer step: {tokens:,} tokens{_of_batch(config)}"),
         "train_micro_batch_size_per_gpu": (
             micro,
@@ -230,7 +230,12 @@ def readme(config: StartingConfig, folder: Path) -> str:
             json.dumps(block["activation_checkpointing"]),
             "blocks are computed again in backward: a third more time, but they fit",
         )
-    table = "\n".join(f"| `{key}` | `{value}` | {why} |" for key, (value, why) in rows.items())
+    return rows
+
+
+def readme(config: StartingConfig, folder: Path) -> str:
+    """What the keys of the configuration mean, why they have these values, and how to start."""
+    table = "\n".join(f"| `{key}` | `{value}` | {why} |" for key, (value, why) in _rows(config).items())
     processes = config.machine.processes
     start = f"deepspeed --num_gpus {processes} --module megalowbit pretrain"
     if processes == 1:

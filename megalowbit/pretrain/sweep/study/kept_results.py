@@ -108,7 +108,8 @@ def read_kept(path: Path) -> KeptStudy:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise UserError(f"{path} is damaged ({where!r} is missing or has another type): {remedy}") from None
     results = {}
-    origins = {json.dumps(place): origin for place, origin in enumerate(content.origins)}  # -1 is none
+    # as text, so that only a whole number is a place, not false, 0.0 or -1
+    origins = {json.dumps(place): origin for place, origin in enumerate(content.origins)}
     for name, cell in content.cells.items():
         value = {key: cell[key] for key in (*OWN_FIELDS, "losses") if key in cell}
         try:
