@@ -65,7 +65,8 @@ def step_of(session: Session, name: str, batch: int, length: int) -> Callable[[]
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**sizes(session), max_position_embeddings=length, use_cache=False)
-    model: Any = LlamaForCausalLM(config).to(session.device, torch.bfloat16)
+    with torch.device(session.device):  # a CPU needs many seconds for random weights
+        model: Any = LlamaForCausalLM(config).to(torch.bfloat16)
     tracker = mlb.GradientOverflowTracker() if "counting" in name else None
     if name != "bf16":
         mlb.convert(model, "nvfp4")

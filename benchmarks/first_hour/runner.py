@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.first_hour.commit import commit_of
 from benchmarks.first_hour.findings import Finding
-from benchmarks.first_hour.report import Report, shown
+from benchmarks.first_hour.report import STEP, Report, shown
 from megalowbit.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +153,8 @@ def _run_anew(report: Report, step: Step, say: Callable[[str], None]) -> str:
     status = report.close(step.name, seconds)
     say(f"{step.title}: {report.counts(step.name)}, {seconds:.0f} s")
     for row in report.of_step(step.name):
-        if row["status"] in ("fail", "warn") and row["value"] is not None:
+        is_check = row["check"] != STEP and row["value"] is not None
+        if is_check and row["status"] in ("fail", "warn"):
             say(f"    {row['status']}  {row['check']}: {shown(row)} ({row['limit']}) {row['note']}")
     return status
 

@@ -7,15 +7,17 @@ from torch import Tensor
 
 import megalowbit as mlb
 from benchmarks.kernels.counting import GPU, Kernel, counting
-from megalowbit.layers.matmul.context import MatmulContext
+from megalowbit.layers.matmul.context import MatmulContext, Observe
 from megalowbit.layers.matmul.function import Dtypes, backward_products, forward_products
 from megalowbit.quantize.random_stream import RandomStream
 from megalowbit.quantize.triton import launch_arguments
 from megalowbit.spectral.state import SplitState
 
 
-def layer_kernels(chosen: mlb.Recipe, sizes: tuple[int, int, int]) -> list[Kernel]:
-    """The kernels of a layer's second micro-batch."""
+def layer_kernels(
+    chosen: mlb.Recipe, sizes: tuple[int, int, int], observe: Observe | None = None
+) -> list[Kernel]:
+    """The kernels of a layer's second micro-batch; `observe` gets its counts, as that of an observer."""
     states: dict[str, SplitState] = {}
     stream = RandomStream(0)
     with counting() as gpu:
@@ -23,12 +25,16 @@ def layer_kernels(chosen: mlb.Recipe, sizes: tuple[int, int, int]) -> list[Kerne
             stream.advance()
             launch_arguments.random_arguments(stream.key("any", "input"), GPU)  # once for all layers
             gpu.kernels.clear()
-            run_layer(chosen, sizes, stream, states)
+            run_layer(chosen, sizes, stream, states, observe)
     return gpu.kernels
 
 
 def run_layer(
-    chosen: mlb.Recipe, sizes: tuple[int, int, int], stream: RandomStream, states: dict[str, SplitState]
+    chosen: mlb.Recipe,
+    sizes: tuple[int, int, int],
+    stream: RandomStream,
+    states: dict[str, SplitState],
+    observe: Observe | None = None,
 ) -> None:
     """Forward and backward on matrices of these sizes, on the device that tensors of `GPU` have."""
     x, w, g = matrices(*sizes)
@@ -39,6 +45,7 @@ def run_layer(
         hadamard_signs=1,
         step=stream.step,
         sizes=sizes[1:],
+        observe=observe,
         split_state=lambda role: states.setdefault(role, SplitState()),
     )
     done = forward_products(context, x, w, None, keeps_input=True, keeps_weight=True)

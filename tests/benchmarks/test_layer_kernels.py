@@ -54,6 +54,16 @@ def test_a_layer_quantises_three_matrices_and_decodes_two():
     assert {name: names.count(name) for name in names} == wanted
 
 
+@pytest.mark.parametrize("chosen", ["nvfp4", "nvidia-nvfp4", {"base": "mxfp4", "gemm": "fp8"}], ids=str)
+def test_counts_take_two_sums_an_operand_and_no_wait(chosen):
+    """A number that is assigned to an element would be copied to the device, and the host would wait."""
+    observed, recipe = [], mlb.recipe(chosen)
+    with_counts = layer_kernels(recipe, SIZES, lambda *each: observed.append(each))
+    operands = len(observed) // 2  # of each of two micro-batches
+    assert operands >= 3
+    assert launches(with_counts) - launches(layer_kernels(recipe, SIZES)) == 2 * operands
+
+
 @pytest.mark.parametrize(("operands", "count", "fills"), [(1, 25, 2), (2, 42, 1)])
 def test_splits_find_the_maxima_of_their_parts_while_they_write_them(operands, count, fills):
     blocks = {key: {"rank": 8} for key in ("split_grad_output", "split_input")[:operands]}

@@ -182,10 +182,10 @@ def encode_kernel(
     """Everything of `reference.encode` but the tensor's maximum, from one read of x.
 
     `codes` are int32 words, `scales` fp32 (that of the tensor where `SCALE` is "one"), a bf16 `operand` is
-    int16; `counts` (programs, 8) int32 and `errors` (programs, 2) fp64 hold one row a program, and count
-    blocks of 16 where there is one scale. `OPERAND` is "none", "bf16", "fp16" or "fp32". One scale follows
-    from `amax`: where that was "given", `largest` is raised on the way, as by `amax_kernel`; a second launch
-    then has `largest` for `amax` and does everything again if that is "spoiled".
+    int16; `counts` (programs, 8) int32 and `errors` (programs, 2) fp64 hold one row a program. `OPERAND` is
+    "none", "bf16", "fp16" or "fp32". One scale follows from `amax`: where that was "given", `largest` is
+    raised on the way, as by `amax_kernel`; a second launch then has `largest` for `amax` and does everything
+    again if that is "spoiled".
     """
     if MAXIMUM == "spoiled":  # noqa: SIM102 -- known when compiling: else nothing is loaded
         if tl.load(amax) < INFINITY:
@@ -232,7 +232,12 @@ def encode_kernel(
             if SCALE == "signed_fp32":
                 largest_element = tl.where(_bits(factor) < 0, E5M2_MAX, INT8_MAX)
             is_inside = (row[:, None, None] < rows) & (col[None, :, :] < cols)
-            is_zero_block = (scale == 0) if SCALE == "fp32" else (maxima == 0)
+            if SCALE == "one":  # the first program counts the only block
+                is_block = tl.full((1, 1), 0, tl.int32) == tl.program_id(0)
+                maxima = tl.zeros((1, 1), tl.float32)
+                is_zero_block = maxima + scale == 0
+            else:
+                is_zero_block = (scale == 0) if SCALE == "fp32" else (maxima == 0)
             _store_counts(
                 counts, errors, values, quotient, restored, scale if SCALE == "one" else 1.0, largest_element,
                 is_inside, maxima < 0, is_zero_block, is_block,

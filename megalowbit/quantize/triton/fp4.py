@@ -302,21 +302,32 @@ def _store_values(values, pointer, row, col, rows, cols, row_stride, col_stride,
 
 
 @triton.jit
+def _store_sums(counts, one, ONE: tl.constexpr, other, OTHER: tl.constexpr):
+    """How many of each are true, at two places."""
+    both = tl.sum(one.to(tl.int32) + (other.to(tl.int32) << 16))
+    tl.store(counts + ONE, both & 0xFFFF)
+    tl.store(counts + OTHER, both >> 16)
+
+
+@triton.jit
 def _store_counts(
     counts, errors, values, scaled, decoded, tensor_scale, largest, is_inside, overflows, is_zero_block,
     is_block,
 ):  # fmt: skip
-    """This program's part of the counts in `encoding.COUNT_NAMES`; the shape gives the others."""
+    """This program's part of the counts in `encoding.COUNT_NAMES`."""
+    tl.static_assert(values.numel < 2**15)  # two counts fit into one number, which is one sum instead of two
     counts += tl.program_id(0) * 8
     magnitude = tl.abs(scaled)
     is_nonfinite = (_bits(values) & MAGNITUDE) >= 0x7F800000
     restored = decoded * tensor_scale
     is_counted = is_inside & (restored == restored)
-    tl.store(counts + 1, tl.sum((is_inside & (magnitude > largest * SLACK)).to(tl.int32)))
-    tl.store(counts + 2, tl.sum((is_inside & (magnitude > largest * 0.5 * SLACK)).to(tl.int32)))
-    tl.store(counts + 3, tl.sum((is_counted & (values != 0) & (decoded == 0)).to(tl.int32)))
+    is_saturated = is_inside & (magnitude > largest * SLACK)
+    is_upper = is_inside & (magnitude > largest * 0.5 * SLACK)
+    is_lost = is_counted & (values != 0) & (decoded == 0)
+    _store_sums(counts, is_inside, 0, is_saturated, 1)
+    _store_sums(counts, is_upper, 2, is_lost, 3)
     tl.store(counts + 4, tl.sum((is_inside & is_nonfinite).to(tl.int32)))
-    tl.store(counts + 6, tl.sum((is_block & overflows).to(tl.int32)))
+    _store_sums(counts, is_block, 5, is_block & overflows, 6)
     tl.store(counts + 7, tl.sum((is_block & is_zero_block).to(tl.int32)))
     x = tl.where(is_counted, values, 0.0).to(tl.float64)
     # decoded numbers may be slightly beyond the range of fp32

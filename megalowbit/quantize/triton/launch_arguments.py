@@ -222,15 +222,12 @@ def partial_counts(request: EncodeRequest, programs: int) -> Partial:
     )
 
 
-def with_counts(encoded: Encoded, partial: Partial, elements: int) -> Encoded:
-    """The result with the counts summed over programs, and the counts that follow from its shape."""
+def with_counts(encoded: Encoded, partial: Partial) -> Encoded:
+    """The result with the counts summed over programs."""
     counts, error = partial
     if counts is None or error is None:
         return encoded
-    total = counts.sum(0, dtype=torch.int64)
-    total[COUNT_NAMES.index("elements")] = elements
-    total[COUNT_NAMES.index("blocks")] = max(encoded.scales.numel(), 1)
-    return encoded._replace(counts=total, error=error.sum(0))
+    return encoded._replace(counts=counts.sum(0, dtype=torch.int64), error=error.sum(0))
 
 
 @functools.lru_cache(maxsize=1)

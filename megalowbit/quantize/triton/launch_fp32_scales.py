@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megalowbit.formats.block_format import GROUP, BlockFormat
 from megalowbit.formats.element import E2M1, E4M3, E5M2, INT4, INT8, INT8_E5M2, ElementFormat
-from megalowbit.quantize.encoding import COUNT_NAMES, DecodeRequest, Encoded, EncodeRequest, new_encoded
+from megalowbit.quantize.encoding import DecodeRequest, Encoded, EncodeRequest, new_encoded
 from megalowbit.quantize.triton.launch_arguments import (
     DTYPES,
     decode_with,
@@ -73,10 +73,7 @@ def encode(request: EncodeRequest) -> Encoded:
             LARGEST=format.element.max,
             MAXIMUM=maximum,
         )
-    encoded = with_counts(encoded, partial, request.x.numel())
-    if encoded.counts is not None and encoded.tensor_scale is not None:
-        encoded.counts[COUNT_NAMES.index("zero_blocks")] = encoded.tensor_scale == 0
-    return encoded
+    return with_counts(encoded, partial)
 
 
 def maximum(request: EncodeRequest) -> Tensor:

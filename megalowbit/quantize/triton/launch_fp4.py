@@ -111,7 +111,7 @@ def encode(request: EncodeRequest) -> Encoded:
             transpose=False,
         )
         encoded = encoded._replace(fp8=fp8)
-    return with_counts(encoded, partial, x.numel()) if request.with_counts else encoded
+    return with_counts(encoded, partial)
 
 
 @functools.lru_cache(maxsize=1)

@@ -254,6 +254,11 @@ def commit(root: Path) -> str | None:
 
 
 def _processor() -> str:
+    """The GPU that a cell runs on, or else the CPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
