@@ -44,7 +44,8 @@ def llama(session: Session, **changes: Any) -> nn.Module:
     }
     sizes |= {"num_attention_heads": width // session.size(128, 16), "max_position_embeddings": length}
     config = LlamaConfig(**{"vocab_size": session.size(32000, 256), **sizes, **changes}, use_cache=False)
-    return LlamaForCausalLM(config)
+    with torch.device(session.device):  # a CPU needs many seconds for random weights
+        return LlamaForCausalLM(config)
 
 
 def peak(session: Session) -> Iterator[Finding]:
