@@ -296,6 +296,7 @@ def bytecodes_of(step: Callable[[], None]) -> int:
         return trace
 
     former = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 reports none if no frame asks before tracing begins
     with torch.autograd.set_multithreading_enabled(False):
         sys.settrace(trace)
         try:
