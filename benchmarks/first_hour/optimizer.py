@@ -11,8 +11,8 @@ from benchmarks.first_hour.findings import Finding, at_most, expect, info
 from benchmarks.first_hour.session import Session
 from megalowbit.optim.optimizers.inner_step import InnerStep
 
-# A parameter, in one pass: reads of gradient, master and two moments, writes of master, moments and half weight.
-# torch's fused Adam writes the unscaled gradient too, and the half weights are a second pass: 38.
+# A parameter, in one pass: reads of gradient, master and moments, writes of master, moments and half weight.
+# torch's fused Adam also writes the unscaled gradient, and the half weights are a second pass: 38.
 BYTES = 30
 SLOWEST = 1.25  # × what the copy's bandwidth allows
 

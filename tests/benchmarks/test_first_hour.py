@@ -263,6 +263,8 @@ def test_the_line_of_a_step_counts_what_was_checked(tmp_path, monkeypatch, findi
     monkeypatch.setattr(runner, "_run_in_process", run)
     runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)
     assert f"0 machine and install: {counts}, 0 s" in said
+    lines = [line.split()[:2] for line in said if line.startswith("    ")]  # no row about the step itself
+    assert lines == [[each.status, f"{each.check}:"] for each in findings if each.status in ("fail", "warn")]
     assert Report(tmp_path, *HERE).rows()[-1]["status"] == status
     said.clear()
     runner.run_steps(tmp_path, list(STEPS[:1]), say=said.append)

@@ -1,6 +1,10 @@
 """What single steps of the first GPU hour write, with planted times and programs."""
 
-from benchmarks.first_hour import layer
+import warnings
+
+import torch
+
+from benchmarks.first_hour import host_reads, layer
 from benchmarks.first_hour import run as run_step
 from benchmarks.first_hour.session import Session
 from benchmarks.timing import Times
@@ -21,3 +25,16 @@ def test_the_log_of_a_step_names_those_of_its_runs(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(run_step.sys, "executable", "/bin/true")
     run_step.pretrain(tmp_path / "nvfp4", 1)
     assert capsys.readouterr().out == f"nvfp4: its progress is in {tmp_path / 'nvfp4.log'}\n"
+
+
+def test_torchs_notice_about_its_check_is_no_wait(monkeypatch, capsys):
+    for name in ("synchronize", "get_sync_debug_mode", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+
+    def step():
+        warnings.warn("Synchronization debug mode does not detect all synchronizing operations", stacklevel=2)
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
+
+    assert host_reads.waits(step) == 2
+    assert capsys.readouterr().out.count("called a synchronizing CUDA operation") == 2

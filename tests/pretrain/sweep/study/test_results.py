@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
+import torch
 from studies import RESULT
 
 from megalowbit.errors import UserError
@@ -103,6 +104,13 @@ def test_damage_is_one_line_that_names_the_key(key, value):
     assert "\n" not in message
     for undamaged in ({}, {"losses": MEANS}, {"losses": {**MEANS, "means": [1.0, None], "lost": [6, 7, 8]}}):
         result_of({**RESULT, **undamaged}, "", "")
+
+
+def test_a_gpu_is_the_processor_of_a_cell(monkeypatch):
+    cpu = made_with(ROOT)["processor"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert made_with(ROOT)["processor"] == "NVIDIA H100 80GB HBM3" != cpu
 
 
 def test_versions_are_compared_without_the_build_and_if_both_have_them():
