@@ -71,10 +71,15 @@ def matrices(sizes: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, Tensor]]
 
 
 def requests(x: Tensor) -> Iterator[tuple[str, EncodeRequest]]:
-    """A matrix under every quantizer, with everything a kernel can return."""
+    """A matrix under every quantizer, with everything a kernel can return, and without counts.
+
+    Kernels have smaller tiles with counts.
+    """
     for name in NAMES:
         encoding = mlb.quantizer(name).encoding
-        yield name, EncodeRequest(x, encoding, KEY, operand_dtype=torch.bfloat16, with_counts=True)
+        counted = EncodeRequest(x, encoding, KEY, operand_dtype=torch.bfloat16, with_counts=True)
+        yield name, counted
+        yield f"{name} without counts", counted._replace(with_counts=False)
 
 
 def different_bytes(ours: Encoded, theirs: Encoded) -> int:

@@ -91,7 +91,7 @@ def looping_bytecodes(device, rounds):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_instructions_of_backward_are_counted(device):
-    looping_bytecodes(device, 1)  # imports, in some versions
+    looping_bytecodes(device, 1)  # the first backward of a process runs more instructions
     short, long = looping_bytecodes(device, 100), looping_bytecodes(device, 300)
     assert (long - short) % 200 == 0
     assert long - short >= 400

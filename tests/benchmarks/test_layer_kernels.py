@@ -55,7 +55,7 @@ def test_a_layer_quantises_three_matrices_and_decodes_two():
 
 
 @pytest.mark.parametrize("chosen", ["nvfp4", "nvidia-nvfp4", {"base": "mxfp4", "gemm": "fp8"}], ids=str)
-def test_counts_take_two_sums_an_operand_and_no_wait(chosen):
+def test_counts_take_two_sums_an_operand_and_do_not_stop_the_host(chosen):
     """A number that is assigned to an element would be copied to the device, and the host would wait."""
     observed, recipe = [], mlb.recipe(chosen)
     with_counts = layer_kernels(recipe, SIZES, lambda *each: observed.append(each))

@@ -232,15 +232,16 @@ def encode_kernel(
             if SCALE == "signed_fp32":
                 largest_element = tl.where(_bits(factor) < 0, E5M2_MAX, INT8_MAX)
             is_inside = (row[:, None, None] < rows) & (col[None, :, :] < cols)
-            if SCALE == "one":  # the first program counts the only block
+            overflows = maxima < 0  # never: fp32 scales have the range of the numbers
+            if SCALE == "one":  # there is one block, which the first program counts
                 is_block = tl.full((1, 1), 0, tl.int32) == tl.program_id(0)
-                maxima = tl.zeros((1, 1), tl.float32)
-                is_zero_block = maxima + scale == 0
+                is_zero_block = tl.full((1, 1), 0.0, tl.float32) + scale == 0
+                overflows = is_block != is_block
             else:
                 is_zero_block = (scale == 0) if SCALE == "fp32" else (maxima == 0)
             _store_counts(
                 counts, errors, values, quotient, restored, scale if SCALE == "one" else 1.0, largest_element,
-                is_inside, maxima < 0, is_zero_block, is_block,
+                is_inside, overflows, is_zero_block, is_block,
             )  # fmt: skip
 
 

@@ -302,11 +302,11 @@ def _store_values(values, pointer, row, col, rows, cols, row_stride, col_stride,
 
 
 @triton.jit
-def _store_sums(counts, one, ONE: tl.constexpr, other, OTHER: tl.constexpr):
-    """How many of each are true, at two places."""
-    both = tl.sum(one.to(tl.int32) + (other.to(tl.int32) << 16))
-    tl.store(counts + ONE, both & 0xFFFF)
-    tl.store(counts + OTHER, both >> 16)
+def _store_two_counts(counts, first, FIRST: tl.constexpr, second, SECOND: tl.constexpr):
+    """How many elements of two masks are true, from one sum: the counts are the halves of its 32 bits."""
+    packed = tl.sum(first.to(tl.int32) + (second.to(tl.int32) << 16))
+    tl.store(counts + FIRST, packed & 0xFFFF)
+    tl.store(counts + SECOND, packed >> 16)
 
 
 @triton.jit
@@ -315,7 +315,7 @@ def _store_counts(
     is_block,
 ):  # fmt: skip
     """This program's part of the counts in `encoding.COUNT_NAMES`."""
-    tl.static_assert(values.numel < 2**15)  # two counts fit into one number, which is one sum instead of two
+    tl.static_assert(values.numel < 2**15)  # for `_store_two_counts`
     counts += tl.program_id(0) * 8
     magnitude = tl.abs(scaled)
     is_nonfinite = (_bits(values) & MAGNITUDE) >= 0x7F800000
@@ -324,10 +324,10 @@ def _store_counts(
     is_saturated = is_inside & (magnitude > largest * SLACK)
     is_upper = is_inside & (magnitude > largest * 0.5 * SLACK)
     is_lost = is_counted & (values != 0) & (decoded == 0)
-    _store_sums(counts, is_inside, 0, is_saturated, 1)
-    _store_sums(counts, is_upper, 2, is_lost, 3)
+    _store_two_counts(counts, is_inside, 0, is_saturated, 1)
+    _store_two_counts(counts, is_upper, 2, is_lost, 3)
     tl.store(counts + 4, tl.sum((is_inside & is_nonfinite).to(tl.int32)))
-    _store_sums(counts, is_block, 5, is_block & overflows, 6)
+    _store_two_counts(counts, is_block, 5, is_block & overflows, 6)
     tl.store(counts + 7, tl.sum((is_block & is_zero_block).to(tl.int32)))
     x = tl.where(is_counted, values, 0.0).to(tl.float64)
     # decoded numbers may be slightly beyond the range of fp32

@@ -1,7 +1,8 @@
 """Arguments of the Triton kernels, shared by all launchers: matrices, tiles, counts, and the launch.
 
 bf16 is passed to the kernels as int16 bits, because shifting those is exact in Triton's interpreter too. A
-program processes 2,048 to 8,192 elements, so each of its 128 threads has whole groups of 16.
+program processes 2,048 to 8,192 elements, so each of its 128 threads has whole groups of 16. For column-major
+matrices its tile is tall.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from megalowbit.quantize.triton.step_counters import CountedStep, counter_at
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 Partial = tuple[Tensor | None, Tensor | None]  # counts and error of each program
-TILE = (16, 16)  # rows and 16-groups of a program
+TILE = (16, 16)  # rows and 16-groups of a program, for row-major matrices
 NOTHING_DRAWN: Mapping[str, Any] = MappingProxyType({"key_low": 0, "key_high": 0, "step": None, "lag": 0})
 COUNTED_ELEMENTS = 2048  # most elements of a program that counts
 
@@ -40,16 +41,15 @@ def programs_of(width: int, rows: int, tile_width: int, tile_rows: int) -> int:
     return -(-width // tile_width) * -(-rows // tile_rows)
 
 
-def reading(request: EncodeRequest, column_tile: tuple[int, int]) -> tuple[dict[str, Any], int]:
+def reading(request: EncodeRequest, tall_rows: int) -> tuple[dict[str, Any], int]:
     """Common arguments of all encoding kernels (matrix, strides, blocks, tile), and the number of programs.
 
-    Tiles of column-major matrices are `column_tile`: rows and 16-groups. With counts, tiles have
-    `COUNTED_ELEMENTS`, because a thread would need more registers than there are; those of column-major
-    matrices are then one block wide.
+    For column-major matrices, a tile is one block wide and has `tall_rows` rows. With counts, a tile has only
+    `COUNTED_ELEMENTS`: with more, a thread would need more registers than there are.
     """
     x, signs = request.x.resolve_neg(), request.signs
     source, programs = reading_of(
-        x.shape, x.stride(), x.dtype, request.encoding, signs is not None, request.with_counts, column_tile
+        x.shape, x.stride(), x.dtype, request.encoding, signs is not None, request.with_counts, tall_rows
     )
     return {**source, "x": as_stored(x), "signs": signs or 0}, programs
 
@@ -62,17 +62,17 @@ def reading_of(
     encoding: Encoding,
     has_signs: bool,
     with_counts: bool,
-    column_tile: tuple[int, int],
+    tall_rows: int,
 ) -> tuple[dict[str, Any], int]:
     """What `reading` finds, without the tensor; a layer asks the same at each step."""
     format, (rows, cols) = encoding.format, shape
     block_rows, block_cols = format.block or (1, GROUP)
     is_row_major = strides[1] <= strides[0]
-    tile_rows, tile_groups = TILE if is_row_major else column_tile
+    tile_rows, tile_groups = TILE if is_row_major else (tall_rows, block_cols // GROUP)
     if with_counts and is_row_major:
         tile_groups = COUNTED_ELEMENTS // (tile_rows * GROUP)
     elif with_counts:
-        tile_rows, tile_groups = COUNTED_ELEMENTS // block_cols, block_cols // GROUP
+        tile_rows = min(tile_rows, COUNTED_ELEMENTS // block_cols)
     return {
         "rows": rows,
         "cols": cols,

@@ -88,8 +88,7 @@ def maximum(request: EncodeRequest) -> Tensor:
 
 
 def _reading(request: EncodeRequest) -> tuple[dict[str, Any], int]:
-    block_cols = (request.encoding.format.block or (1, GROUP))[1]
-    return reading(request, (TALL_ELEMENTS // block_cols, block_cols // GROUP))
+    return reading(request, TALL_ELEMENTS // (request.encoding.format.block or (1, GROUP))[1])
 
 
 def _maximum(source: dict[str, Any], programs: int, device: torch.device) -> Tensor:

@@ -34,7 +34,6 @@ from megalowbit.quantize.triton.fixed_arguments import FixedArguments
 from megalowbit.quantize.triton.launch_arguments import (
     DTYPES,
     NOTHING_DRAWN,
-    TILE,
     decode_with,
     is_interpreted,
     launch_fixed,
@@ -45,6 +44,7 @@ from megalowbit.quantize.triton.launch_arguments import (
 )
 
 OPERAND_DTYPES = (torch.bfloat16, torch.float32)
+TALL_ROWS = 256  # rows per program for column-major matrices; one block wide
 WORD_TILE = (16, 32)  # rows and words of eight codes
 TALL_WORD_TILE = (64, 8)
 
@@ -162,8 +162,7 @@ def _cached_arguments(
     with_counts: bool,
     operand_dtype: torch.dtype | None,
 ) -> _EncodingArguments:
-    # with a tile of one group, programs would write to 256 rows each, which took an H100 1.7 times as long
-    source, programs = reading_of(shape, strides, dtype, encoding, has_signs, with_counts, TILE)
+    source, programs = reading_of(shape, strides, dtype, encoding, has_signs, with_counts, TALL_ROWS)
     choices = {
         "IS_STOCHASTIC": encoding.is_stochastic,
         "OPERAND": "none" if operand_dtype is None else DTYPES[operand_dtype],

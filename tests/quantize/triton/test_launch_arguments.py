@@ -84,9 +84,9 @@ def test_the_counts_of_programs_are_added_up_beyond_32_bits():
     partial = job.partial_counts(request, 3)
     partial[0].fill_(2**30)
     partial[1].fill_(0.5)
-    encoded = job.with_counts(new_encoded(request), partial, elements=560)
-    assert encoded.counts.tolist() == [560, *[3 * 2**30] * 4, 7 * 5, *[3 * 2**30] * 2]
+    encoded = job.with_counts(new_encoded(request), partial)
+    assert encoded.counts.tolist() == [3 * 2**30] * 8
     assert encoded.error.tolist() == [1.5, 1.5]
     partial = job.partial_counts(request._replace(with_counts=False), 3)
     assert partial == (None, None)
-    assert job.with_counts(new_encoded(request), partial, 560).counts is None
+    assert job.with_counts(new_encoded(request), partial).counts is None

@@ -254,10 +254,12 @@ def commit(root: Path) -> str | None:
 
 
 def _processor() -> str:
-    """The GPU that a cell runs on, or else the CPU."""
+    """What a cell computes on: a GPU's name or that of the CPU."""
     import torch
 
-    if torch.cuda.is_available():
+    from megalowbit.pretrain.checks import this_device
+
+    if this_device().type == "cuda":
         return torch.cuda.get_device_name()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -106,11 +106,15 @@ def test_damage_is_one_line_that_names_the_key(key, value):
         result_of({**RESULT, **undamaged}, "", "")
 
 
-def test_a_gpu_is_the_processor_of_a_cell(monkeypatch):
+def test_a_gpu_is_the_processor_of_a_cell_unless_the_run_leaves_it_unused(monkeypatch):
     cpu = made_with(ROOT)["processor"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     assert made_with(ROOT)["processor"] == "NVIDIA H100 80GB HBM3" != cpu
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert made_with(ROOT)["processor"] == cpu
 
 
 def test_versions_are_compared_without_the_build_and_if_both_have_them():
