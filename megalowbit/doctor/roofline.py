@@ -5,8 +5,8 @@
 
 Each term is work ÷ (vendor's peak · an efficiency of `EFFICIENCY`); a product also takes at least the time to
 read and write its matrices. Terms do not overlap, except messages that DeepSpeed overlaps. The efficiencies
-are assumptions, not measurements of this project, which has not run on a GPU: docs/doctor.md compares the
-result with published runs of other programs. `--assume-mfu` replaces all of it by one number:
+are assumptions, not measurements of this project: docs/doctor.md compares the result with published runs of
+other programs. `--assume-mfu` replaces all of it by one number:
 
     step = FLOPs of the model for the step's tokens ÷ (processes · peak · MFU)
 
