@@ -5,12 +5,14 @@
 A long test that fails on a busy machine only must not stop a release, but nobody may miss it either: the last
 line names it. More than `MOST_REPEATED` failures are not a flaky test; they are not run again.
 
-If LONG_TESTS_END is set, in seconds since 1970, no test starts after it, except those that are run again. The
-last line counts the tests that are left and names their files. They fail nothing.
+If LONG_TESTS_END is set, in seconds since 1970, no test starts after it, except those that are run again.
+These have `AGAIN_SECONDS`, and fail if that is too short. The last line counts the tests that are left and
+names their files. They fail nothing.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +25,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WORKERS = 3  # of one thread each, on two cores: long tests often wait for processes
 MOST_REPEATED = 10
+AGAIN_SECONDS = 20 * 60
 TESTS_FAILED = 1  # pytest's exit code
 END, LEFT = "LONG_TESTS_END", "LONG_TESTS_LEFT"  # when tests no longer start; where their names are written
 
@@ -41,13 +44,18 @@ def limited(environment, left):
     return {**environment, LEFT: str(left), "PYTHONPATH": path}, ("-p", Path(__file__).stem)
 
 
-def run_pytest(cache, *arguments, environment=None):
+def run_pytest(cache, *arguments, environment=None, seconds=None):
+    """Pytest's exit code. It is interrupted after `seconds`, and ends with a summary and code 2."""
     command = [sys.executable, "-m", "pytest", "-m", "slow", "-o", f"cache_dir={cache}", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, env=environment)
     try:
-        return process.wait()
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        print(f"after {seconds} s no more tests are run again", flush=True)
+        process.send_signal(signal.SIGINT)
     except KeyboardInterrupt:
-        return process.wait()  # pytest is interrupted too; it ends by itself, with a summary
+        pass  # pytest is interrupted too
+    return process.wait()
 
 
 def failures(cache):
@@ -70,7 +78,7 @@ def main(arguments):
         code = run_pytest(cache, *shared_out, *plugin, "--durations=25", *arguments, environment=environment)
         failed = failures(cache)
         if code == TESTS_FAILED and 0 < len(failed) <= MOST_REPEATED:
-            code = run_again(cache, failed, arguments)
+            code = run_again(cache, failed, arguments, seconds=AGAIN_SECONDS if plugin else None)
         if not_run.exists():
             left = not_run.read_text(encoding="utf-8").splitlines()
             files = sorted({name.partition("::")[0] for name in left})
@@ -78,12 +86,12 @@ def main(arguments):
         return code
 
 
-def run_again(cache, failed, arguments):
+def run_again(cache, failed, arguments, seconds):
     """Run each failed test alone, and name those that pass now; returns the exit code."""
     print(f"run again, alone: {', '.join(failed)}", flush=True)
     report = Path(cache) / "again.xml"
     selection = ("--last-failed", "--last-failed-no-failures=none")
-    code = run_pytest(cache, *selection, *arguments, f"--junitxml={report}")
+    code = run_pytest(cache, *selection, *arguments, f"--junitxml={report}", seconds=seconds)
     left = failures(cache)  # includes tests that were not collected under this name again
     if code == 0 and (left or num_skipped(report)):
         print("not every failed test ran again: none of them counts as flaky", flush=True)

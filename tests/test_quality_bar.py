@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bf16_products
 import pytest
 from quality_runs import SEEDS, mean_loss
 
@@ -15,7 +16,7 @@ from megalowbit.pretrain.sweep.runs import LEAN, Run, execute, folder_name
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "gpt2_tiny_quality.json"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # on a slow, busy machine half of it is needed
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,7 @@ def write_config(folder, **settings):
     """The configuration under its own name, which a run in bf16 must share as well to be used again."""
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     config["megalowbit"] |= settings
+    config["megalowbit"]["precision"] = "bf16" if bf16_products.are_fast() else "fp32"  # a run takes minutes
     config["megalowbit"]["model"]["config"] = str(ROOT / "configs" / "models" / "gpt2_tiny.json")
     path = folder / CONFIG.name
     path.write_text(json.dumps(config), encoding="utf-8")

@@ -54,6 +54,20 @@ def test_flaky():
     first.touch()
     assert is_second
 """
+HANGS = """
+import pathlib
+import time
+import pytest
+
+first = pathlib.Path(__file__).with_name("has-run")
+
+@pytest.mark.slow
+def test_hangs():
+    if first.exists():
+        time.sleep(100)
+    first.touch()
+    assert False
+"""
 BROKEN = """
 def test_broken():
     assert False
@@ -117,6 +131,19 @@ def test_a_test_that_fails_twice_fails_the_run(tmp_path):
     assert "2 failed" in done.stdout
     assert "test_broken" not in done.stdout.splitlines()[-1]
     assert "test_flaky" in done.stdout.splitlines()[-1]
+
+
+def test_what_runs_again_for_too_long_has_failed(tmp_path):
+    (tmp_path / "test_long.py").write_text(HANGS)
+    shorter = "import run_long, sys; run_long.AGAIN_SECONDS = 3; sys.exit(run_long.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", shorter, "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)]
+    more = {"LONG_TESTS_END": str(time.time() + 1000), "PYTHONPATH": str(RUNNER.parent)}
+    done = subprocess.run(
+        [*command, "-n", "0"], capture_output=True, text=True, env=environment(**more), timeout=60
+    )
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout + done.stderr
+    assert "after 3 s no more tests are run again" in done.stdout
+    assert "flaky" not in done.stdout
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Two nodes where there is no SLURM: `deepspeed --hostfile` over pdsh and ssh, and torchrun on each node."""
 
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def variables(folder):
         "MEGALOWBIT_CACHE": str(folder / "cache"),
         "TORCH_EXTENSIONS_DIR": str(folder / "cache"),
         "GLOO_SOCKET_IFNAME": "eth0",
+        "MEGALOWBIT_CPU_GEMM": os.environ["MEGALOWBIT_CPU_GEMM"],  # or each launch would measure its own
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }
