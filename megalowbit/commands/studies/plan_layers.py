@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,7 @@ def _plan(options: argparse.Namespace) -> None:
         cost=options.cost,
         micro_tokens=config.parts.deepspeed["train_micro_batch_size_per_gpu"] * data.sequence_length,
         seed=config.settings.run.seed,
+        progress=_print_tenths,
     )
     print(table(plan))
     print(summary(plan, options.budget))
@@ -137,6 +139,12 @@ def _plan(options: argparse.Namespace) -> None:
     if options.out is not None:
         with atomic_file(options.out) as file:
             file.write(json.dumps(to_json(plan), indent=1) + "\n")
+
+
+def _print_tenths(done: int, count: int) -> None:
+    """A line on stderr for each tenth of the measurements."""
+    if 10 * done // count > 10 * (done - 1) // count:
+        print(f"{done} of {count} measurements", file=sys.stderr, flush=True)
 
 
 def _value(text: str) -> Any:

@@ -16,7 +16,7 @@ masks of `quest` (recipe quartet) are missing from the error of the gradient.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,6 +35,7 @@ NOTHING = "bf16"  # the recipe of all other layers
 BATCH = 16  # sequences
 FEWEST = 8  # sequences, or batches
 Assignment = Mapping[str, Recipe]  # layer → its recipe; all others quantise nothing
+Progress = Callable[[int, int], None]  # measurements done, and all
 
 
 def split_into_sequences(tokens: Tensor, length: int, measure: Measure) -> Tensor:
@@ -64,7 +65,11 @@ def check_text(model: Any, tokens: Tensor, length: int) -> None:
 
 
 def measured(
-    model: nn.Module, assignments: Sequence[Assignment], sequences: Tensor, measure: Measure
+    model: nn.Module,
+    assignments: Sequence[Assignment],
+    sequences: Tensor,
+    measure: Measure,
+    progress: Progress = lambda *_: None,
 ) -> tuple[Tensor, float]:
     """What each assignment does, and the loss without any: float64 (assignments, sequences or batches), nats.
 
@@ -74,6 +79,7 @@ def measured(
         sequences: see `split_into_sequences`.
         measure: "loss": rise of each sequence's loss, in nats per token. "gradient": of each batch, the power
             of the gradient's error as a share of the gradient's power, with an exact forward.
+        progress: called after each measurement.
 
     Raises:
         UserError: the loss of the model without quantisation is not finite.
@@ -84,12 +90,13 @@ def measured(
         raise UserError("the loss of the unquantised model is not finite: choose the weights of another run")
     rises = []
     if measure == "loss":
-        for assignment in assignments:
+        for done, assignment in enumerate(assignments, 1):
             assign(model, assignment)
             rises.append(sequence_losses(model, sequences) - losses)
+            progress(done, len(assignments))
         found = torch.stack(rises)
     else:
-        found = _gradient_errors(model, assignments, sequences)
+        found = _gradient_errors(model, assignments, sequences, progress)
     assign(model, {})
     return found, losses.mean().item()
 
@@ -112,7 +119,9 @@ def sequence_losses(model: Any, sequences: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def _gradient_errors(model: nn.Module, assignments: Sequence[Assignment], sequences: Tensor) -> Tensor:
+def _gradient_errors(
+    model: nn.Module, assignments: Sequence[Assignment], sequences: Tensor, progress: Progress
+) -> Tensor:
     """The relative error of the gradient: (assignments, whole batches)."""
     parameters = [each for each in model.parameters() if each.requires_grad]
     device = parameters[0].device
@@ -123,10 +132,9 @@ def _gradient_errors(model: nn.Module, assignments: Sequence[Assignment], sequen
         }
         for one in assignments
     ]
-    columns = []
-    for batch in sequences.to(device).split(BATCH):
-        if len(batch) < BATCH:
-            break
+    columns: list[Tensor] = []
+    batches = sequences.to(device).split(BATCH)[: len(sequences) // BATCH]
+    for batch in batches:
         assign(model, {})
         exact = _gradient(model, batch, parameters)
         power = _power(exact)
@@ -135,6 +143,7 @@ def _gradient_errors(model: nn.Module, assignments: Sequence[Assignment], sequen
             assign(model, assignment)
             rounded = _gradient(model, batch, parameters)
             column.append(_power([a - b for a, b in zip(rounded, exact, strict=True)]) / power)
+            progress(len(columns) * len(assignments) + len(column), len(batches) * len(assignments))
         columns.append(torch.stack(column))
     return torch.stack(columns, 1).cpu()
 

@@ -25,7 +25,7 @@ from megalowbit.layers.conversion.precision_switch import quantizes_in
 from megalowbit.layers.layer_recipe import operand_quantizers
 from megalowbit.layers.recipe import NO_MODEL, Recipe, recipes
 from megalowbit.pretrain.sweep.layer_costs import COSTS, CostKind, LayerCost, layer_cost, total
-from megalowbit.pretrain.sweep.layer_damage import MEASURES, Measure, measured, split_into_sequences
+from megalowbit.pretrain.sweep.layer_damage import MEASURES, Measure, Progress, measured, split_into_sequences
 from megalowbit.quantize.names import quantizer
 
 SIGNIFICANT = 2.0  # standard errors
@@ -131,6 +131,7 @@ def plan_layers(
     cost: CostKind = "weights",
     micro_tokens: int = 1024,
     seed: int = 0,
+    progress: Progress = lambda *_: None,
 ) -> LayerPlan:
     """Measure each layer with each recipe and choose; the model ends as it began.
 
@@ -145,6 +146,7 @@ def plan_layers(
         cost: "weights": of the changed layers. "bytes": kept for backward. "time": of the products.
         micro_tokens: tokens of a micro-batch, for bytes and time.
         seed: of stochastic rounding.
+        progress: called after each measurement with the numbers of those done and of all.
 
     Raises:
         UserError: the recipe quantises nothing that is measured or splits parameters, budget or candidates
@@ -160,7 +162,7 @@ def plan_layers(
         own = {name: replace(recipe.of_layer(name), **ONE_LAYER) for name in shapes}
         options = _distinct(own, candidates)
         alone = [{name: each} for name, given in options.items() for each in given]
-        rises, loss = measured(model, [own, *alone], sequences, measure)
+        rises, loss = measured(model, [own, *alone], sequences, measure, progress)
     finally:
         restore(model)
     layers = _layer_options(options, rises[1:], shapes, cost, micro_tokens)

@@ -1,6 +1,7 @@
 """`megalowbit plan-layers` from the script's file; tests/pretrain/sweep has what it computes."""
 
 import json
+import math
 
 import pytest
 from forks import run_script
@@ -26,6 +27,9 @@ def test_the_command_prints_a_recipe_and_writes_what_it_measured(tmp_path):
     options = ("--candidate", "fp8", "--candidate", block, "--candidate", "bf16", "--cost", "time")
     done = run_script(TOOL, *arguments, "--set", cache, "--out", out, "--budget", "0.5", *options)
     assert done.returncode == 0, done.stderr
+    progress = [line.split(maxsplit=1) for line in done.stderr.splitlines()]
+    assert progress[-1] == ["29", "of 29 measurements"]  # seven layers with four recipes, and all together
+    assert [int(number) for number, _ in progress] == [math.ceil(2.9 * tenth) for tenth in range(1, 11)]
     printed, written = json.loads(done.stdout.splitlines()[-1])["recipe"], json.loads(out.read_text())
     assert printed == written["recipe"]
     assert Recipe.from_dict(printed).to_dict() == printed

@@ -76,7 +76,9 @@ def test_quantising_twice_gives_the_same_losses_although_directions_are_kept(mod
     convert(model, "metis-qb", seed=0, rank=0)
     own = {name: layer.recipe for name, layer in bit_layers(model).items()}
     assert own[LAYER].split_input is not None or own[LAYER].split_weight is not None
-    found, _ = measured(model, [own, {}, own], sequences, "loss")
+    calls = []
+    found, _ = measured(model, [own, {}, own], sequences, "loss", lambda *numbers: calls.append(numbers))
+    assert calls == [(1, 3), (2, 3), (3, 3)]
     assert torch.equal(found[0], found[2])
     assert found[1].abs().max() == 0
     assert found[0].abs().max() > 0
@@ -99,7 +101,10 @@ def test_no_training_mode_is_left_behind_and_no_gradient(model, sequences):
     for each in model.modules():
         is_layer = each in layers.values()
         each.register_forward_pre_hook(lambda module, _, key=is_layer: modes[key].add(module.training))
-    measured(model, [{LAYER: recipe("metis-qb")}], sequences[:16], "gradient")
+    calls = []
+    progress = lambda *numbers: calls.append(numbers)  # noqa: E731
+    measured(model, [{LAYER: recipe("metis-qb")}], sequences[:16], "gradient", progress)
+    assert calls == [(1, 1)]
     assert modes == {True: {False, True}, False: {False}}  # the loss is evaluated
     assert not any(each.training for each in model.modules())
     assert all(each.grad is None for each in model.parameters())
