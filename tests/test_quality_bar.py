@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import bf16_products
+import cpu_products
 import pytest
 from quality_runs import SEEDS, mean_loss
 
@@ -29,7 +29,7 @@ def write_config(folder, **settings):
     """The configuration under its own name, which a run in bf16 must share as well to be used again."""
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     config["megalowbit"] |= settings
-    config["megalowbit"]["precision"] = "bf16" if bf16_products.are_fast() else "fp32"  # a run takes minutes
+    config["megalowbit"]["precision"] = "bf16" if cpu_products.are_fast_in_bf16() else "fp32"
     config["megalowbit"]["model"]["config"] = str(ROOT / "configs" / "models" / "gpt2_tiny.json")
     path = folder / CONFIG.name
     path.write_text(json.dumps(config), encoding="utf-8")

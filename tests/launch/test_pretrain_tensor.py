@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import cpu_products
 import pytest
 import torch
 from forked_ranks import run_ranks, variables
@@ -89,6 +90,7 @@ def evaluated(folder, path, config, *options, processes=1):
     port, output = free_port(), folder / "out.json"
     words = ["-m", "megalowbit", "evaluate", folder / path, "--ds-config", config, "--output", output]
     variable = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
+    variable |= cpu_products.variables()
     ranks = [
         subprocess.Popen(
             [sys.executable, *map(str, words), *options],

@@ -1,11 +1,11 @@
 """Two nodes where there is no SLURM: `deepspeed --hostfile` over pdsh and ssh, and torchrun on each node."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import cpu_products
 import pytest
 
 from launchers import ROOT, SCRIPT, metrics, write_config
@@ -26,10 +26,10 @@ def folder(tmp_path_factory):
 
 def variables(folder):
     return {
+        **cpu_products.variables(),
         "MEGALOWBIT_CACHE": str(folder / "cache"),
         "TORCH_EXTENSIONS_DIR": str(folder / "cache"),
         "GLOO_SOCKET_IFNAME": "eth0",
-        "MEGALOWBIT_CPU_GEMM": os.environ["MEGALOWBIT_CPU_GEMM"],  # or each launch would measure its own
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
     }

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 
+import cpu_products
 import pytest
 from forked_ranks import variables
 
@@ -300,6 +301,7 @@ def test_two_processes_find_the_same(tmp_path):
     command = [sys.executable, "-m", "megalowbit", "evaluate", run, "--output", tmp_path / "out.json"]
     command += ["--inputs", "dynamic"]
     environment = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    environment |= cpu_products.variables()
     ranks = [
         subprocess.Popen([str(word) for word in command], env={**environment, **variables(rank, 2, port)})
         for rank in range(2)
