@@ -20,7 +20,7 @@ from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import Cell
-from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all
+from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all, steps_behind
 from megalowbit.pretrain.sweep.study.results import LossMeans, Result, block_of
 from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, RecipeEntry, StudySettings
 
@@ -82,6 +82,7 @@ class Row:
         num_diverged: cells that have diverged; they have no gaps.
         gaps: mark → gap of the training loss; the last mark is the end.
         percent: the gap at the end in % of the reference's loss.
+        steps_behind: `statistics.steps_behind` of the mean loss at the end and the reference's mean curve.
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
@@ -94,6 +95,7 @@ class Row:
     num_diverged: int
     gaps: Mapping[int, Estimate]
     percent: Estimate | None
+    steps_behind: float | None
     heldout_bf16: Estimate | None
     heldout_own: Estimate | None
     forward_noise: Estimate | None
@@ -371,6 +373,7 @@ class Group:
             num_diverged=sum(own[key].is_diverged for key in keys),
             gaps={mark: gap for mark, gap in gaps.items() if gap is not None},
             percent=None if end is None or loss is None else end.scaled(100 / loss),
+            steps_behind=self._steps_behind(label, reference),
             heldout_bf16=self._estimate(label, reference, lambda each: each.heldout("bf16")),
             heldout_own=self._estimate(label, reference, lambda each: each.heldout("own")),
             forward_noise=_estimate(list(noise.values())),
@@ -381,9 +384,24 @@ class Group:
     def _estimate(self, label: str, reference: str, value: Callable[[Finished], float]) -> Estimate | None:
         return _estimate(self.differences(label, reference, value))
 
-    def _curve(self, label: str, reference: str) -> dict[int, float]:
+    def _steps_behind(self, label: str, reference: str) -> float | None:
+        own = {key: each.loss_to(self.steps) for key, each in self.members[label].items()}
+        last = self._peers(label, reference, _loss_to(self.steps))
+        seeds = self._by_seed({key: own[key] - last[key] for key in own if key in last})
+        keys = [key for key in last if key[1] in seeds]
+        curve = {}
+        for step in self._curve_steps if keys else ():
+            peers = self._peers(label, reference, _loss_to(step))
+            curve[step] = statistics.fmean(peers[key] for key in keys)
+        return steps_behind(statistics.fmean(own[key] for key in keys), curve) if keys else None
+
+    @property
+    def _curve_steps(self) -> range:
         block = block_of(self.study.window, self.study.marks, self.steps)
-        every = range(min(self.study.window, self.steps), self.steps + 1, block)
+        return range(min(self.study.window, self.steps), self.steps + 1, block)
+
+    def _curve(self, label: str, reference: str) -> dict[int, float]:
+        every = self._curve_steps
         count = min(CURVE_POINTS, len(every))
         steps = [every[round(number * (len(every) - 1) / max(1, count - 1))] for number in range(count)]
         means = {step: _mean(self.differences(label, reference, _loss_to(step))) for step in steps}
@@ -424,28 +442,6 @@ def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
             group = Group(study, size, steps, text, members)
             if group.rows or group.noise:
                 found.append(group)
-    return found
-
-
-def unpaired(study: StudySettings, cells: Sequence[Cell], groups: Sequence[Group]) -> list[str]:
-    """What is finished without a pair: a sentence for each size, length and text that is in no group."""
-    finished, has_pairs = finished_cells(cells), {(group.size, group.steps, group.text) for group in groups}
-    if not finished:
-        return [f"No cell is finished: {len(cells)} are left."]
-    places: dict[tuple[str, int, str], dict[str, list[int]]] = {}
-    for each in finished:
-        cell = each.cell
-        seeds = places.setdefault((cell.size.name, cell.steps, cell.text), {})
-        seeds.setdefault(cell.label, []).append(cell.seed)
-    found = []
-    for place, seeds in places.items():
-        if place in has_pairs:
-            continue
-        done = "; ".join(f"{label}: {', '.join(map(str, sorted(of)))}" for label, of in seeds.items())
-        found.append(
-            f"No gaps for {Group(study, *place, {}).title}: no run has a seed in common with "
-            f"{study.baseline}, or with what it repeats. Finished seeds: {done}."
-        )
     return found
 
 

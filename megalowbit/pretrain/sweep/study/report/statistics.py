@@ -1,4 +1,4 @@
-"""Paired statistics: Student's t in closed form, confidence intervals, and Holm's correction."""
+"""Paired statistics: Student's t in closed form, confidence intervals, Holm's correction, and delays."""
 
 from __future__ import annotations
 
@@ -145,3 +145,28 @@ def compare_all(losses: Mapping[str, Mapping[Any, float]]) -> list[Comparison]:
         Comparison(first=first, second=second, difference=each, adjusted_p=p)
         for (first, second, each), p in zip(found, adjusted, strict=True)
     ]
+
+
+def steps_behind(loss: float, baseline: Mapping[int, float]) -> float | None:
+    """The steps between the first time the baseline has had a loss, and its end.
+
+    Args:
+        loss: of a recipe at the end, in nats.
+        baseline: step → its mean loss in nats; interpolated linearly.
+
+    Returns:
+        0 if the baseline has never had it: the recipe is better. All its steps from the first point on if it
+        began lower. `None`: a loss is unknown.
+    """
+    if math.isnan(loss) or not baseline or any(map(math.isnan, baseline.values())):
+        return None
+    points = sorted(baseline.items())
+    first = next((number for number, (_, mean) in enumerate(points) if mean <= loss), None)
+    if first is None:
+        return 0.0
+    step, mean = points[first]
+    since = 0.0
+    if first:
+        before, higher = points[first - 1]
+        since = (step - before) * (loss - mean) / (higher - mean)
+    return points[-1][0] - step + since

@@ -20,7 +20,8 @@ def markdown(groups: Sequence[Group]) -> str:
 def headings(group: Group) -> list[str]:
     """Titles of the columns."""
     marks = [f"to {mark}" for mark in group.marks[:-1]]
-    return ["recipe", "pairs", *marks, "end [95 %]", "%", "held out, bf16", "forward noise", "CPU time"]
+    end = ["end [95 %]", "%", "steps behind"]
+    return ["recipe", "pairs", *marks, *end, "held out, bf16", "forward noise", "CPU time"]
 
 
 def cells(group: Group, row: Row) -> list[str]:
@@ -37,6 +38,7 @@ def cells(group: Group, row: Row) -> list[str]:
         *("–" if gap is None else signed(gap.mean) for gap in gaps[:-1]),
         interval(end),
         "–" if row.percent is None else f"{row.percent.mean:+.2f}",
+        "–" if row.steps_behind is None else f"{row.steps_behind:.0f} ({row.steps_behind / group.steps:.1%})",
         interval(row.heldout_bf16),
         "–" if row.forward_noise is None else signed(row.forward_noise.mean),
         "–" if row.cpu is None else f"× {row.cpu:.2f}",

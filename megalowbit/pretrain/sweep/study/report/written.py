@@ -18,7 +18,7 @@ from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.sweep.study.cells import TEXTS, Cell, check_folder
 from megalowbit.pretrain.sweep.study.kept_results import FORMAT, to_kept
-from megalowbit.pretrain.sweep.study.report.analysis import Group, finished_cells, groups_of, unpaired
+from megalowbit.pretrain.sweep.study.report.analysis import Group, finished_cells, groups_of
 from megalowbit.pretrain.sweep.study.report.page import page
 from megalowbit.pretrain.sweep.study.report.power_law import LEAST_SIZES
 from megalowbit.pretrain.sweep.study.report.sizes import count_parameters, trends_of
@@ -63,6 +63,28 @@ def write_report(
         with atomic_file(out / name) as file:
             file.write(content)
     return text
+
+
+def unpaired(study: StudySettings, cells: Sequence[Cell], groups: Sequence[Group]) -> list[str]:
+    """What is finished without a pair: a sentence for each size, length and text that is in no group."""
+    finished, has_pairs = finished_cells(cells), {(group.size, group.steps, group.text) for group in groups}
+    if not finished:
+        return [f"No cell is finished: {len(cells)} are left."]
+    places: dict[tuple[str, int, str], dict[str, list[int]]] = {}
+    for each in finished:
+        cell = each.cell
+        seeds = places.setdefault((cell.size.name, cell.steps, cell.text), {})
+        seeds.setdefault(cell.label, []).append(cell.seed)
+    found = []
+    for place, seeds in places.items():
+        if place in has_pairs:
+            continue
+        done = "; ".join(f"{label}: {', '.join(map(str, sorted(of)))}" for label, of in seeds.items())
+        found.append(
+            f"No gaps for {Group(study, *place, {}).title}: no run has a seed in common with "
+            f"{study.baseline}, or with what it repeats. Finished seeds: {done}."
+        )
+    return found
 
 
 def _check_settings(study: StudySettings, cells: Sequence[Cell], out: Path) -> None:

@@ -82,6 +82,28 @@ def test_gaps_are_taken_within_pairs_and_all_texts_give_one_value_a_seed(cells):
     assert good.curve[12] == pytest.approx(good.gaps[20].mean * 2 / 5)  # two of the five steps have the gap
 
 
+def test_a_gap_is_worth_more_steps_where_the_loss_falls_slowly(cells):
+    """Losses fall by .1 a step, and in text two by half of it."""
+    gaps = {"good": {1: 0.2, 2: 0.3, 3: math.nan}, "bad": {1: -0.1, 2: 0.0, 3: -0.2}}
+    for cell in cells:
+        if cell.label in ("bf16", *gaps):
+            gap = gaps.get(cell.label, {}).get(cell.seed, 0.0)
+            slope = 0.1 if cell.text == "one" else 0.05
+            losses = [9 + cell.seed - slope * step + (0 if math.isnan(gap) else gap) for step in range(STEPS)]
+            more = {"diverged_at": 3} if math.isnan(gap) else {}
+            cell.write("result.json", result_of(cell, losses=losses, **more))
+    behind = {
+        text: {row.label: row.steps_behind for row in group_of(cells, text).rows}
+        for text in ("one", "two", "all")
+    }
+    assert behind["one"]["good"] == pytest.approx(2.5)  # the mean of .2 and .3, by .1
+    assert behind["two"]["good"] == pytest.approx(5)
+    assert behind["all"]["good"] == pytest.approx(0.25 / 0.075)
+    assert {each["bad"] for each in behind.values()} == {0}
+    table = markdown([group_of(cells, "one")])
+    assert "| 2 (12.5%) " in table or "| 3 (12.5%) " in table
+
+
 def test_recipes_are_ranked_only_if_separated_and_replicas_give_the_noise_floor(cells):
     group = group_of(cells, "one")
     assert [row.label for row in group.noise] == ["again"]

@@ -10,6 +10,7 @@ from megalowbit.pretrain.sweep.study.report.statistics import (
     compare_all,
     holm,
     probability_within,
+    steps_behind,
     t_quantile,
 )
 
@@ -107,3 +108,21 @@ def test_only_recipes_that_differ_within_pairs_are_separated():
     assert found["a", "b"].difference.mean == pytest.approx(-0.033)
     assert not found["a", "c"].is_separated
     assert found["a", "b"].adjusted_p == pytest.approx(3 * found["a", "b"].difference.p)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [(1.0, 0), (1.5, 5), (2.0, 10), (2.25, 12.5), (3.0, 20), (7.0, 20), (0.9, 0), (math.nan, None)],
+)
+def test_a_delay_is_interpolated_between_points(loss, expected):
+    assert steps_behind(loss, {30: 1.0, 10: 3.0, 20: 2.0}) == expected
+
+
+def test_the_first_time_counts_for_a_delay_if_the_loss_rises_in_between():
+    assert steps_behind(1.8, {10: 3.0, 20: 1.5, 30: 2.0, 40: 1.0}) == pytest.approx(40 - 18)
+    assert steps_behind(2.0, {10: 3.0, 20: 2.0, 30: 2.0}) == 10
+
+
+def test_without_a_whole_curve_no_delay_is_known():
+    assert steps_behind(2.0, {}) is None
+    assert steps_behind(2.0, {10: 3.0, 20: math.nan, 30: 1.0}) is None
