@@ -6,8 +6,8 @@ A long test that fails on a busy machine only must not stop a release, but nobod
 line names it. More than `MOST_REPEATED` failures are not a flaky test; they are not run again.
 
 If LONG_TESTS_END is set, in seconds since 1970, no test starts after it, except those that are run again.
-These have `AGAIN_SECONDS`, and fail if that is too short. The last line counts the tests that are left and
-names their files. They fail nothing.
+These are stopped `AGAIN_SECONDS` after it, and what has not run again by then has failed. The last line
+counts the tests that are left and names their files. They fail nothing.
 """
 
 import json
@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WORKERS = 3  # of one thread each, on two cores: long tests often wait for processes
 MOST_REPEATED = 10
-AGAIN_SECONDS = 20 * 60
+AGAIN_SECONDS = 25 * 60  # after the end
 TESTS_FAILED = 1  # pytest's exit code
 END, LEFT = "LONG_TESTS_END", "LONG_TESTS_LEFT"  # when tests no longer start; where their names are written
 
@@ -36,6 +36,13 @@ def pytest_runtest_setup(item):
         with Path(os.environ[LEFT]).open("a", encoding="utf-8") as file:  # of all workers
             file.write(f"{item.nodeid}\n")
         pytest.skip("the time for long tests is over")
+
+
+def time_of(text):
+    """Seconds since 1970, as `date +%s` prints them."""
+    if not text.isdecimal():
+        sys.exit(f"{END}={text} is no time in whole seconds since 1970, as `date +%s` prints it")
+    return int(text)
 
 
 def limited(environment, left):
@@ -51,8 +58,12 @@ def run_pytest(cache, *arguments, environment=None, seconds=None):
     try:
         return process.wait(seconds)
     except subprocess.TimeoutExpired:
-        print(f"after {seconds} s no more tests are run again", flush=True)
+        print(f"after {seconds:.0f} s no more tests are run again", flush=True)
         process.send_signal(signal.SIGINT)
+        try:
+            return process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
     except KeyboardInterrupt:
         pass  # pytest is interrupted too
     return process.wait()
@@ -72,13 +83,15 @@ def num_skipped(report):
 def main(arguments):
     with tempfile.TemporaryDirectory(prefix="pytest-cache-") as cache:
         shared_out = ("-n", str(WORKERS), "--dist", "loadfile", "--no-loadscope-reorder")
-        environment, plugin, not_run = None, (), Path(cache) / "left"
+        environment, plugin, end, not_run = None, (), None, Path(cache) / "left"
         if os.environ.get(END):
+            end = time_of(os.environ[END])
             environment, plugin = limited(dict(os.environ), not_run)
         code = run_pytest(cache, *shared_out, *plugin, "--durations=25", *arguments, environment=environment)
         failed = failures(cache)
         if code == TESTS_FAILED and 0 < len(failed) <= MOST_REPEATED:
-            code = run_again(cache, failed, arguments, seconds=AGAIN_SECONDS if plugin else None)
+            seconds = max(0.0, end + AGAIN_SECONDS - time.time()) if plugin else None
+            code = run_again(cache, failed, arguments, seconds)
         if not_run.exists():
             left = not_run.read_text(encoding="utf-8").splitlines()
             files = sorted({name.partition("::")[0] for name in left})
@@ -96,6 +109,8 @@ def run_again(cache, failed, arguments, seconds):
     if code == 0 and (left or num_skipped(report)):
         print("not every failed test ran again: none of them counts as flaky", flush=True)
         return TESTS_FAILED
+    if left:
+        print(f"failed, or not run again: {', '.join(left)}", flush=True)
     flaky = sorted(set(failed) - set(left))
     if flaky:
         print(f"flaky (failed, then passed alone): {', '.join(flaky)}", flush=True)

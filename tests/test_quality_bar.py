@@ -1,10 +1,14 @@
-"""What recipes and speculation promise in loss: three runs, one in bf16."""
+"""What recipes and speculation promise in loss: three runs, one in bf16.
+
+On a CPU without AVX-512 all of them, the one called `bf16` too, train in fp32: it takes a tenth of the time.
+"""
 
 import json
 import os
 import statistics
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import cpu_products
@@ -16,7 +20,7 @@ from megalowbit.pretrain.sweep.runs import LEAN, Run, execute, folder_name
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "gpt2_tiny_quality.json"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # on a slow, busy machine half of it is needed
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,9 @@ def write_config(folder, **settings):
     """The configuration under its own name, which a run in bf16 must share as well to be used again."""
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     config["megalowbit"] |= settings
-    config["megalowbit"]["precision"] = "bf16" if cpu_products.are_fast_in_bf16() else "fp32"
+    if not cpu_products.has_fast_bf16():
+        warnings.warn("the reference `bf16` trains in fp32, because this CPU has no AVX-512", stacklevel=1)
+        config["megalowbit"]["precision"] = "fp32"
     config["megalowbit"]["model"]["config"] = str(ROOT / "configs" / "models" / "gpt2_tiny.json")
     path = folder / CONFIG.name
     path.write_text(json.dumps(config), encoding="utf-8")

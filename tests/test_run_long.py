@@ -1,6 +1,7 @@
 """The long tests and `make test-all`: what is run again, what counts as flaky, what fails."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -64,6 +65,7 @@ first = pathlib.Path(__file__).with_name("has-run")
 @pytest.mark.slow
 def test_hangs():
     if first.exists():
+        first.with_name("hangs").touch()
         time.sleep(100)
     first.touch()
     assert False
@@ -107,13 +109,24 @@ def run_long(folder, source, workers=0, **variables):
 def test_what_would_start_too_late_is_counted_and_a_failure_still_runs_again(tmp_path):
     ending = "def test_the_time_ends():\n    import os\n    os.environ['LONG_TESTS_END'] = '0'\n"
     late = "def test_late():\n    pathlib.Path(__file__).with_name('late').touch()\n"
-    done = run_long(tmp_path, TESTS + ending + late, LONG_TESTS_END=str(time.time() + 1000))
+    done = run_long(tmp_path, TESTS + ending + late, LONG_TESTS_END=str(int(time.time()) + 1000))
     assert done.returncode == 0, done.stdout
     flaky, left = done.stdout.splitlines()[-2:]
     assert flaky.startswith("flaky")
     assert flaky.endswith("test_flaky")
     assert left == "NOT RUN, for lack of time: 1 tests of test_long.py"
     assert not (tmp_path / "late").exists()
+
+
+@pytest.mark.parametrize("end", ["abc", "12:30", "nan", "-5", " "])
+def test_an_end_that_is_no_time_is_refused_at_once(tmp_path, end):
+    done = run_long(tmp_path, BROKEN, LONG_TESTS_END=end)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == f"LONG_TESTS_END={end} is no time in whole seconds since 1970, as `date +%s` prints it\n"
+    )
+    assert done.stdout == ""
 
 
 def test_a_test_that_passes_the_second_time_is_named_as_flaky(tmp_path):
@@ -133,16 +146,18 @@ def test_a_test_that_fails_twice_fails_the_run(tmp_path):
     assert "test_flaky" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_what_runs_again_for_too_long_has_failed(tmp_path):
     (tmp_path / "test_long.py").write_text(HANGS)
-    shorter = "import run_long, sys; run_long.AGAIN_SECONDS = 3; sys.exit(run_long.main(sys.argv[1:]))"
+    shorter = "import run_long, sys; run_long.AGAIN_SECONDS = 0; sys.exit(run_long.main(sys.argv[1:]))"
     command = [sys.executable, "-c", shorter, "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)]
-    more = {"LONG_TESTS_END": str(time.time() + 1000), "PYTHONPATH": str(RUNNER.parent)}
+    more = {"LONG_TESTS_END": str(int(time.time()) + 20), "PYTHONPATH": str(RUNNER.parent)}
     done = subprocess.run(
         [*command, "-n", "0"], capture_output=True, text=True, env=environment(**more), timeout=60
     )
     assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout + done.stderr
-    assert "after 3 s no more tests are run again" in done.stdout
+    assert re.search(r"after 1\d s no more tests are run again", done.stdout)
+    assert (tmp_path / "hangs").exists()
     assert "flaky" not in done.stdout
 
 

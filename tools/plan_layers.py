@@ -4,8 +4,9 @@
 import sys
 
 from megalowbit.commands.studies.plan_layers import build_parser, main
+from megalowbit.one_line_parser import run_until_unread
 
 __all__ = ["build_parser", "main"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_unread(main))

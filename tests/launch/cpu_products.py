@@ -4,7 +4,7 @@ import os
 
 import torch
 
-# The last two make a CPU multiply as one without AVX-512 does: avx2 and AVX2.
+# Set to `avx2` and `AVX2`, the last two make a CPU multiply like one without AVX-512.
 VARIABLES = ("MEGALOWBIT_CPU_GEMM", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
 
 
@@ -13,7 +13,7 @@ def variables():
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
-def are_fast_in_bf16():
+def has_fast_bf16():
     """Whether oneDNN multiplies in bf16 here: from AVX-512 on.
 
     Without it, torch's own loops take ten times as long as fp32, and the last digit of a sum depends on the

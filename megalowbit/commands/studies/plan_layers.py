@@ -14,6 +14,7 @@ The text must not be in the training data. See docs/studies.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -133,18 +134,19 @@ def _plan(options: argparse.Namespace) -> None:
         seed=config.settings.run.seed,
         progress=_print_tenths,
     )
-    print(table(plan))
-    print(summary(plan, options.budget))
-    print(json.dumps({"recipe": plan.recipe.to_dict()}), flush=True)
     if options.out is not None:
         with atomic_file(options.out) as file:
             file.write(json.dumps(to_json(plan), indent=1) + "\n")
+    print(table(plan))
+    print(summary(plan, options.budget))
+    print(json.dumps({"recipe": plan.recipe.to_dict()}), flush=True)
 
 
 def _print_tenths(done: int, count: int) -> None:
     """A line on stderr for each tenth of the measurements."""
     if 10 * done // count > 10 * (done - 1) // count:
-        print(f"{done} of {count} measurements", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody reads it; the plan goes on
+            print(f"{done} of {count} measurements", file=sys.stderr, flush=True)
 
 
 def _value(text: str) -> Any:

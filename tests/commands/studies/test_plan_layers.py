@@ -2,6 +2,9 @@
 
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from forks import run_script
@@ -77,3 +80,11 @@ def test_a_candidate_that_is_no_block_or_changes_nothing_is_refused_at_once(caps
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_progress_that_nobody_reads_ends_nothing():
+    module = "megalowbit.commands.studies.plan_layers"
+    program = f"from {module} import _print_tenths as show; [show(done, 3) for done in (1, 2, 3)]"
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-c", program], stderr=full, cwd=ROOT)
+    assert done.returncode == 0

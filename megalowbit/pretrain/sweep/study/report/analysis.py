@@ -20,11 +20,12 @@ from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import Cell
-from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all, steps_behind
+from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all, delay
 from megalowbit.pretrain.sweep.study.results import LossMeans, Result, block_of
 from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, RecipeEntry, StudySettings
 
 CURVE_POINTS = 40
+DELAY_POINTS = 160  # 3,000 steps in blocks of 25 have fewer
 Key = tuple[str, int]  # text and seed
 
 
@@ -69,7 +70,7 @@ class Finished:
     def cpu_seconds(self) -> float:
         """CPU seconds of a step; NaN if a part of the run was killed, because those of that part are lost."""
         cost, steps = self.result.cost, self.losses.steps
-        return cost.cpu_seconds / steps if steps and cost.steps == steps else math.nan
+        return cost.cpu_seconds / steps if steps and cost.steps == steps and cost.cpu_seconds else math.nan
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Row:
         num_diverged: cells that have diverged; they have no gaps.
         gaps: mark → gap of the training loss; the last mark is the end.
         percent: the gap at the end in % of the reference's loss.
-        steps_behind: `statistics.steps_behind` of the mean loss at the end and the reference's mean curve.
+        steps_behind: `statistics.delay` of the mean loss at the end and the reference's mean curve.
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
@@ -241,7 +242,8 @@ class Group:
         """Standard deviation of the baseline's loss at the end over seeds, mean over texts."""
         by_text: dict[str, list[float]] = {}
         for (text, _), each in self.baseline.items():
-            by_text.setdefault(text, []).append(each.loss_to(self.steps))
+            if not math.isnan(loss := each.loss_to(self.steps)):
+                by_text.setdefault(text, []).append(loss)
         found = [statistics.stdev(values) for values in by_text.values() if len(values) > 1]
         return statistics.fmean(found) if found else None
 
@@ -372,8 +374,8 @@ class Group:
             reference=reference,
             num_diverged=sum(own[key].is_diverged for key in keys),
             gaps={mark: gap for mark, gap in gaps.items() if gap is not None},
-            percent=None if end is None or loss is None else end.scaled(100 / loss),
-            steps_behind=self._steps_behind(label, reference),
+            percent=None if end is None or not loss else end.scaled(100 / loss),
+            steps_behind=self._delay(label, reference),
             heldout_bf16=self._estimate(label, reference, lambda each: each.heldout("bf16")),
             heldout_own=self._estimate(label, reference, lambda each: each.heldout("own")),
             forward_noise=_estimate(list(noise.values())),
@@ -384,16 +386,16 @@ class Group:
     def _estimate(self, label: str, reference: str, value: Callable[[Finished], float]) -> Estimate | None:
         return _estimate(self.differences(label, reference, value))
 
-    def _steps_behind(self, label: str, reference: str) -> float | None:
+    def _delay(self, label: str, reference: str) -> float | None:
         own = {key: each.loss_to(self.steps) for key, each in self.members[label].items()}
         last = self._peers(label, reference, _loss_to(self.steps))
         seeds = self._by_seed({key: own[key] - last[key] for key in own if key in last})
         keys = [key for key in last if key[1] in seeds]
         curve = {}
-        for step in self._curve_steps if keys else ():
+        for step in _thinned(self._curve_steps, DELAY_POINTS) if keys else ():
             peers = self._peers(label, reference, _loss_to(step))
             curve[step] = statistics.fmean(peers[key] for key in keys)
-        return steps_behind(statistics.fmean(own[key] for key in keys), curve) if keys else None
+        return delay(statistics.fmean(own[key] for key in keys), curve) if keys else None
 
     @property
     def _curve_steps(self) -> range:
@@ -401,9 +403,7 @@ class Group:
         return range(min(self.study.window, self.steps), self.steps + 1, block)
 
     def _curve(self, label: str, reference: str) -> dict[int, float]:
-        every = self._curve_steps
-        count = min(CURVE_POINTS, len(every))
-        steps = [every[round(number * (len(every) - 1) / max(1, count - 1))] for number in range(count)]
+        steps = _thinned(self._curve_steps, CURVE_POINTS)
         means = {step: _mean(self.differences(label, reference, _loss_to(step))) for step in steps}
         return {step: mean for step, mean in means.items() if mean is not None}
 
@@ -450,6 +450,12 @@ def _check_equal_tokens(cells: Sequence[Finished]) -> None:
     if len(counts) > 1:
         listed = "; ".join(f"{name}: {tokens:,}" for tokens, name in counts.items())
         raise UserError(f"cells of one size and length have read different numbers of tokens ({listed})")
+
+
+def _thinned(every: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, the first and the last included."""
+    count = min(most, len(every))
+    return [every[round(number * (len(every) - 1) / max(1, count - 1))] for number in range(count)]
 
 
 def _loss_to(step: int) -> Callable[[Finished], float]:

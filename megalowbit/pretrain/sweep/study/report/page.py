@@ -41,8 +41,8 @@ def _introduction(data: dict[str, Any]) -> str:
     unfinished = f" {data['unfinished']} cells are not finished." if data["unfinished"] else ""
     return (
         "<p>Loss of each recipe minus that of the baseline, in nats per token, within pairs of equal size, "
-        "text, length and seed. Intervals are 95 % (Student’s t over pairs). “Steps behind” says "
-        "how long before its end the baseline had the recipe’s last loss, in the mean of all pairs. “Held "
+        "text, length and seed. Intervals are 95 % (Student’s t over pairs). “Steps behind”: so "
+        "long the mean curve of the baseline took from the loss at which the recipe ends to its own. “Held "
         "out, bf16” is the gap of the trained weights, evaluated in bf16 on text that no run has read; "
         "“forward noise” is what the same weights lose in their own precision. CPU time is that of a "
         "training step, relative to the baseline, in pairs from one processor. Bars in the pictures are "

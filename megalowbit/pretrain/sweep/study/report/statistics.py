@@ -147,26 +147,29 @@ def compare_all(losses: Mapping[str, Mapping[Any, float]]) -> list[Comparison]:
     ]
 
 
-def steps_behind(loss: float, baseline: Mapping[int, float]) -> float | None:
-    """The steps between the first time the baseline has had a loss, and its end.
+def delay(loss: float, baseline: Mapping[int, float]) -> float | None:
+    """The steps between the first time the baseline has a loss and the first time it has its own last loss.
 
     Args:
         loss: of a recipe at the end, in nats.
-        baseline: step → its mean loss in nats; interpolated linearly.
+        baseline: step → its mean loss in nats, interpolated linearly; NaN is left out.
 
     Returns:
-        0 if the baseline has never had it: the recipe is better. All its steps from the first point on if it
-        began lower. `None`: a loss is unknown.
+        0 if the loss is not above the baseline's. `None` if it is unknown, or above the baseline's at its
+        first step.
     """
-    if math.isnan(loss) or not baseline or any(map(math.isnan, baseline.values())):
+    points = [(step, mean) for step, mean in sorted(baseline.items()) if not math.isnan(mean)]
+    if math.isnan(loss) or not points or loss > points[0][1]:
         return None
-    points = sorted(baseline.items())
-    first = next((number for number, (_, mean) in enumerate(points) if mean <= loss), None)
-    if first is None:
-        return 0.0
-    step, mean = points[first]
-    since = 0.0
-    if first:
-        before, higher = points[first - 1]
-        since = (step - before) * (loss - mean) / (higher - mean)
-    return points[-1][0] - step + since
+    last = points[-1][1]
+    return _first_at(last, points) - _first_at(loss, points) if loss > last else 0.0
+
+
+def _first_at(loss: float, points: Sequence[tuple[int, float]]) -> float:
+    """The first step at which an interpolated curve has come down to a loss, which it has somewhere."""
+    number = next(number for number, (_, mean) in enumerate(points) if mean <= loss)
+    step, mean = points[number]
+    if number == 0:
+        return step
+    before, higher = points[number - 1]
+    return step - (step - before) * (loss - mean) / (higher - mean)

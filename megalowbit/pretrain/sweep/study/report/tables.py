@@ -38,7 +38,7 @@ def cells(group: Group, row: Row) -> list[str]:
         *("–" if gap is None else signed(gap.mean) for gap in gaps[:-1]),
         interval(end),
         "–" if row.percent is None else f"{row.percent.mean:+.2f}",
-        "–" if row.steps_behind is None else f"{row.steps_behind:.0f} ({row.steps_behind / group.steps:.1%})",
+        "–" if row.steps_behind is None else _share(row.steps_behind, group.steps) + uncertainty(end),
         interval(row.heldout_bf16),
         "–" if row.forward_noise is None else signed(row.forward_noise.mean),
         "–" if row.cpu is None else f"× {row.cpu:.2f}",
@@ -104,9 +104,20 @@ def interval(value: Estimate | None) -> str:
     if value is None:
         return "–"
     if value.low is None or value.high is None:
-        return f"{signed(value.mean)} ?"
-    mark = "" if value.excludes_zero else " ≈"
-    return f"{signed(value.mean)} [{signed(value.low)}, {signed(value.high)}]{mark}"
+        return f"{signed(value.mean)}{uncertainty(value)}"
+    return f"{signed(value.mean)} [{signed(value.low)}, {signed(value.high)}]{uncertainty(value)}"
+
+
+def uncertainty(value: Estimate | None) -> str:
+    """` ≈` if an interval contains 0, ` ?` without one."""
+    if value is None or value.low is None or value.high is None:
+        return " ?"
+    return "" if value.excludes_zero else " ≈"
+
+
+def _share(steps: float, of: int) -> str:
+    """`20 (2.0 %)`."""
+    return f"{steps:.0f} ({100 * steps / of:.1f} %)"
 
 
 def signed(value: float) -> str:

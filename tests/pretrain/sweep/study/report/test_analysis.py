@@ -82,26 +82,82 @@ def test_gaps_are_taken_within_pairs_and_all_texts_give_one_value_a_seed(cells):
     assert good.curve[12] == pytest.approx(good.gaps[20].mean * 2 / 5)  # two of the five steps have the gap
 
 
-def test_a_gap_is_worth_more_steps_where_the_loss_falls_slowly(cells):
-    """Losses fall by .1 a step, and in text two by half of it."""
-    gaps = {"good": {1: 0.2, 2: 0.3, 3: math.nan}, "bad": {1: -0.1, 2: 0.0, 3: -0.2}}
+def fall(cells, gaps):
+    """Give all cells losses that fall by .1 a step, and by half of it in text two.
+
+    `gaps[label, text, seed]` is added; NaN: the run diverges.
+    """
     for cell in cells:
-        if cell.label in ("bf16", *gaps):
-            gap = gaps.get(cell.label, {}).get(cell.seed, 0.0)
-            slope = 0.1 if cell.text == "one" else 0.05
-            losses = [9 + cell.seed - slope * step + (0 if math.isnan(gap) else gap) for step in range(STEPS)]
-            more = {"diverged_at": 3} if math.isnan(gap) else {}
-            cell.write("result.json", result_of(cell, losses=losses, **more))
-    behind = {
-        text: {row.label: row.steps_behind for row in group_of(cells, text).rows}
-        for text in ("one", "two", "all")
-    }
-    assert behind["one"]["good"] == pytest.approx(2.5)  # the mean of .2 and .3, by .1
-    assert behind["two"]["good"] == pytest.approx(5)
-    assert behind["all"]["good"] == pytest.approx(0.25 / 0.075)
-    assert {each["bad"] for each in behind.values()} == {0}
-    table = markdown([group_of(cells, "one")])
-    assert "| 2 (12.5%) " in table or "| 3 (12.5%) " in table
+        gap = gaps.get((cell.label, cell.text, cell.seed), 0.0)
+        slope = 0.1 if cell.text == "one" else 0.05
+        losses = [9 + cell.seed - slope * step + (0 if math.isnan(gap) else gap) for step in range(STEPS)]
+        more = {"diverged_at": 3} if math.isnan(gap) else {}
+        cell.write("result.json", result_of(cell, losses=losses, **more))
+
+
+def steps_behind(cells, text):
+    return {row.label: row.steps_behind for row in group_of(cells, text).rows}
+
+
+def test_a_gap_is_worth_more_steps_where_the_loss_falls_slowly(cells):
+    for_good = {1: 0.2, 2: 0.3, 3: math.nan}
+    gaps = {("good", text, seed): gap for text in ("one", "two") for seed, gap in for_good.items()}
+    gaps |= {("bad", "one", 1): -0.1, ("bad", "two", 1): -0.1, ("good@lr2", "two", 1): 9.0}
+    gaps |= {("good@lr2", "one", seed): 1.45 for seed in (1, 2, 3)}
+    fall(cells, gaps)
+    assert steps_behind(cells, "one")["good"] == pytest.approx(2.5)  # the mean of .2 and .3, by .1
+    assert steps_behind(cells, "two")["good"] == pytest.approx(5)
+    assert steps_behind(cells, "all")["good"] == pytest.approx(0.25 / 0.075)
+    assert {steps_behind(cells, text)["bad"] for text in ("one", "two", "all")} == {0}
+    assert steps_behind(cells, "one")["good@lr2"] == pytest.approx(14.5)  # between the first two windows
+    assert steps_behind(cells, "two")["good@lr2"] is None  # above the first
+    table = markdown([group_of(cells, "two")])
+    assert "| 5 (25.0 %) " in next(line for line in table.splitlines() if line.startswith("| good  "))
+    late = next(line for line in table.splitlines() if line.startswith("| good@lr2 ")).split("|")
+    assert (
+        late[[each.strip() for each in table.splitlines()[2].split("|")].index("steps behind")].strip() == "–"
+    )
+
+
+def test_steps_behind_are_those_of_the_seeds_and_runs_of_the_gap(cells):
+    """A seed that has diverged in one text is in no value of both, and forks lower the curve."""
+    gaps = {("good", text, seed): 0.1 * seed for text in ("one", "two") for seed in (1, 2, 3)}
+    fall(cells, {**gaps, ("good", "two", 3): math.nan})
+    assert steps_behind(cells, "one")["good"] == pytest.approx(2)  # seeds 1 to 3
+    assert steps_behind(cells, "two")["good"] == pytest.approx(3)  # seeds 1 and 2
+    assert steps_behind(cells, "all")["good"] == pytest.approx(0.15 / 0.075)
+    with_forks = forked(cells, dict.fromkeys((1, 2, 3), 0.0))
+    lower = {("fork", text, seed): -0.1 for text in ("one", "two") for seed in (1, 2, 3)}
+    fall(with_forks, {**gaps, **lower})
+    assert steps_behind(with_forks, "one")["good"] == pytest.approx((0.2 + 0.05) / 0.1)
+
+
+def test_a_diverged_run_of_the_baseline_is_in_no_deviation_over_seeds(cells):
+    cell = next(each for each in cells if each.name == "s,one,20,bf16,2")
+    cell.write("result.json", result_of(cell, diverged_at=12))
+    group = group_of(cells, "one")
+    others = [
+        statistics.mean(each.result().losses[15:])
+        for each in cells
+        if each.name in ("s,one,20,bf16,1", "s,one,20,bf16,3")
+    ]
+    assert group.seed_deviation() == pytest.approx(statistics.stdev(others))
+    assert "bf16 over seeds" in markdown([group])
+
+
+def test_a_baseline_without_cpu_time_has_no_ratio(cells):
+    for cell in cells:
+        if cell.label == "bf16":
+            cell.write("result.json", result_of(cell, cost={**result_of(cell)["cost"], "cpu_seconds": 0.0}))
+    assert all(row.cpu is None for row in group_of(cells).rows)
+
+
+def test_steps_behind_do_without_a_window_whose_losses_are_lost(cells):
+    fall(cells, {("good", "one", seed): 0.2 for seed in (1, 2, 3)})
+    cell = next(each for each in cells if each.name == "s,one,20,bf16,2")
+    losses = [None if 5 <= step < 10 else loss for step, loss in enumerate(cell.result().losses)]
+    cell.write("result.json", result_of(cell, losses=losses))
+    assert steps_behind(cells, "one")["good"] == pytest.approx(2)
 
 
 def test_recipes_are_ranked_only_if_separated_and_replicas_give_the_noise_floor(cells):

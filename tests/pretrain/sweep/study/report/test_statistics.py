@@ -8,9 +8,9 @@ import pytest
 from megalowbit.pretrain.sweep.study.report.statistics import (
     Estimate,
     compare_all,
+    delay,
     holm,
     probability_within,
-    steps_behind,
     t_quantile,
 )
 
@@ -112,17 +112,22 @@ def test_only_recipes_that_differ_within_pairs_are_separated():
 
 @pytest.mark.parametrize(
     ("loss", "expected"),
-    [(1.0, 0), (1.5, 5), (2.0, 10), (2.25, 12.5), (3.0, 20), (7.0, 20), (0.9, 0), (math.nan, None)],
+    [(1.0, 0), (1.5, 5), (2.0, 10), (2.25, 12.5), (3.0, 20), (3.1, None), (0.9, 0), (math.nan, None)],
 )
 def test_a_delay_is_interpolated_between_points(loss, expected):
-    assert steps_behind(loss, {30: 1.0, 10: 3.0, 20: 2.0}) == expected
+    assert delay(loss, {30: 1.0, 10: 3.0, 20: 2.0}) == expected
+    assert delay(loss, {30: 1.0, 10: 3.0, 15: math.nan, 20: 2.0}) == expected
 
 
-def test_the_first_time_counts_for_a_delay_if_the_loss_rises_in_between():
-    assert steps_behind(1.8, {10: 3.0, 20: 1.5, 30: 2.0, 40: 1.0}) == pytest.approx(40 - 18)
-    assert steps_behind(2.0, {10: 3.0, 20: 2.0, 30: 2.0}) == 10
+def test_a_delay_counts_from_the_first_time_of_both_losses():
+    curve = {10: 3.0, 20: 1.5, 30: 2.0, 40: 1.0, 50: 0.9, 60: 1.2}  # down to 1.2 at 38
+    assert delay(1.8, curve) == pytest.approx(38 - 18)
+    assert delay(1.2, curve) == 0  # an equal recipe is not late, although the baseline had this loss before
+    assert delay(2.0, {10: 3.0, 20: 2.0, 30: 2.0}) == 0
 
 
-def test_without_a_whole_curve_no_delay_is_known():
-    assert steps_behind(2.0, {}) is None
-    assert steps_behind(2.0, {10: 3.0, 20: math.nan, 30: 1.0}) is None
+def test_a_delay_is_unknown_without_a_curve_and_where_one_point_says_nothing():
+    assert delay(2.0, {}) is None
+    assert delay(2.0, {10: math.nan}) is None
+    assert delay(2.0, {10: 1.9}) is None
+    assert delay(1.8, {10: 1.9}) == 0
