@@ -66,7 +66,7 @@ first = pathlib.Path(__file__).with_name("has-run")
 def test_hangs():
     if first.exists():
         first.with_name("hangs").touch()
-        time.sleep(100)
+        time.sleep(300)
     first.touch()
     assert False
 """
@@ -151,12 +151,12 @@ def test_what_runs_again_for_too_long_has_failed(tmp_path):
     (tmp_path / "test_long.py").write_text(HANGS)
     shorter = "import run_long, sys; run_long.AGAIN_SECONDS = 0; sys.exit(run_long.main(sys.argv[1:]))"
     command = [sys.executable, "-c", shorter, "-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)]
-    more = {"LONG_TESTS_END": str(int(time.time()) + 20), "PYTHONPATH": str(RUNNER.parent)}
+    more = {"LONG_TESTS_END": str(int(time.time()) + 30), "PYTHONPATH": str(RUNNER.parent)}
     done = subprocess.run(
-        [*command, "-n", "0"], capture_output=True, text=True, env=environment(**more), timeout=60
+        [*command, "-n", "0"], capture_output=True, text=True, env=environment(**more), timeout=120
     )
     assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout + done.stderr
-    assert re.search(r"after 1\d s no more tests are run again", done.stdout)
+    assert re.search(r"after \d+ s no more tests are run again", done.stdout)
     assert (tmp_path / "hangs").exists()
     assert "flaky" not in done.stdout
 
