@@ -28,8 +28,23 @@ def escape_unprintable_output() -> None:
 EXIT_UNREAD = 141  # as shells report a program that SIGPIPE has ended
 
 
+def open_closed_streams() -> None:
+    """Let standard streams that the caller closed (`>&-`) read and write nothing.
+
+    Else the next file that is opened gets the number of the closed stream, and what a library prints.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
+            setattr(sys, name, os.fdopen(descriptor, mode, errors="backslashreplace", closefd=False))
+
+
 def run_until_unread(main: Callable[[], int]) -> int:
     """Run a command; its exit code, or `EXIT_UNREAD` if the reader of stdout (`head`) has enough of it."""
+    open_closed_streams()
     try:
         code = main()
         sys.stdout.flush()

@@ -36,7 +36,7 @@ from megalowbit.errors import (
     printed,
     shown,
 )
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output
+from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, open_closed_streams
 from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import (
@@ -225,6 +225,7 @@ def program(command: Callable[[], int] | None = None) -> int:
 
     `command` returns the exit code; None: `main`.
     """
+    open_closed_streams()
     block_stop_signals()  # before heavy imports: their threads inherit the signal mask
     try:
         code = (command or main)()
