@@ -32,11 +32,13 @@ DIGITS = 9  # of a mean, after the point; float32 has fewer
 # Their numbers may change with a version: initial weights, order of data, arithmetic.
 VERSIONS = ("torch", "transformers", "numpy", "deepspeed")
 
-LOSS_TYPES = ("LossMeans", "list[nullable[float]]")  # how pydantic calls them in the place of an error
+# how pydantic calls them in the place of an error
+LOSS_TYPES = ("LossMeans", "list[nullable[constrained-float]]")
 
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
-Loss = Annotated[float, Field(ge=0)]
+LARGEST_LOSS = (2 - 2**-23) * 2.0**127  # of float32, in which losses are computed
+Loss = Annotated[float, Field(ge=0, le=LARGEST_LOSS)]
 
 
 class Recorded(BaseModel):
@@ -58,7 +60,7 @@ class LossMeans(Recorded):
 
     block: int = Field(ge=1)
     steps: Count
-    means: list[float | None]
+    means: list[Loss | None]
     lost: list[int]
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
@@ -166,7 +168,7 @@ class Result(Recorded):
     """The result of a finished cell."""
 
     settings: CellSettings
-    losses: list[float | None] | LossMeans
+    losses: list[Loss | None] | LossMeans
     tokens: Count
     skipped_steps: Count
     diverged_at: int | None

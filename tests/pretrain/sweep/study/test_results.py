@@ -78,6 +78,10 @@ DAMAGED = [
     ("losses", {**MEANS, "lost": [0]}),
     ("losses", {**MEANS, "means": [1.0, None]}),
     ("losses", {**MEANS, "lost": [6, 7, 8]}),
+    ("losses", {**MEANS, "means": [1.0, -1.0]}),
+    ("losses", {**MEANS, "means": [1.0, 3.5e38]}),  # float32 ends at 3.403e38
+    ("losses", [1.0, -1.0]),
+    ("losses", [1.0, 3.5e38]),
     ("settings", {"cell": {}}),
     ("tokens", -1),
     ("tokens", True),
@@ -101,8 +105,14 @@ def test_damage_is_one_line_that_names_the_key(key, value):
     assert message.startswith(f"a/result.json is no result of this version ('{key}")
     assert message.endswith("' is missing or damaged): remove it")
     assert "pydantic" not in message
+    assert "[" not in message
     assert "\n" not in message
-    for undamaged in ({}, {"losses": MEANS}, {"losses": {**MEANS, "means": [1.0, None], "lost": [6, 7, 8]}}):
+    for undamaged in (
+        {},
+        {"losses": MEANS},
+        {"losses": {**MEANS, "means": [1.0, None], "lost": [6, 7, 8]}},
+        {"losses": {**MEANS, "means": [0.0, 3.4e38]}},
+    ):
         result_of({**RESULT, **undamaged}, "", "")
 
 
