@@ -8,12 +8,12 @@ Peaks of products are those of `telemetry/peak_tflops.py`. The other figures are
   the last two in each direction.
 
 Sources: NVIDIA, github.com/NVIDIA/dgxc-benchmarking, README, reference architectures of H100, B200, B300,
-GB200 and GB300 (memory, NVLink, compute links); NVIDIA's data sheets of A100 80GB, H100 SXM (3.35 TB/s, where
-the README has 3.2) and H200; AMD's data sheets of the Instinct MI300 and MI350 series. `network` is one
-adapter of 400 Gbit/s for each device, 800 for B300 and GB300, 200 for A100 (DGX A100).
+GB200 and GB300 (memory, NVLink, compute links); NVIDIA's data sheets of the A100 with 40 and 80 GB, H100 SXM
+(3.35 TB/s, where the README has 3.2) and H200; AMD's data sheets of the Instinct MI300 and MI350 series.
+`network` is one adapter of 400 Gbit/s for each device, 800 for B300 and GB300, 200 for A100 (DGX A100).
 
-Not covered: devices with PCIe or NVL, which are slower, the A100 with 40 GB, and consumer GPUs. Of those that
-are in this machine, capability and memory are known, and no times are estimated.
+Not covered: devices with PCIe or NVL, which are slower, and consumer GPUs. Of those that are in this machine,
+capability and memory are known, and no times are estimated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megalowbit.errors import unknown_name
 from megalowbit.telemetry.peak_tflops import OTHER_DEVICES, peak_tflops
 
 # in the names of slower devices that share a row's words
-OTHER_WORDS = {*OTHER_DEVICES, "PCIE", "40GB"}
+OTHER_WORDS = {*OTHER_DEVICES, "PCIE"}
 BF16, FP8, FP4 = (8, 0), (8, 9), (10, 0)  # least compute capability with units for them
 DEVICES_OF_HOST = 8
 
@@ -58,6 +58,11 @@ class Target:
     hosts_of_domain: int = 1
     is_cpu: bool = False
     measured: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> set[str]:
+        """What the driver's name of such a device has."""
+        return {*self.device.split(), *self.name.upper().split("-")}
 
     @property
     def domain(self) -> int:
@@ -109,11 +114,12 @@ def _row(
     link: float,
     network: float,
     *,
+    name: str | None = None,
     devices_of_host: int = DEVICES_OF_HOST,
     hosts_of_domain: int = 1,
 ) -> Target:
     return Target(
-        name=device.partition(" ")[0].lower(),
+        name=name or device.partition(" ")[0].lower(),
         device=device,
         capability=capability,
         memory=memory,
@@ -129,6 +135,7 @@ TARGETS = MappingProxyType(
     {
         each.name: each
         for each in (
+            _row("A100", (8, 0), 39.3, 1555, 300, 25, name="a100-40gb"),
             _row("A100", (8, 0), 79.1, 2039, 300, 25),
             _row("H100 HBM3", (9, 0), 79.1, 3350, 450, 50),
             _row("H200", (9, 0), 139.8, 4800, 450, 50),
@@ -167,7 +174,7 @@ def target_of_device(name: str, *, capability: tuple[int, int] | None, memory: f
         count: GPUs in this machine.
     """
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    known = next((each for each in TARGETS.values() if words >= set(each.device.split())), None)
+    known = next((each for each in TARGETS.values() if words >= each.words), None)
     if known is None or words & OTHER_WORDS:
         known = Target(name=name, device=name, memory=memory)
     return replace(known, capability=capability, memory=memory, devices_of_host=count)

@@ -42,7 +42,13 @@ def test_a_gpu_of_this_machine_is_recognised_by_its_name():
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA GeForce RTX 4090", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"],
+    [
+        "NVIDIA GeForce RTX 4090",
+        "NVIDIA H100 PCIe",
+        "NVIDIA H200 NVL",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+    ],
 )
 def test_other_gpus_have_a_capability_and_no_bandwidth(name):
     found = target_of_device(name, capability=(8, 9), memory=23.6, count=1)
@@ -51,17 +57,27 @@ def test_other_gpus_have_a_capability_and_no_bandwidth(name):
     assert "24 GiB" in found.describe()
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM4-40GB"])
-def test_a100s_with_pcie_or_40_gb_have_the_peak_and_not_the_bandwidth_of_the_80_gb_sxm(name):
+@pytest.mark.parametrize("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"])
+def test_a100s_with_pcie_have_the_peak_and_not_the_bandwidth_of_those_with_sxm(name):
     found = target_of_device(name, capability=(8, 0), memory=39.4, count=8)
     assert (found.name, found.bandwidth, found.link, found.network) == (name, None, None, None)
     assert found.peak("bf16") == TARGETS["a100"].peak("bf16")
     assert found.units == ("bf16",)
 
 
-def test_the_a100_of_the_table_is_that_with_sxm_and_80_gb():
-    found = target_of_device("NVIDIA A100-SXM4-80GB", capability=(8, 0), memory=79.1, count=8)
-    assert (found.name, found.bandwidth, found.link) == ("a100", 2039, 300)
+@pytest.mark.parametrize(
+    ("name", "memory", "target", "bandwidth"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 79.1, "a100", 2039),
+        ("NVIDIA A100-SXM4-40GB", 39.3, "a100-40gb", 1555),
+        ("A100-SXM4-40GB", 39.3, "a100-40gb", 1555),
+    ],
+)
+def test_the_a100s_of_the_table_are_those_with_sxm(name, memory, target, bandwidth):
+    found = target_of_device(name, capability=(8, 0), memory=memory, count=8)
+    assert found == named_target(target)
+    assert (found.name, found.bandwidth, found.link) == (target, bandwidth, 300)
+    assert found.peak("bf16") == TARGETS["a100"].peak("bf16")
 
 
 def test_cpus_have_no_matrix_units_and_amd_is_no_cpu():

@@ -68,8 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--target",
         metavar="KIND",
-        help="judge the run for this kind of GPU: a100, h100, h200, b200, b300, gb200, gb300, mi300x, "
-        "mi325x, mi350x or mi355x (default: this machine)",
+        help="judge the run for this kind of GPU: a100, a100-40gb, h100, h200, b200, b300, gb200, gb300, "
+        "mi300x, mi325x, mi350x or mi355x (default: this machine)",
     )
     _add_more(parser)
     return parser

@@ -78,7 +78,7 @@ def _numbers_of(text: str) -> tuple[int, float, bool]:
     """Processes, GiB and whether they are CPUs, of `--machine`."""
     if text == "cpu":
         return (1, host_memory() / 2**30, True)
-    named = re.fullmatch(r"(\d{1,5})[x×]([A-Za-z]+\d+[A-Za-z]?)", text)
+    named = re.fullmatch(r"(\d{1,5})[x×]([A-Za-z]+\d+[A-Za-z]?(?:-\d+[A-Za-z]+)?)", text)
     if named is not None and int(named[1]) >= 1:
         from megalowbit.doctor.target import named_target
 

@@ -36,10 +36,11 @@ def test_a_mistake_is_one_line_and_nothing_is_written(arguments, message, tmp_pa
 
 
 def test_a_machine_may_be_named_by_the_kind_of_its_gpus():
-    assert [init._numbers_of(each) for each in ("8xH100", "4xgb200", "8x80")] == [
+    assert [init._numbers_of(each) for each in ("8xH100", "4xgb200", "8x80", "8xA100-40GB")] == [
         (8, 79.1, False),
         (4, 184.0, False),
         (8, 80.0, False),
+        (8, 39.3, False),
     ]
 
 
