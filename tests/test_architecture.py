@@ -28,6 +28,7 @@ GROUND = {
     "labels",
     "one_line_parser",
     "shipped_files",
+    "standard_streams",
 }
 ALLOWED = {
     "distributed": set(),

@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from megalowbit.errors import UserError
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
+from megalowbit.standard_streams import escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@
 import sys
 
 from megalowbit.commands.studies.study import build_parser, main
-from megalowbit.one_line_parser import run_until_unread
+from megalowbit.standard_streams import run_until_unread
 
 __all__ = ["build_parser", "main"]
 

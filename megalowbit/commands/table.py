@@ -15,7 +15,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from megalowbit.errors import UserError, unknown_name
-from megalowbit.one_line_parser import printing_user_errors, run_until_unread
+from megalowbit.one_line_parser import printing_user_errors
+from megalowbit.standard_streams import run_until_unread
 
 EXIT_INTERRUPTED = 130
 RANK_OPTIONS = ("--local_rank", "--local-rank")  # DeepSpeed's launcher puts one before all others

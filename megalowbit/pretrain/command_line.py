@@ -36,15 +36,12 @@ from megalowbit.errors import (
     printed,
     shown,
 )
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, open_closed_streams
+from megalowbit.one_line_parser import OneLineParser
 from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
-from megalowbit.pretrain.stopping.signals import (
-    STOP_SIGNALS,
-    StartSignals,
-    block_stop_signals,
-)
+from megalowbit.pretrain.stopping.signals import STOP_SIGNALS, StartSignals, block_stop_signals
 from megalowbit.shipped_files import find_config, to_stderr
+from megalowbit.standard_streams import escape_unprintable_output, open_closed_streams
 from megalowbit.telemetry.settings import BAR, HELP_OF_UI, UIS
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-import textwrap
 
 import pytest
 from programs import module_of
@@ -155,51 +154,6 @@ def test_completion_without_shtab_names_the_remedy_and_with_it_every_command(she
         assert name in script
     if shell == "bash":
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-
-
-@pytest.mark.parametrize(
-    "start", [["-m", "megalowbit", "study"], pytest.param(["tools/study.py"], marks=pytest.mark.slow)]
-)
-def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(start, tmp_path):
-    words = [*start, "configs/studies/gap.json", "--out", str(tmp_path), "--list"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, *words], cwd=ROOT, env=env, **streams) as listing:
-        assert listing.stdout.readline().startswith("-")
-        listing.stdout.close()  # as head does; the list is longer than a pipe holds
-        assert listing.stderr.read() == ""
-    assert listing.returncode == 141
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["recipes"], ["pretrain", "--help"], pytest.param(["doctor", "--json", "-"], marks=pytest.mark.slow)],
-    ids=lambda words: words[0],
-)
-@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
-def test_a_command_whose_streams_are_closed_does_its_work(words, closed, tmp_path):
-    line = f"{shlex.join([sys.executable, '-m', 'megalowbit', *words])} {closed}"
-    ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                           capture_output=True, text=True)  # fmt: skip
-    assert (ended.returncode, ended.stdout) == (0, "")
-    assert "Error" not in ended.stderr
-
-
-def test_no_file_gets_the_number_of_a_closed_stream(tmp_path):
-    code = """
-        import os
-        from megalowbit.one_line_parser import open_closed_streams
-        open_closed_streams()
-        with open("data", "w") as file:
-            assert file.fileno() > 2, file.fileno()
-            os.write(1, b"of a library")
-            print("of Python", flush=True)
-        """
-    line = f"{shlex.join([sys.executable, '-c', textwrap.dedent(code)])} <&- >&-"
-    ended = subprocess.run(["bash", "-c", line], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                           capture_output=True, text=True)  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert (tmp_path / "data").read_bytes() == b""
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.hf.folders.new_folder import refuse_existing
 from megalowbit.hf.folders.unfinished import unfinished
 from megalowbit.layers.settings import DEFAULT_RECIPE
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import EXIT_INTERRUPTED
+from megalowbit.standard_streams import escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer

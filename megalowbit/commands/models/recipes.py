@@ -18,7 +18,8 @@ import sys
 from importlib.resources import files
 
 from megalowbit.errors import unknown_name
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
+from megalowbit.standard_streams import escape_unprintable_output
 
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from megalowbit.findings.base import Finding
 from megalowbit.findings.run_files import read_run
 from megalowbit.findings.verdict import HEALTHY, RUNNING, STOPPED, TROUBLED, Verdict, diagnosis_of
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
+from megalowbit.standard_streams import escape_unprintable_output
 
 EXIT_TROUBLED = 1
 HEADINGS = {

@@ -21,7 +21,8 @@ from megalowbit.cluster.goodput import expected_events, failure_traces
 from megalowbit.cluster.goodput_report import GoodputRequest, duration, make_report, table
 from megalowbit.cluster.run_history import RunCosts
 from megalowbit.errors import UserError, shown
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
+from megalowbit.standard_streams import escape_unprintable_output
 
 MOST_EVENTS = 400_000  # simulated for one interval: about a second; some thirty intervals are tried
 LONGEST_TRAINING = 3650 * 86400.0  # seconds

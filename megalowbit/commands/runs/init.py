@@ -18,10 +18,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megalowbit.errors import UserError, shown, unknown_name
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import prepare_environment
 from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.estimate.host_memory import host_memory
+from megalowbit.standard_streams import escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.estimate.starting_config import Machine

@@ -23,8 +23,9 @@ from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.data.token_files.workers import encode_in_order
 from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer, Tokenizer
 from megalowbit.errors import UserError, shown
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import EXIT_INTERRUPTED
+from megalowbit.standard_streams import escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:

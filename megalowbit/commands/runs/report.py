@@ -19,8 +19,9 @@ from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import prepare_environment
+from megalowbit.standard_streams import escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:

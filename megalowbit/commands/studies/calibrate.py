@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.shipped_files import find_config, pretrain_script
+from megalowbit.standard_streams import escape_unprintable_output
 
 SEEDS = (1, 2, 3)
 

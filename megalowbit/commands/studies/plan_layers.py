@@ -23,8 +23,9 @@ from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.json_text import parse_json
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.shipped_files import find_config
+from megalowbit.standard_streams import escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:

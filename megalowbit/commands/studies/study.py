@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import read_json_object
-from megalowbit.one_line_parser import OneLineParser, escape_unprintable_output, printing_user_errors
+from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.stopping.signals import block_stop_signals
 from megalowbit.pretrain.sweep.study.study_file import StudySettings, read_study
 from megalowbit.shipped_files import job_templates, pretrain_script, shipped_folder, study_script
+from megalowbit.standard_streams import escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.sweep.study.cells import Cell
