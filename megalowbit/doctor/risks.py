@@ -83,7 +83,7 @@ def _recipe(plan: RunPlan) -> Iterator[Notice]:
         yield warning(
             "default-of-another-family",
             f"all layers that {plan.recipe.name} gives a recipe of their own are of other model families, so "
-            "the loss at the end stays further above that of bf16 (docs/experiments.md)",
+            "the loss at the end stays further above that of bf16 (docs/experiments/loss.md)",
             f"--set megalowbit.{key}={ROTARY_RECIPE}",
         )
     advice = recipe_advice(plan.config)
@@ -91,7 +91,7 @@ def _recipe(plan: RunPlan) -> Iterator[Notice]:
         return
     reason = ""
     if plan.recipe.name == DEFAULT_RECIPE:
-        reason = ": without it, the loss at the end stays above that of bf16 (docs/experiments.md)"
+        reason = ": without it, the loss at the end stays above that of bf16 (docs/experiments/loss.md)"
     yield warning(
         "recipe-section-off", f"{advice}{reason}", "add the section, or set it to null to leave it off"
     )

@@ -57,8 +57,8 @@ def test_everything_lies_inside_its_picture(drawn):
 
 
 def test_each_picture_is_shown_with_a_description(drawn):
-    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
-    shown = dict(re.findall(r"!\[([^\]]*)\]\(pictures/(\w+\.svg)\)", pages))
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
+    shown = dict(re.findall(r"!\[([^\]]*)\]\((?:\.\./)?pictures/(\w+\.svg)\)", pages))
     assert sorted(shown.values()) == sorted(drawn)
     assert all(len(description) > 20 for description in shown)
 

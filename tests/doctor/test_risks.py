@@ -77,7 +77,7 @@ def test_the_default_recipe_without_its_late_switch(tiny):
     plan = tiny()
     (found,) = [each for each in check_risks(plan, H100, 60.0) if each.code == "recipe-section-off"]
     assert '"late_switch"' in found.text
-    assert "docs/experiments.md" in found.text
+    assert "docs/experiments/loss.md" in found.text
 
 
 def test_the_default_recipe_in_a_model_without_its_layers(tiny, large):

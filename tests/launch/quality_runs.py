@@ -3,7 +3,7 @@
 import json
 import statistics
 
-SEEDS = (1,)  # a run repeats bit for bit; gaps over several seeds are in docs/experiments.md
+SEEDS = (1,)  # a run repeats bit for bit; gaps over several seeds are in docs/experiments/loss.md
 STEPS = 500  # of configs/gpt2_tiny_quality.json, at the end of its learning-rate decay
 LAST = 100  # steps whose mean loss is compared
 

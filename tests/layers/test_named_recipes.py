@@ -58,7 +58,7 @@ def test_settings_outside_of_the_recipe_are_valid(name):
 
 
 def test_the_default_has_the_share_of_the_gap_that_its_description_claims():
-    """At the size, texts and length of the table in docs/experiments.md; two fifths without FP8."""
+    """At the size, texts and length of the table in docs/experiments/loss.md; two fifths without FP8."""
     assert "a seventh of the gap of `nvfp4`" in named_recipes()[DEFAULT_RECIPE].about
     assert "two fifths of the gap of `nvfp4`" in named_recipes()["nvfp4-keep-positions"].about
     results = json.loads((ROOT / "docs" / "results" / "default.json").read_text(encoding="utf-8"))

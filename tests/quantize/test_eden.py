@@ -89,7 +89,7 @@ def test_the_mean_over_transforms_is_the_tensor_and_errors_are_below_those_of_st
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "expected"), [("log-normal 2", 0.0575), ("half of a group", 0.0208)])
 def test_few_large_numbers_in_a_group_leave_a_bias_across_them(data, expected):
-    # The transforms of one group are 2^16 and not all rotations: docs/experiments.md has the figures.
+    # The transforms of one group are 2^16 and not all rotations, see docs/experiments/numerics.md.
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(256, 16, generator=generator)
     sign = torch.randn(256, 16, generator=generator).sign()
