@@ -11,6 +11,8 @@ import select
 import sys
 from collections.abc import Callable
 
+EXIT_UNREAD = 141  # as shells report a program that SIGPIPE has ended
+
 
 def escape_unprintable_output() -> None:
     """Make stdout escape characters that its encoding lacks, as stderr does."""
@@ -18,21 +20,19 @@ def escape_unprintable_output() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-EXIT_UNREAD = 141  # as shells report a program that SIGPIPE has ended
-
-
 def open_closed_streams() -> None:
-    """Let standard streams that the caller closed (`>&-`) read and write nothing.
+    """Let closed standard streams (`>&-`) read and write nothing, here and in child processes.
 
-    Else the next file that is opened gets the number of the closed stream, and what a library prints.
+    Else the next file that is opened gets the number of the closed stream, and what a library prints. A file
+    that has the number already keeps it.
     """
-    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != descriptor:
-                os.dup2(null, descriptor)
-                os.close(null)
-            setattr(sys, name, os.fdopen(descriptor, mode, errors="backslashreplace", closefd=False))
+            null = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(null, null == number)
+            stream = os.fdopen(null, mode, errors="backslashreplace", closefd=False)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)  # the one that is there whatever sys.stdout is
 
 
 def run_until_unread(main: Callable[[], int]) -> int:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.one_line_parser import OneLineParser
+from megalowbit.standard_streams import run_until_unread
 
 if TYPE_CHECKING:
     from benchmarks.kernels.compiling import Compiled
@@ -91,4 +92,4 @@ def line_of(compiled: Compiled) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_unread(main))

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.first_hour.runner import NUMBERED, chosen_steps, run_steps
 from megalowbit.errors import EXIT_USER_ERROR, UserError, printed
 from megalowbit.one_line_parser import OneLineParser
+from megalowbit.standard_streams import run_until_unread
 
 EXIT_INTERRUPTED = 130
 
@@ -58,4 +59,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, it ends the step first
-    sys.exit(main())
+    sys.exit(run_until_unread(main))

@@ -4,8 +4,9 @@
 import sys
 
 from megalowbit.commands.runs.goodput import build_parser, main
+from megalowbit.standard_streams import run_until_unread
 
 __all__ = ["build_parser", "main"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_unread(main))

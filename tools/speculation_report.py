@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megalowbit.errors import UserError
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
-from megalowbit.standard_streams import escape_unprintable_output
+from megalowbit.standard_streams import escape_unprintable_output, run_until_unread
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,4 +58,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_unread(main))

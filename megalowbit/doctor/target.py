@@ -12,8 +12,8 @@ GB200 and GB300 (memory, NVLink, compute links); NVIDIA's data sheets of the A10
 (3.35 TB/s, where the README has 3.2) and H200; AMD's data sheets of the Instinct MI300 and MI350 series.
 `network` is one adapter of 400 Gbit/s for each device, 800 for B300 and GB300, 200 for A100 (DGX A100).
 
-Not covered: devices with PCIe or NVL, which are slower, and consumer GPUs. Of those that are in this machine,
-capability and memory are known, and no times are estimated.
+Not covered: devices with PCIe or NVL, which are slower, A100s and H100s with other memories, and consumer
+GPUs. Of those that are in this machine, capability and memory are known, and no times are estimated.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Target:
     Attributes:
         name: as for `--target`, or as the driver names it.
         device: what `peak_tflops` calls it.
+        driver: words of the name that its driver gives it; empty: it is recognised by no name.
         capability: compute capability; None: no NVIDIA GPU.
         memory: GiB of a device; of a CPU that of its host.
         bandwidth, link, network: GB/s, see above; None: unknown.
@@ -49,6 +50,7 @@ class Target:
 
     name: str
     device: str
+    driver: str = ""
     capability: tuple[int, int] | None = None
     memory: float
     bandwidth: float | None = None
@@ -58,11 +60,6 @@ class Target:
     hosts_of_domain: int = 1
     is_cpu: bool = False
     measured: tuple[str, ...] = ()
-
-    @property
-    def words(self) -> set[str]:
-        """What the driver's name of such a device has."""
-        return {*self.device.split(), *self.name.upper().split("-")}
 
     @property
     def domain(self) -> int:
@@ -115,12 +112,14 @@ def _row(
     network: float,
     *,
     name: str | None = None,
+    driver: str | None = None,
     devices_of_host: int = DEVICES_OF_HOST,
     hosts_of_domain: int = 1,
 ) -> Target:
     return Target(
         name=name or device.partition(" ")[0].lower(),
         device=device,
+        driver=driver or device,
         capability=capability,
         memory=memory,
         bandwidth=bandwidth,
@@ -135,8 +134,8 @@ TARGETS = MappingProxyType(
     {
         each.name: each
         for each in (
-            _row("A100", (8, 0), 39.3, 1555, 300, 25, name="a100-40gb"),
-            _row("A100", (8, 0), 79.1, 2039, 300, 25),
+            _row("A100", (8, 0), 39.3, 1555, 300, 25, name="a100-40gb", driver="A100 40GB"),
+            _row("A100", (8, 0), 79.1, 2039, 300, 25, driver="A100 80GB"),
             _row("H100 HBM3", (9, 0), 79.1, 3350, 450, 50),
             _row("H200", (9, 0), 139.8, 4800, 450, 50),
             _row("B200", (10, 0), 178.3, 7700, 900, 50),
@@ -150,6 +149,7 @@ TARGETS = MappingProxyType(
         )
     }
 )
+ALIASES = {"a100-80gb": "a100", "h100-80gb": "h100"}
 
 
 def named_target(name: str) -> Target:
@@ -158,9 +158,9 @@ def named_target(name: str) -> Target:
     Raises:
         UserError: it is unknown.
     """
-    known = TARGETS.get(name.lower())
+    known = TARGETS.get(ALIASES.get(name.lower(), name.lower()))
     if known is None:
-        raise unknown_name("target", name, TARGETS)
+        raise unknown_name("target", name, [*TARGETS, *ALIASES])
     return known
 
 
@@ -174,7 +174,7 @@ def target_of_device(name: str, *, capability: tuple[int, int] | None, memory: f
         count: GPUs in this machine.
     """
     words = set(re.split(r"[^A-Z0-9]+", name.upper()))
-    known = next((each for each in TARGETS.values() if words >= each.words), None)
+    known = next((each for each in TARGETS.values() if words >= set(each.driver.split())), None)
     if known is None or words & OTHER_WORDS:
         known = Target(name=name, device=name, memory=memory)
     return replace(known, capability=capability, memory=memory, devices_of_host=count)

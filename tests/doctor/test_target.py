@@ -34,6 +34,21 @@ def test_an_unknown_target_names_the_nearest():
         named_target("h101")
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("h100-40gb", "did you mean 'h100-80gb'"), ("a100-8gb", "did you mean 'a100-80gb'")],
+)
+def test_an_unknown_memory_names_another_of_the_same_device(name, message):
+    with pytest.raises(UserError, match=message):
+        named_target(name)
+
+
+def test_a_name_may_have_the_memory():
+    assert named_target("A100-80GB") is named_target("a100")
+    assert named_target("h100-80gb") is named_target("H100")
+    assert named_target("a100-40gb") is not named_target("a100")
+
+
 def test_a_gpu_of_this_machine_is_recognised_by_its_name():
     found = target_of_device("NVIDIA H100 80GB HBM3", capability=(9, 0), memory=79.1, count=4)
     assert (found.name, found.bandwidth, found.devices_of_host) == ("h100", 3350, 4)
@@ -57,8 +72,10 @@ def test_other_gpus_have_a_capability_and_no_bandwidth(name):
     assert "24 GiB" in found.describe()
 
 
-@pytest.mark.parametrize("name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"])
-def test_a100s_with_pcie_have_the_peak_and_not_the_bandwidth_of_those_with_sxm(name):
+@pytest.mark.parametrize(
+    "name", ["NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-SXM-64GB", "GRID A100-40C"]
+)
+def test_other_a100s_have_the_peak_and_not_the_bandwidth_of_the_table(name):
     found = target_of_device(name, capability=(8, 0), memory=39.4, count=8)
     assert (found.name, found.bandwidth, found.link, found.network) == (name, None, None, None)
     assert found.peak("bf16") == TARGETS["a100"].peak("bf16")
@@ -78,6 +95,11 @@ def test_the_a100s_of_the_table_are_those_with_sxm(name, memory, target, bandwid
     assert found == named_target(target)
     assert (found.name, found.bandwidth, found.link) == (target, bandwidth, 300)
     assert found.peak("bf16") == TARGETS["a100"].peak("bf16")
+
+
+def test_an_h100_without_hbm3_in_its_name_is_not_that_of_the_table():
+    found = target_of_device("NVIDIA H100 96GB HBM2e", capability=(9, 0), memory=93.0, count=8)
+    assert (found.name, found.bandwidth) == ("NVIDIA H100 96GB HBM2e", None)
 
 
 def test_cpus_have_no_matrix_units_and_amd_is_no_cpu():
