@@ -227,7 +227,9 @@ def gap() -> Picture:
         ("0.8M", "python"),
         ("0.8M", "docstrings"),
         ("0.8M", "all"),
+        ("2M", "python"),
         ("2M", "docstrings"),
+        ("8M", "python"),
         ("8M", "docstrings"),
     ]
     found = {
