@@ -10,6 +10,7 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 EXIT_UNREAD = 141  # as shells report a program that SIGPIPE has ended
 
@@ -35,17 +36,48 @@ def open_closed_streams() -> None:
             setattr(sys, f"__{name}__", stream)  # the one that is there whatever sys.stdout is
 
 
+def write_nothing(stream: TextIO) -> None:
+    """Send what is left in the buffer of a standard stream, and all that follows, to nobody."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
 def run_until_unread(main: Callable[[], int]) -> int:
-    """Run a command; its exit code, or `EXIT_UNREAD` if the reader of stdout (`head`) has enough of it."""
+    """Run a command; its exit code, or `EXIT_UNREAD` if the reader of stdout (`head`) has enough of it.
+
+    If what the command has printed cannot be written, as on a full disk, prints so and returns 1.
+    """
     open_closed_streams()
+    escape_unprintable_output()
     try:
-        code = main()
-        sys.stdout.flush()
+        return _flushed(_code_of(main))
     except BrokenPipeError:
         if not _is_unread(sys.stdout.fileno()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in the buffer
+        write_nothing(sys.stdout)
         return EXIT_UNREAD
+
+
+def _code_of(main: Callable[[], int]) -> int:
+    try:
+        return main()
+    except SystemExit as ending:  # of --help
+        if isinstance(ending.code, str):
+            raise
+        return ending.code or 0
+
+
+def _flushed(code: int) -> int:
+    """The exit code after what is in the buffer of stdout has been written, or could not be."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        write_nothing(sys.stdout)
+        print(f"error: stdout cannot be written ({error.strerror})", file=sys.stderr)
+        return code or 1
     return code
 
 

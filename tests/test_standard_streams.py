@@ -8,7 +8,12 @@ import pytest
 
 from launchers import ROOT
 
-ENV = {**os.environ, "PYTHONPATH": str(ROOT)}
+ENV = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "PYTHONUNBUFFERED": "",
+}  # something is left in buffers at the end
+MEGALOWBIT = shlex.join([sys.executable, "-m", "megalowbit"])
 
 
 def run_line(line, folder):
@@ -37,7 +42,7 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_traceback(start, tmp_
 )
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_command_whose_streams_are_closed_does_its_work(words, closed, tmp_path):
-    line = f"{shlex.join([sys.executable, '-m', 'megalowbit', *words])} {closed}"
+    line = f"{MEGALOWBIT} {shlex.join(words)} {closed}"
     ended = run_line(line, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "Traceback" not in ended.stderr
@@ -93,3 +98,37 @@ def test_a_file_that_has_the_number_of_a_closed_stream_keeps_it(tmp_path):
     ended = run_line(f"{shlex.join([sys.executable, '-c', textwrap.dedent(code)])} >&-", tmp_path)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (tmp_path / "data").read_text() == "data"
+
+
+DRY_RUN = ["pretrain", "--ds-config", "gpt2_tiny_fp4", "--dry-run"]
+
+
+@pytest.mark.parametrize(
+    "words", [["init", "--help"], ["recipes"], pytest.param(DRY_RUN, marks=pytest.mark.slow)], ids=" ".join
+)
+def test_a_full_disk_under_stdout_is_one_line_and_no_success(words, tmp_path):
+    ended = run_line(f"{MEGALOWBIT} {shlex.join(words)} >/dev/full", tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("error: stdout cannot be written (No space left on device)\n")
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["init", "--help"], ["--help"], pytest.param(DRY_RUN, marks=pytest.mark.slow)], ids=" ".join
+)
+def test_a_reader_that_ends_before_the_output_ends_a_command_with_141(words, tmp_path):
+    reader, stream = os.pipe()
+    os.close(reader)
+    command = [*shlex.split(MEGALOWBIT), *words]
+    ended = subprocess.run(command, cwd=tmp_path, env=ENV, stdout=stream, stderr=subprocess.PIPE, text=True)
+    os.close(stream)
+    assert ended.returncode == 141
+    assert "Traceback" not in ended.stderr
+    assert "Exception" not in ended.stderr
+
+
+@pytest.mark.parametrize("words", ["--help", "submit --help"])
+def test_characters_that_the_encoding_lacks_are_escaped(words, tmp_path):
+    ended = run_line(f"PYTHONIOENCODING=ascii {MEGALOWBIT} {words}", tmp_path)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "\\u2026" in ended.stdout

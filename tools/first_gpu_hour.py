@@ -49,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(printed(error), file=sys.stderr)
         return EXIT_USER_ERROR
+    except BrokenPipeError:  # of stdout
+        raise
     except OSError as error:
         print(f"--out {options.out} cannot be used ({error}): name another folder", file=sys.stderr)
         return EXIT_USER_ERROR

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
+from megalowbit.standard_streams import run_until_unread
 
 CHANGELOG = Path(__file__).resolve().parent.parent / "CHANGELOG.md"
 HEADING = re.compile(r"^## (\S+)(?: \((.*)\))?$", re.MULTILINE)
@@ -56,4 +57,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_unread(main))

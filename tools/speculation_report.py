@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megalowbit.errors import UserError
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
-from megalowbit.standard_streams import escape_unprintable_output, run_until_unread
+from megalowbit.standard_streams import run_until_unread
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,7 +41,6 @@ def check_picture(path: Path) -> None:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     options = build_parser().parse_args(arguments)
     if options.picture is not None:
         check_picture(options.picture)

@@ -33,6 +33,7 @@ from megalowbit.layers.recipe import NamedRecipe, Recipe, named_recipes
 from megalowbit.optim.precision.op_classes import AutocastSettings
 from megalowbit.pretrain.config import SETTINGS_MODEL, Monitors
 from megalowbit.spectral.settings import FIELDS_READ, OperandSplit, ParameterSplit
+from megalowbit.standard_streams import run_until_unread
 from megalowbit.values import models_by_type
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "configuration.md"
@@ -420,4 +421,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_until_unread(main))

@@ -22,7 +22,7 @@ import re
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from megalowbit.errors import unknown_name
+from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.telemetry.peak_tflops import OTHER_DEVICES, peak_tflops
 
 # in the names of slower devices that share a row's words
@@ -136,7 +136,7 @@ TARGETS = MappingProxyType(
         for each in (
             _row("A100", (8, 0), 39.3, 1555, 300, 25, name="a100-40gb", driver="A100 40GB"),
             _row("A100", (8, 0), 79.1, 2039, 300, 25, driver="A100 80GB"),
-            _row("H100 HBM3", (9, 0), 79.1, 3350, 450, 50),
+            _row("H100 HBM3", (9, 0), 79.1, 3350, 450, 50, driver="H100 80GB HBM3"),
             _row("H200", (9, 0), 139.8, 4800, 450, 50),
             _row("B200", (10, 0), 178.3, 7700, 900, 50),
             _row("B300", (10, 3), 267.0, 7700, 900, 100),
@@ -160,7 +160,10 @@ def named_target(name: str) -> Target:
     """
     known = TARGETS.get(ALIASES.get(name.lower(), name.lower()))
     if known is None:
-        raise unknown_name("target", name, [*TARGETS, *ALIASES])
+        device = name.lower().partition("-")[0]
+        if device in TARGETS:
+            raise UserError(f"unknown target {shown(name)}: did you mean {device!r}?")
+        raise unknown_name("target", name, TARGETS)
     return known
 
 

@@ -41,7 +41,7 @@ from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import STOP_SIGNALS, StartSignals, block_stop_signals
 from megalowbit.shipped_files import find_config, to_stderr
-from megalowbit.standard_streams import escape_unprintable_output, open_closed_streams
+from megalowbit.standard_streams import run_until_unread
 from megalowbit.telemetry.settings import BAR, HELP_OF_UI, UIS
 
 if TYPE_CHECKING:
@@ -222,10 +222,9 @@ def program(command: Callable[[], int] | None = None) -> int:
 
     `command` returns the exit code; None: `main`.
     """
-    open_closed_streams()
     block_stop_signals()  # before heavy imports: their threads inherit the signal mask
     try:
-        code = (command or main)()
+        code = run_until_unread(command or main)
     except Exception:
         traceback.print_exc()
         code = 1
@@ -253,7 +252,6 @@ def run_command(work: Callable[[ProcessIdentity], None], interrupted: Callable[[
     `interrupted` says what Ctrl-C has ended.
     """
     identity = ProcessIdentity()
-    escape_unprintable_output()
     try:
         identity = identify()
         work(identity)

@@ -36,9 +36,13 @@ def test_an_unknown_target_names_the_nearest():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("h100-40gb", "did you mean 'h100-80gb'"), ("a100-8gb", "did you mean 'a100-80gb'")],
+    [
+        ("h100-40gb", "did you mean 'h100'"),
+        ("H200-141GB", "did you mean 'h200'"),
+        ("a100-8gb", "did you mean 'a100'"),
+    ],
 )
-def test_an_unknown_memory_names_another_of_the_same_device(name, message):
+def test_an_unknown_memory_names_the_device(name, message):
     with pytest.raises(UserError, match=message):
         named_target(name)
 
@@ -97,9 +101,12 @@ def test_the_a100s_of_the_table_are_those_with_sxm(name, memory, target, bandwid
     assert found.peak("bf16") == TARGETS["a100"].peak("bf16")
 
 
-def test_an_h100_without_hbm3_in_its_name_is_not_that_of_the_table():
-    found = target_of_device("NVIDIA H100 96GB HBM2e", capability=(9, 0), memory=93.0, count=8)
-    assert (found.name, found.bandwidth) == ("NVIDIA H100 96GB HBM2e", None)
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H100 96GB HBM2e", "NVIDIA H100 64GB HBM3", "NVIDIA H100 80GB HBM2e"]
+)
+def test_an_h100_of_another_memory_is_not_that_of_the_table(name):
+    found = target_of_device(name, capability=(9, 0), memory=93.0, count=8)
+    assert (found.name, found.bandwidth) == (name, None)
 
 
 def test_cpus_have_no_matrix_units_and_amd_is_no_cpu():

@@ -24,7 +24,6 @@ from megalowbit.hf.folders.unfinished import unfinished
 from megalowbit.layers.settings import DEFAULT_RECIPE
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import EXIT_INTERRUPTED
-from megalowbit.standard_streams import escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
@@ -109,7 +108,6 @@ def build_parser() -> argparse.ArgumentParser:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
         _check_places(options.source, options.folder)

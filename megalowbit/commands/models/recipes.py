@@ -19,7 +19,6 @@ from importlib.resources import files
 
 from megalowbit.errors import unknown_name
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
-from megalowbit.standard_streams import escape_unprintable_output
 
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown
 
@@ -34,7 +33,6 @@ def build_parser() -> argparse.ArgumentParser:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     options = build_parser().parse_args(arguments)
     if options.name is None:
         print("\n".join(described()))

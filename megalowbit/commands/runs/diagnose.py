@@ -18,7 +18,6 @@ from megalowbit.findings.base import Finding
 from megalowbit.findings.run_files import read_run
 from megalowbit.findings.verdict import HEALTHY, RUNNING, STOPPED, TROUBLED, Verdict, diagnosis_of
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
-from megalowbit.standard_streams import escape_unprintable_output
 
 EXIT_TROUBLED = 1
 HEADINGS = {
@@ -42,7 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     options = build_parser().parse_args(arguments)
     run = read_run(options.run)
     verdict = diagnosis_of(run)

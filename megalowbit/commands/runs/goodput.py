@@ -22,7 +22,6 @@ from megalowbit.cluster.goodput_report import GoodputRequest, duration, make_rep
 from megalowbit.cluster.run_history import RunCosts
 from megalowbit.errors import UserError, shown
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
-from megalowbit.standard_streams import escape_unprintable_output
 
 MOST_EVENTS = 400_000  # simulated for one interval: about a second; some thirty intervals are tried
 LONGEST_TRAINING = 3650 * 86400.0  # seconds
@@ -217,7 +216,6 @@ def check_amount(options: argparse.Namespace, request: GoodputRequest) -> None:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     options = build_parser().parse_args(arguments)
     request = request_of(options)
     check_amount(options, request)

@@ -22,7 +22,6 @@ from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import prepare_environment
 from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.estimate.host_memory import host_memory
-from megalowbit.standard_streams import escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.estimate.starting_config import Machine
@@ -46,7 +45,6 @@ def build_parser() -> argparse.ArgumentParser:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     options = build_parser().parse_args(arguments)
     with collector_paused():
         _init(options)

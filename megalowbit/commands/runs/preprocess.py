@@ -25,7 +25,6 @@ from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer, Tokenizer
 from megalowbit.errors import UserError, shown
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import EXIT_INTERRUPTED
-from megalowbit.standard_streams import escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -166,7 +165,6 @@ def check_options(options: argparse.Namespace) -> None:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         options = build_parser().parse_args(arguments)

@@ -21,7 +21,6 @@ from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import prepare_environment
-from megalowbit.standard_streams import escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,7 +47,6 @@ def build_parser() -> argparse.ArgumentParser:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     options = build_parser().parse_args(arguments)
     print(_report(options))
     return 0

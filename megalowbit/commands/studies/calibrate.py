@@ -15,7 +15,6 @@ from pathlib import Path
 
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.shipped_files import find_config, pretrain_script
-from megalowbit.standard_streams import escape_unprintable_output
 
 SEEDS = (1, 2, 3)
 
@@ -85,7 +84,6 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     options = build_parser().parse_args(arguments)
     options.ds_config = find_config(options.ds_config)
     from megalowbit.pretrain.sweep.calibration import CalibrationPlan, calibrate

@@ -25,7 +25,6 @@ from megalowbit.errors import UserError
 from megalowbit.json_text import parse_json
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.shipped_files import find_config
-from megalowbit.standard_streams import escape_unprintable_output
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -90,7 +89,6 @@ def build_parser() -> argparse.ArgumentParser:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     options = build_parser().parse_args(arguments)
     if options.out is not None and options.out.exists():
         raise UserError(f"--out {options.out} exists: choose another name")

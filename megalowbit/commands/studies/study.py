@@ -27,7 +27,6 @@ from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.stopping.signals import block_stop_signals
 from megalowbit.pretrain.sweep.study.study_file import StudySettings, read_study
 from megalowbit.shipped_files import job_templates, pretrain_script, shipped_folder, study_script
-from megalowbit.standard_streams import escape_unprintable_output
 
 if TYPE_CHECKING:
     from megalowbit.pretrain.sweep.study.cells import Cell
@@ -103,7 +102,6 @@ def build_parser() -> argparse.ArgumentParser:
 @printing_user_errors
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    escape_unprintable_output()
     try:
         options = build_parser().parse_args(arguments)
         if not 0 <= options.within < math.inf:

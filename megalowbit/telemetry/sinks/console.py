@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -24,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megalowbit.standard_streams import write_nothing
 from megalowbit.telemetry import columns
 from megalowbit.telemetry.facts import Facts
 from megalowbit.telemetry.moving_rate import MovingRate
@@ -35,13 +36,43 @@ LOG_WIDTH = 120
 SHOW_CURSOR = b"\x1b[?25h"  # it is hidden while a bar is drawn
 
 
-class _Output(RichConsole):
-    """Ignores all output after the reader of the log has ended (`| tee`, a launcher); the run continues."""
+class _Log:
+    """A stream that may become unwritable during a run: a reader ends, a terminal closes, a disk is full.
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        if self.file is sys.stdout:  # what is left in its buffer would fail once more at the end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    From the first error on it writes nothing. Says so on stderr, except where a reader has ended.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._is_stdout, self._stderr = stream, stream is sys.stdout, sys.stderr
+        self._is_lost = False
+
+    def write(self, text: str) -> int:
+        """Write to the stream, if it is still there."""
+        return self._try(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        """Flush the stream, if it is still there."""
+        self._try(self._stream.flush, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _try(self, action: Callable[[], Any], otherwise: Any) -> Any:
+        if self._is_lost:
+            return otherwise
+        try:
+            return action()
+        except OSError as error:
+            self._is_lost = True
+            if self._is_stdout:
+                write_nothing(self._stream)  # other lines, and what is left in the buffer, would fail, too
+            if not isinstance(error, BrokenPipeError):
+                line = f"the log cannot be written ({error.strerror}): training goes on without it"
+                try:
+                    print(line, file=self._stderr, flush=True)
+                except OSError:  # the same terminal
+                    write_nothing(self._stderr)
+            return otherwise
 
 
 class Console(Sink):
@@ -80,8 +111,8 @@ class Console(Sink):
         self._lines = 0
         file = file or sys.stdout
         is_live = is_main and has_bar and is_terminal(file)
-        self._rich = _Output(
-            file=file,
+        self._rich = RichConsole(
+            file=cast(TextIO, _Log(file)),
             force_terminal=is_live,
             force_jupyter=False,
             color_system="auto" if is_live else None,

@@ -243,3 +243,32 @@ def test_a_run_goes_on_where_whoever_read_its_log_has_ended():
     process.stdin.close()
     assert process.stderr.read() == "went on\n"
     assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_bar", [True, False])
+def test_a_run_goes_on_where_the_terminal_of_its_log_is_closed(has_bar):
+    terminal, stream = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SILENCED.replace("log_every=1", f"log_every=1, has_bar={has_bar}")],
+        cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=stream, stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(stream)
+    os.close(terminal)
+    process.stdin.write("\n")
+    process.stdin.close()
+    expected = "the log cannot be written (Input/output error): training goes on without it\nwent on\n"
+    assert process.stderr.read() == expected
+    assert process.wait(60) == 0
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_the_disk_of_its_log_is_full():
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", SILENCED], cwd=ROOT, text=True, input="\n", stdout=full,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
+    expected = "the log cannot be written (No space left on device): training goes on without it\nwent on\n"
+    assert (ended.returncode, ended.stderr) == (0, expected)
