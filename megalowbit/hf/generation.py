@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,13 +97,15 @@ def save_settings(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> N
 def save_model(model: PreTrainedModel, folder: Path) -> None:
     """`save_pretrained`, also for a model whose generation settings transformers refuses to write."""
     generation = model.generation_config
-    if generation is None or _is_valid(generation):
-        model.save_pretrained(folder)
-        return
-    model.generation_config = type(generation)()
+    is_refused = generation is not None and not _is_valid(generation)
+    if is_refused:
+        model.generation_config = type(generation)()
     model.save_pretrained(folder)
-    model.generation_config = generation
-    (folder / FILE).write_text(generation.to_json_string(use_diff=True), encoding="utf-8")
+    for path in folder.glob("*.safetensors"):  # safetensors lets only their owner read them
+        shutil.copymode(folder / CONFIG_FILE, path)
+    if is_refused:
+        model.generation_config = generation
+        (folder / FILE).write_text(generation.to_json_string(use_diff=True), encoding="utf-8")
 
 
 def _is_valid(generation: GenerationConfig) -> bool:

@@ -1,6 +1,7 @@
 """Generation settings survive training, checkpoints and exports; only the cache is off during training."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,21 @@ def test_an_export_keeps_the_generation_values_of_the_original(tmp_path, generat
     save_hf(model, tmp_path / "out")
     assert facts(tmp_path / "out") == expected
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.parametrize("generation", [CASES[0], CASES[2]])
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_all_files_of_an_export_have_the_permissions_of_the_umask(tmp_path, generation, mask, mode):
+    source(tmp_path / "hf", **generation)
+    model = build_model(ModelSettings(checkpoint=tmp_path / "hf"), seed=0)
+    before = os.umask(mask)
+    try:
+        save_hf(model, tmp_path / "out")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
+    assert "model.safetensors" in modes
+    assert set(modes.values()) == {mode}, modes
 
 
 @pytest.mark.parametrize("generation", CASES)
