@@ -146,15 +146,16 @@ def evaluate(
         if forward == AS_RECIPE and late_switch is not None:
             late_switch.undo()
         used = _use_inputs(job, agree(stored_static_inputs, source) if is_ours else None, inputs)
-        facts, share = _measure(job, identity, source, used)
+        facts, share = _measure(job, identity, used)
         agree(lambda: _write(output, source, job, facts, used.kind, share))
+        if identity.is_main:
+            beyond = "" if share is None else f"; {share:.2%} of the inputs beyond their recorded range"
+            print(f"\n{source}: {describe(facts)}{beyond}", flush=True)
     return facts
 
 
-def _measure(
-    job: Job, identity: ProcessIdentity, source: Path, used: UsedInputs
-) -> tuple[dict[str, Fact], float | None]:
-    """Evaluate and print; also gives the share of inputs beyond their recorded range. Collective."""
+def _measure(job: Job, identity: ProcessIdentity, used: UsedInputs) -> tuple[dict[str, Fact], float | None]:
+    """Evaluate, and say on what; also gives the share of inputs beyond their recorded range. Collective."""
     validation = job.find(Validation)
     assert validation is not None  # `_configuration` has checked that there is a text
     if identity.is_main:
@@ -164,9 +165,6 @@ def _measure(
     progress = ProgressLines(validation.num_pauses, to_stderr if identity.is_main else lambda _: None)
     facts = validation.measure(progress)
     share = _beyond_share(job) if used.kind == STATIC else None
-    if identity.is_main:
-        beyond = "" if share is None else f"; {share:.2%} of the inputs beyond their recorded range"
-        print(f"\n{source}: {describe(facts)}{beyond}", flush=True)
     return facts, share
 
 
