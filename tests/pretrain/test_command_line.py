@@ -12,6 +12,7 @@ from launchers import ROOT, write_config
 from megalowbit.data.token_files.megatron import MegatronWriter
 from megalowbit.pretrain import command_line
 from megalowbit.pretrain.command_line import METIS_FLAGS, WITHOUT_COUNTERPART, build_parser, main
+from megalowbit.standard_streams import run_until_unread
 
 START = "start     importing torch and DeepSpeed\n"
 
@@ -139,8 +140,8 @@ def test_an_output_without_arrows_gets_escapes(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", output)
     config = write_config(tmp_path)
     corpus = (tmp_path / "text.txt").rename(tmp_path / "größe.txt")
-    assert main(["--ds-config", str(config), "--dry-run", "--set", f"megalowbit.data.corpus={corpus}"]) == 0
-    output.flush()
+    words = ["--ds-config", str(config), "--dry-run", "--set", f"megalowbit.data.corpus={corpus}"]
+    assert run_until_unread(lambda: main(words)) == 0
     assert b"gr\\xf6\\xdfe.txt" in output.buffer.getvalue()
 
 
