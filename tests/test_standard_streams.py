@@ -8,11 +8,9 @@ import pytest
 
 from launchers import ROOT
 
-ENV = {
-    **os.environ,
-    "PYTHONPATH": str(ROOT),
-    "PYTHONUNBUFFERED": "",
-}  # something is left in buffers at the end
+# unset, it leaves something in the buffer of stdout at the end
+BUFFERED = {"PYTHONUNBUFFERED": ""}
+ENV = {**os.environ, **BUFFERED, "PYTHONPATH": str(ROOT)}
 MEGALOWBIT = shlex.join([sys.executable, "-m", "megalowbit"])
 
 

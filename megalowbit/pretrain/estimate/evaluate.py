@@ -147,10 +147,7 @@ def evaluate(
             late_switch.undo()
         used = _use_inputs(job, agree(stored_static_inputs, source) if is_ours else None, inputs)
         facts, share = _measure(job, identity, used)
-        agree(lambda: _write(output, source, job, facts, used.kind, share))
-        if identity.is_main:
-            beyond = "" if share is None else f"; {share:.2%} of the inputs beyond their recorded range"
-            print(f"\n{source}: {describe(facts)}{beyond}", flush=True)
+        agree(lambda: _report(output, source, job, facts, used.kind, share))
     return facts
 
 
@@ -378,7 +375,7 @@ def _check_output(output: Path | None) -> None:
         raise UserError(f"--output {output}: the folder does not exist: make it, or name another")
 
 
-def _write(
+def _report(
     output: Path | None,
     source: Path,
     job: Job,
@@ -386,15 +383,17 @@ def _write(
     inputs: str | None,
     beyond_share: float | None,
 ) -> None:
-    if output is None:
-        return
-    content = {"path": str(source), "step": job.step or None, "recipe": job.recipe.name, **facts}
-    late_switch = job.find(LateSwitch)
-    content |= {"inputs": inputs, "inputs_beyond_range": beyond_share}
-    content["late_switch"] = late_switch is not None and late_switch.is_switched
-    try:
-        with atomic_file(output) as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-    except OSError as error:
-        message = f"--output {output} cannot be written ({error.strerror}): name another file"
-        raise file_system_error(message, error) from error
+    """Write the figures to `output`, if there is one, and then print them."""
+    if output is not None:
+        content = {"path": str(source), "step": job.step or None, "recipe": job.recipe.name, **facts}
+        late_switch = job.find(LateSwitch)
+        content |= {"inputs": inputs, "inputs_beyond_range": beyond_share}
+        content["late_switch"] = late_switch is not None and late_switch.is_switched
+        try:
+            with atomic_file(output) as file:
+                file.write(json.dumps(content, indent=2) + "\n")
+        except OSError as error:
+            message = f"--output {output} cannot be written ({error.strerror}): name another file"
+            raise file_system_error(message, error) from error
+    beyond = "" if beyond_share is None else f"; {beyond_share:.2%} of the inputs beyond their recorded range"
+    print(f"\n{source}: {describe(facts)}{beyond}", flush=True)
