@@ -131,13 +131,12 @@ def evaluate(
         agree(_check_output, output)
         agree(lambda: check_config(config))
         agree(lambda: check_kernels(recipe_of(config.recipe)))
-        tokenizer = run / "tokenizer" if run is not None else source
         with reported_builds(to_stderr, is_first=identity.local_rank == 0):
             job = assemble(
                 config,
                 identity,
                 RunFolder(run or Path()),
-                open_data=partial(_text_only, tokenizer_folder=tokenizer),
+                open_data=partial(_text_only, tokenizer_folder=source if run is None else run / "tokenizer"),
             )
         if is_ours and agree(holds_run, source, recipe_of(config.recipe)):
             agree(_check_rows, source, job.engine.module.config.vocab_size)
