@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from megalowbit.distributed.sharded_parameters import refuse_sharded
 from megalowbit.errors import UserError
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.parameter_split.split_linear import SPLIT_NAMES, SplitLinear
@@ -74,7 +75,13 @@ class DualRangeRegularizer:
 
         Returns:
             R itself, without S: 0-dim float64 on the weights' device.
+
+        Raises:
+            UserError: torch has sharded the weights.
         """
+        for name, layer in self.layers.items():
+            weights = ((f"{name}.{part}", each) for part, each in layer.named_parameters())
+            refuse_sharded(weights, "the regulariser needs whole weights, so train without FSDP")
         values = [
             self.add_piece(weight, _gradient_of(weight), loss_scale, numel=full_numel(weight))
             for weight in self.weights()

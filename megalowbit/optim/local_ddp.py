@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import collectives, process_group
+from megalowbit.distributed.sharded_parameters import refuse_sharded
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments
@@ -66,8 +67,8 @@ class LocalDDP(torch.nn.Module):
         module: the inner module.
 
     Raises:
-        UserError: parameters are on several devices, two ranks would draw the same random numbers, or a
-            launcher has started several ranks and torch.distributed is not initialised.
+        UserError: parameters are on several devices or sharded by torch, two ranks would draw the same random
+            numbers, or a launcher has started several ranks and torch.distributed is not initialised.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LocalDDP(torch.nn.Module):
     ) -> None:
         super().__init__()
         require_module(module, "LocalDDP")
+        refuse_sharded(module.named_parameters(), "leave out LocalDDP; FSDP averages gradients itself")
         self.module = module
         self.data_parallel_group = data_parallel_group
         _refuse_ranks_without_group()

@@ -15,7 +15,7 @@ from launchers import ROOT, free_port
 
 PAGE = (ROOT / "docs" / "other-loops.md").read_text(encoding="utf-8")
 ENGINE_ON_CPU, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-NAMES = ("trainer", "trainer_deepspeed", "accelerate", "accelerate_deepspeed", "deepspeed", "ddp")
+NAMES = ("trainer", "trainer_deepspeed", "accelerate", "accelerate_deepspeed", "deepspeed", "ddp", "fsdp")
 # what the page calls model, dataset and loader
 BEFORE = """
 import json, os, sys
@@ -39,9 +39,11 @@ from megalowbit.layers.conversion.other_loops import find_engine
 engine = find_engine(converted)
 if "trainer" in globals():
     assert engine is getattr(trainer, "deepspeed", None)
+def whole(weight):
+    return (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).detach().float()
 with deepspeed.zero.GatheredParameters(list(converted.parameters())):
-    values = [each.detach().float() for each in converted.parameters()]
-    moved = not torch.equal(converted.lm_head.weight.detach().float(), first)
+    values = [whole(each) for each in converted.parameters()]
+    moved = not torch.equal(whole(converted.lm_head.weight), first)
     digest = hashlib.sha256(b"".join(each.numpy().tobytes() for each in values)).hexdigest()
 facts = {
     "products": mlb.product_counts(converted), "step": mlb.random_stream(converted).step,

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalowbit.distributed import collectives, process_group
+from megalowbit.distributed.sharded_parameters import refuse_sharded
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers
@@ -83,7 +84,8 @@ def split_weights(
     Raises:
         UserError: no layer can be split; the optimizer does not train its parameters, or keeps state that
             cannot be projected; gradients are waiting for a step; a weight is not finite, or its singular
-            values exceed its dtype's range; or the schedule's peak is unknown. Nothing has changed then.
+            values exceed its dtype's range; torch has sharded the weights; or the schedule's peak is unknown.
+            Nothing has changed then.
     """
     if optimizer is None:
         engine: Any = model
@@ -93,6 +95,7 @@ def split_weights(
             raise UserError("split weights between optimizer steps, not between micro-batches of one")
         model, optimizer, lr_scheduler = engine.module, engine.optimizer, engine.lr_scheduler
         group = group or engine.seq_data_parallel_group
+    refuse_sharded(model.named_parameters(), "split the weights before, or train without FSDP")
     layers = _layers_to_split(model)
     settings = next(iter(layers.values())).recipe.parameter_split
     assert settings is not None  # layers without settings are not selected

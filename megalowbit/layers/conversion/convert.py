@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalowbit.distributed.sharded_parameters import refuse_sharded
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import SLOTS, BitLinear
@@ -68,7 +69,7 @@ def convert(
     Raises:
         UserError: the recipe quantises but nothing could be converted, a pattern of `keep` or `layers` has
             no effect, the blocks to keep cannot be found, the model is itself a linear layer, it was
-            converted before, PEFT has added adapters to it, or seed or rank is not a whole number.
+            converted or sharded before, PEFT has added adapters to it, or seed or rank is not a whole number.
     """
     require_module(model, "convert")
     chosen = recipe_of(recipe)
@@ -102,10 +103,14 @@ def restore(model: nn.Module) -> None:
 
     Raises:
         UserError: the model is itself a BitLinear, or was a Conv1D and transformers is not imported; PEFT has
-            added adapters to it.
+            added adapters to it, or torch has sharded it.
     """
     require_module(model, "restore")
     _refuse_adapters(model, "restore", "merge_and_unload them first")
+    refuse_sharded(
+        model.named_parameters(),
+        "restore would take its layer out of FSDP; get a full state dict, which is the plain model's",
+    )
     if isinstance(model, BitLinear):
         raise UserError(
             "restore cannot replace the model itself: pass the module that contains this BitLinear"
@@ -250,6 +255,7 @@ def refuse_partitioned(model: nn.Module) -> None:
 
 def _refuse_unfit(model: nn.Module) -> None:
     refuse_partitioned(model)
+    refuse_sharded(model.named_parameters(), "convert the model before")
     _refuse_adapters(model, "convert", "convert the model before get_peft_model")
     if is_linear(model):
         raise UserError(

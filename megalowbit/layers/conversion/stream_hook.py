@@ -6,7 +6,7 @@ A process cannot see the rank given to another one. But it knows its own rank in
 and any other number is a mistake. Nothing is exchanged, because other ranks may not be in a forward.
 `LocalDDP` and `PrecisionController` compare ranks when they are created.
 
-Not covered: FSDP, other engines, and compiled replicas, whose forward is traced.
+Not covered: a rank given under FSDP or another engine, and compiled replicas, whose forward is traced.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import process_group
+from megalowbit.distributed.sharded_parameters import refuse_sharded
 from megalowbit.errors import UserError, shown
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.gradients.norm import (
@@ -40,6 +41,11 @@ from megalowbit.optim.step import clip_grad_norm, take_step
 from megalowbit.optim.timers import timed
 
 logger = logging.getLogger(__name__)
+
+OF_FSDP = (
+    "this optimizer needs whole parameters; under FSDP use torch's optimizer and an fp32 model with "
+    "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+)
 
 
 def not_copied(optimizer: torch.optim.Optimizer) -> UserError:
@@ -65,6 +71,12 @@ def no_later_parameters() -> UserError:
     )
 
 
+def _numbered(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters by their place, because names may be unknown."""
+    for number, group in enumerate(groups):
+        yield from ((f"{index} of group {number}", each) for index, each in enumerate(group["params"]))
+
+
 class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
     """Base of both optimizers; a torch `Optimizer`, so any learning-rate scheduler accepts it.
 
@@ -76,6 +88,9 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         optimizer: the inner optimizer, over the model's parameters.
         grad_scaler: scaler of the loss; None: no loss scale.
         options: see `StepOptions`.
+
+    Raises:
+        UserError: `optimizer` is not one of torch's, or torch has sharded its parameters.
 
     Attributes:
         report: the last step's report; None before the first.
@@ -98,6 +113,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         self.grad_scaler = grad_scaler
         self.report: StepReport | None = None
         self._are_gradients_cleared = False
+        refuse_sharded(_numbered(optimizer.param_groups), OF_FSDP)
         self._replace_by_masters()
         self._names = self._name_all(self.named_parameters)
         self.named_parameters = None  # may reference the model
