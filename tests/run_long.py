@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parent.parent
-WORKERS = 3  # of one thread each, on two cores: long tests often wait for processes
+WORKERS = 4  # of one thread each, on two cores: long tests often wait for processes
 MOST_REPEATED = 10
 AGAIN_SECONDS = 25 * 60  # after the end
 TESTS_FAILED = 1  # pytest's exit code
