@@ -13,14 +13,23 @@ from torch import Tensor
 from megalowbit.errors import UserError
 
 
-def refuse_sharded(named_parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether torch has distributed the tensor; the module of its class need not be imported."""
+    return hasattr(tensor, "to_local")
+
+
+def refuse_sharded(function: str, named_parameters: Iterable[tuple[str, Tensor]], remedy: str) -> None:
     """Reject a model with sharded parameters.
 
+    Args:
+        function: what the user has called.
+        named_parameters: of the model.
+        remedy: what to do instead.
+
     Raises:
-        UserError: names the first one, and the remedy.
+        UserError: names the function, the first sharded parameter and the remedy.
     """
     for name, parameter in named_parameters:
-        if hasattr(parameter, "to_local"):  # of torch's DTensor; its module need not be imported
-            raise UserError(
-                f"parameter {name} is a shard of torch's fully_shard or parallelize_module: {remedy}"
-            )
+        if is_sharded(parameter):
+            by = "torch's fully_shard or parallelize_module"
+            raise UserError(f"{function}: {by} has sharded parameter {name}: {remedy}")

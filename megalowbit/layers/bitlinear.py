@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit import cuda_graphs
 from megalowbit.derivative_checks import reject_transforms
+from megalowbit.distributed.sharded_parameters import is_sharded
 from megalowbit.errors import UserError
 from megalowbit.layers.compiled import compiled_linear, register
 from megalowbit.layers.matmul.context import MatmulContext
@@ -292,6 +293,11 @@ class BitLinear(SplitLinear):
         if not isinstance(input, Tensor) or input.layout != torch.strided or input.is_nested:
             raise UserError(f"{self.title} expects a dense torch tensor, got {_named(input)}: convert it")
         if not torch.compiler.is_compiling():
+            if is_sharded(self.weight):
+                raise UserError(
+                    f"{self.title} has a sharded weight: call the module that fully_shard was given, or do "
+                    "not use parallelize_module"
+                )
             reject_transforms(lambda: (input, *self.parameters()), self.title, "call restore(model)")
             if torch._C._is_tracing():
                 raise UserError(

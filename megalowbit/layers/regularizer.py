@@ -53,7 +53,7 @@ class DualRangeRegularizer:
         value: R of the last step, 0-dim float64 on the weights' device; None before the first.
 
     Raises:
-        UserError: the layers have no such parameter.
+        UserError: the layers have no such parameter, or torch has sharded them.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module], settings: RegularizerSettings) -> None:
@@ -65,6 +65,12 @@ class DualRangeRegularizer:
                 f"megalowbit.regularizer.strength = {settings.strength} but no low-bit layer is trained: "
                 "set it to 0, or use a recipe that quantises"
             )
+        self._refuse_sharded()
+
+    def _refuse_sharded(self) -> None:
+        for name, layer in self.layers.items():
+            weights = ((f"{name}.{part}", each) for part, each in layer.named_parameters())
+            refuse_sharded("DualRangeRegularizer", weights, "leave it out, because it needs whole weights")
 
     @torch.no_grad()
     def add_gradients(self, loss_scale: float = 1.0) -> Tensor:
@@ -79,9 +85,8 @@ class DualRangeRegularizer:
         Raises:
             UserError: torch has sharded the weights.
         """
-        for name, layer in self.layers.items():
-            weights = ((f"{name}.{part}", each) for part, each in layer.named_parameters())
-            refuse_sharded(weights, "the regulariser needs whole weights, so train without FSDP")
+        if self.value is None:  # they may have been sharded since this was created
+            self._refuse_sharded()
         values = [
             self.add_piece(weight, _gradient_of(weight), loss_scale, numel=full_numel(weight))
             for weight in self.weights()

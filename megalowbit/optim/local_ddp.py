@@ -80,7 +80,9 @@ class LocalDDP(torch.nn.Module):
     ) -> None:
         super().__init__()
         require_module(module, "LocalDDP")
-        refuse_sharded(module.named_parameters(), "leave out LocalDDP; FSDP averages gradients itself")
+        refuse_sharded(
+            "LocalDDP", module.named_parameters(), "leave it out, because FSDP averages gradients itself"
+        )
         self.module = module
         self.data_parallel_group = data_parallel_group
         _refuse_ranks_without_group()

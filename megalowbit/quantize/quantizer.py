@@ -105,8 +105,7 @@ class Quantizer(ABC):
             raise UserError(f"quantizer {self.name!r} got a tensor that is {kind}: pass a dense one")
         if type(x) is not Tensor and hasattr(x, "to_local"):
             raise UserError(
-                f"quantizer {self.name!r} got a distributed tensor: pass x.to_local(), and tensor_amax "
-                "(torch's parallelize_module cannot shard low-bit layers)"
+                f"quantizer {self.name!r} got a distributed tensor: pass x.to_local(), and tensor_amax"
             )
         if not x.is_floating_point() or x.dtype.itemsize < 2:
             raise UserError(

@@ -18,10 +18,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import megalowbit as mlb
-from megalowbit.engine.parameters.split import split_weights
+from megalowbit.layers.conversion.convert import plain_state_dict
 
 RANKS, STEPS, LR = 2, 3, 1e-2
 RECIPES = ("nvfp4", "nvfp4-first-block-fp8", "metis-seed", "quartet-2")
+SPLIT = {"base": "nvfp4", "name": "split", "parameter_split": {"rank": 8}}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+REGULARIZER = mlb.RegularizerSettings(strength=1e-3)
 
 
 def gpt2():
@@ -80,26 +83,22 @@ def full(model):
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
-def first_step(make, recipe, rank):
-    """The loss of each rank and all gradients, beside those of an unsharded model for each rank."""
-    model = sharded(converted(make, recipe))
+def first_step(make, recipe, rank, **options):
+    """The loss of each rank, and gradients that are not, bit for bit, the mean of two unsharded models'."""
+    model = sharded(converted(make, recipe), **options)
     loss = backward(model, 0, rank)
     found = {name: each.grad.full_tensor() for name, each in model.named_parameters()}
-    expected_loss, sums = [], dict.fromkeys(found, 0.0)
+    losses, sums = [], dict.fromkeys(found, 0.0)
     for each_rank in range(RANKS):
         whole = converted(make, recipe, rank=each_rank)
-        expected_loss.append(backward(whole, 0, each_rank))
-        sums = {name: sums[name] + each.grad for name, each in whole.named_parameters()}
-    errors = [
-        ((found[name] - total / RANKS).norm() / (total / RANKS).norm().clamp(min=1e-12)).item()
-        for name, total in sums.items()
-    ]
-    return {
-        "loss": loss,
-        "expected_loss": expected_loss[rank],
-        "error": max(errors),
-        "num_weights": len(errors),
-    }
+        if options:  # parameters only: rotary frequencies stay in fp32
+            for parameter in whole.parameters():
+                parameter.data = parameter.data.bfloat16()
+        losses.append(backward(whole, 0, each_rank))
+        sums = {name: sums[name] + each.grad.float() for name, each in whole.named_parameters()}
+    different = [name for name, total in sums.items() if not torch.equal(found[name], total / RANKS)]
+    are_nonzero = all(each.any().item() for name, each in found.items() if name.endswith("weight"))
+    return {"loss": loss, "expected": losses[rank], "different": different, "are_nonzero": are_nonzero}
 
 
 def other_numbers(rank):
@@ -143,34 +142,49 @@ def exported(rank, folder):
     return {"losses": losses, "are_shapes_equal": are_shapes_equal}
 
 
-def resumed(rank, folder):
+def resumed(rank, folder, recipe):
     """Losses after a checkpoint of torch's, and those of a model that has loaded it."""
-    model = sharded(converted(gpt2, "nvfp4"))
+    model = sharded(converted(gpt2, recipe))
     optimizer = adamw(model)
     train(model, optimizer, rank, range(STEPS))
     weights, moments = get_state_dict(model, optimizer)
     saved = {"model": weights, "optimizer": moments, "rounding": mlb.random_stream(model).state_dict()}
-    dcp.save(saved, checkpoint_id=folder / "dcp")
+    dcp.save(saved, checkpoint_id=folder / f"dcp-{recipe}")
     expected = train(model, optimizer, rank, range(STEPS, 2 * STEPS))
-    other = sharded(converted(gpt2, "nvfp4"))
+    other = sharded(converted(gpt2, recipe))
     optimizer = adamw(other)
     weights, moments = get_state_dict(other, optimizer)
     state = {"model": weights, "optimizer": moments, "rounding": mlb.random_stream(other).state_dict()}
-    dcp.load(state, checkpoint_id=folder / "dcp")
+    dcp.load(state, checkpoint_id=folder / f"dcp-{recipe}")
     set_state_dict(other, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     mlb.random_stream(other).load_state_dict(state["rounding"])
     return {"expected": expected, "found": train(other, optimizer, rank, range(STEPS, 2 * STEPS))}
 
 
-def mixed(rank):
-    """Under a policy of bf16: dtype of the weights, losses of some steps on one batch, and products."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(converted(gpt2, "nvfp4"), mp_policy=policy)
+def trained(rank):
+    """Under a policy of bf16: losses of some steps on one batch, and the number of products."""
+    model = sharded(converted(gpt2, "nvfp4"), mp_policy=BF16)
     optimizer = adamw(model)
     mlb.check_training(model, optimizer=optimizer)
     losses = [train(model, optimizer, rank, [0])[0] for _ in range(8)]
-    weight = model.transformer.h[0].mlp.c_fc.weight
-    return {"dtype": str(weight.dtype), "losses": losses, "products": mlb.product_counts(model)}
+    products = mlb.product_counts(model)
+    return {"losses": losses, "products": {name: sum(counts.values()) for name, counts in products.items()}}
+
+
+def accumulated(rank):
+    """Gradients of two micro-batches that differ from those without checkpointing, reduced once."""
+    gradients = []
+    for is_checkpointed in (False, True):
+        model = converted(gpt2, "nvfp4")
+        if is_checkpointed:
+            model.gradient_checkpointing_enable()
+        sharded(model)
+        for step in range(2):
+            model.set_requires_gradient_sync(step == 1)
+            backward(model, step, rank)
+        gradients.append({name: each.grad.full_tensor() for name, each in model.named_parameters()})
+    plain, checkpointed = gradients
+    return [name for name, each in plain.items() if not torch.equal(each, checkpointed[name])]
 
 
 def message(action):
@@ -182,31 +196,46 @@ def message(action):
 
 
 def refused():
-    plain, model = sharded(gpt2()), converted(gpt2, "nvfp4")
-    early = adamw(model)
+    plain, model, split = sharded(gpt2()), converted(gpt2, "nvfp4"), converted(gpt2, SPLIT)
+    early, early_of_ours = adamw(model), mlb.get_megatron_optimizer(model, mlb.OptimizerConfig(lr=LR))
+    regularizer = mlb.DualRangeRegularizer(mlb.bit_layers(model), REGULARIZER)
     sharded(model)
-    regularizer = mlb.DualRangeRegularizer(mlb.bit_layers(model), mlb.RegularizerSettings(strength=1e-3))
+    sharded(split)
+    layer, x = model.transformer.h[0].mlp.c_fc, torch.ones(1, 32)
     return {
         "convert": message(lambda: mlb.convert(plain, "nvfp4")),
+        "initialize": message(lambda: mlb.initialize(model=plain, config={})),
+        "pipeline": message(lambda: mlb.pipeline_module(plain, num_stages=1)),
         "restore": message(lambda: mlb.restore(model)),
         "optimizer": message(lambda: mlb.get_megatron_optimizer(model, mlb.OptimizerConfig(lr=LR))),
         "local_ddp": message(lambda: mlb.LocalDDP(model)),
-        "regularizer": message(regularizer.add_gradients),
-        "split": message(lambda: split_weights(model, adamw(model))),
+        "regularizer": message(lambda: mlb.DualRangeRegularizer(mlb.bit_layers(model), REGULARIZER)),
+        "early_regularizer": message(regularizer.add_gradients),
+        "keep_fp32": message(lambda: mlb.keep_fp32(model)),
+        "cache": message(lambda: mlb.cache_weights(model)),
+        "plain_state": message(lambda: plain_state_dict(model)),
+        "split": message(lambda: mlb.split_weights(split, adamw(split))),
+        "layer_alone": message(lambda: layer(x)),
+        "split_in_training": message(lambda: mlb.check_training(split)),
         "early_optimizer": message(lambda: mlb.check_training(model, optimizer=early)),
+        "early_optimizer_of_ours": message(lambda: mlb.check_training(model, optimizer=early_of_ours)),
     }
 
 
 def main():
     dist.init_process_group("gloo")
     rank, folder = dist.get_rank(), Path(os.environ["RESULTS"])
+    steps = {recipe: first_step(gpt2, recipe, rank) for recipe in RECIPES}
+    steps["llama"] = first_step(llama, "nvfp4-attention-fp8", rank)
+    steps["bf16"] = first_step(gpt2, "nvfp4", rank, mp_policy=BF16)
+    steps["llama, bf16"] = first_step(llama, "nvfp4", rank, mp_policy=BF16)
     result = {
-        "gpt2": {recipe: first_step(gpt2, recipe, rank) for recipe in RECIPES},
-        "llama": first_step(llama, "nvfp4-attention-fp8", rank),
+        "steps": steps,
         "other_numbers": other_numbers(rank),
         "exported": exported(rank, folder),
-        "resumed": resumed(rank, folder),
-        "mixed": mixed(rank),
+        "resumed": {recipe: resumed(rank, folder, recipe) for recipe in ("nvfp4", "metis-qb")},
+        "trained": trained(rank),
+        "accumulated": accumulated(rank),
         "refused": refused(),
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(result))

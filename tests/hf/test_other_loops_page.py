@@ -109,7 +109,8 @@ def test_a_program_of_the_page_trains_in_low_precision(tmp_path, name):
         expected = MICRO_BATCHES.get(name, 8 // world_size if is_split else 8)
         assert fact["step"] == expected
         assert sum(fact["products"]["output"].values()) == 14 * expected  # 2 blocks of 7 projections
-    assert len({fact["weights"] for fact in facts}) == 1, "ranks have trained apart"
+    if name != "fsdp":  # which has one copy of the weights
+        assert len({fact["weights"] for fact in facts}) == 1, "ranks have trained apart"
 
 
 @pytest.mark.slow

@@ -95,8 +95,12 @@ def split_weights(
             raise UserError("split weights between optimizer steps, not between micro-batches of one")
         model, optimizer, lr_scheduler = engine.module, engine.optimizer, engine.lr_scheduler
         group = group or engine.seq_data_parallel_group
-    refuse_sharded(model.named_parameters(), "split the weights before, or train without FSDP")
     layers = _layers_to_split(model)
+    refuse_sharded(
+        "split_weights",
+        ((f"{name}.weight", layer.weight) for name, layer in layers.items()),
+        "choose a recipe without parameter_split",
+    )
     settings = next(iter(layers.values())).recipe.parameter_split
     assert settings is not None  # layers without settings are not selected
     masters = _masters_of(optimizer, layers)

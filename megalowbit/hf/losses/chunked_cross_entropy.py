@@ -71,7 +71,8 @@ def chunk_cross_entropy(model: Any) -> Any:
         found = "none" if head is None else type(head).__name__
         raise UserError(
             "chunked_cross_entropy needs a causal language model of transformers whose output projection is "
-            f"an nn.Linear without bias; that of {name} is {found}: set it to false"
+            f"an nn.Linear without bias; that of {name} is {found}: set it to false, or, if fully_shard has "
+            "changed it, call mlb.chunk_cross_entropy before"
         )
     for module in (head,) if is_chunked(model) else (model, head):
         if "forward" in vars(module):

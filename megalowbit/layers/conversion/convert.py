@@ -107,10 +107,7 @@ def restore(model: nn.Module) -> None:
     """
     require_module(model, "restore")
     _refuse_adapters(model, "restore", "merge_and_unload them first")
-    refuse_sharded(
-        model.named_parameters(),
-        "restore would take its layer out of FSDP; get a full state dict, which is the plain model's",
-    )
+    refuse_sharded("restore", model.named_parameters(), "its full state dict is that of the plain model")
     if isinstance(model, BitLinear):
         raise UserError(
             "restore cannot replace the model itself: pass the module that contains this BitLinear"
@@ -141,9 +138,10 @@ def plain_state_dict(model: nn.Module, whole: Mapping[str, Tensor] | None = None
             `engine.parameters.full_weights.full_state_dict` returns it.
 
     Raises:
-        UserError: the model is sharded over tensor-parallel ranks, and `whole` is missing.
+        UserError: the model is sharded, over tensor-parallel ranks or by torch, and `whole` is missing.
     """
     given = model.state_dict() if whole is None else whole
+    refuse_sharded("a plain state dict", given.items(), "pass a full state dict, on the CPU")
     state = {
         name: value.detach().to("cpu", copy=whole is None, memory_format=torch.contiguous_format).contiguous()
         for name, value in given.items()
@@ -210,7 +208,13 @@ def cache_weights(model: nn.Module) -> WeightCache:
     """Make every BitLinear of a model keep its quantised weight until the returned cache is cleared.
 
     Clear it after every update of the weights, see `weight_cache`. A second call starts with empty caches.
+
+    Raises:
+        UserError: torch has sharded the model.
     """
+    refuse_sharded(
+        "cache_weights", model.named_parameters(), "leave it out, because each forward gathers weights anew"
+    )
     layers = bit_layers(model).values()
     for layer in layers:
         layer.weight_slot = WeightSlot()
@@ -255,7 +259,7 @@ def refuse_partitioned(model: nn.Module) -> None:
 
 def _refuse_unfit(model: nn.Module) -> None:
     refuse_partitioned(model)
-    refuse_sharded(model.named_parameters(), "convert the model before")
+    refuse_sharded("convert", model.named_parameters(), "call convert before the model is sharded")
     _refuse_adapters(model, "convert", "convert the model before get_peft_model")
     if is_linear(model):
         raise UserError(

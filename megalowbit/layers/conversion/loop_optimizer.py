@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalowbit.distributed.sharded_parameters import is_sharded
 from megalowbit.values import counted
 
 
@@ -83,9 +84,10 @@ def _foreign_weights(model: nn.Module, optimizer: Any, held: list[Tensor]) -> li
     missing = [name for key, name in own.items() if key not in ids]
     if not foreign or not missing:
         return []
+    later = "fully_shard" if is_sharded(model.get_parameter(missing[0])) else "megalowbit.convert"
     return [
         f"{type(optimizer).__name__} holds {counted(len(foreign), 'weight')} that the model no longer has, "
-        f"and not {missing[0]}: build the optimizer after megalowbit.convert"
+        f"and not {missing[0]}: build the optimizer after {later}"
     ]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megalowbit.distributed.sharded_parameters import is_sharded
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.bitlinear import BitLinear
@@ -58,7 +59,8 @@ def check_training(
             sets a key that nothing acts on, layers and block name different recipes, autocast computes in
             another half precision than the weights have, the optimizer was built for other weights or expects
             a loss scale or gradients that the loop does not provide, the random stream belongs to another
-            rank, or stock DeepSpeed's stage 3 would export weights in another layout than transformers reads.
+            rank, stock DeepSpeed's stage 3 would export weights in another layout than transformers reads, or
+            torch has sharded layers that are split into parameters.
     """
     require_module(model, "check_training")
     inner, engine = _unwrapped(model)
@@ -146,6 +148,7 @@ def _problems(
         *optimizer_problems(model, optimizers, engine),
         *_stream_problems(layers, engine),
         *_export_problems(layers, engine),
+        *_split_problems(layers),
     ]
 
 
@@ -248,6 +251,16 @@ def _stream_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> lis
         f"the random stream belongs to rank {wrong.rank} and this is rank {rank}, which needs its own random "
         f"numbers: {remedy}"
     ]
+
+
+def _split_problems(layers: Mapping[str, BitLinear]) -> list[str]:
+    for name, layer in layers.items():
+        if layer.recipe.parameter_split is not None and is_sharded(layer.weight):
+            return [
+                f"layer {name} has parameter_split and is sharded by torch, whose state dicts would lack its "
+                "weight: choose a recipe without parameter_split"
+            ]
+    return []
 
 
 def _export_problems(layers: Mapping[str, BitLinear], engine: Any | None) -> list[str]:

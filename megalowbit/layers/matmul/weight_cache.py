@@ -15,6 +15,8 @@ of weights depend on clearing alone:
   have the same entries, but address and version differ from rank to rank. For the same reason, observers must
   be set on all ranks or on none.
 
+Weights that torch's `fully_shard` gathers would depend on it too; `cache_weights` refuses a sharded model.
+
 Not cached: weights with stochastic rounding, which need new random numbers in each micro-batch. An entry made
 without counts (in evaluation) is replaced when counts are needed. An entry made in inference mode is used in
 inference mode only, because autograd cannot save it.

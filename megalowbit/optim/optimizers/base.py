@@ -43,7 +43,7 @@ from megalowbit.optim.timers import timed
 logger = logging.getLogger(__name__)
 
 OF_FSDP = (
-    "this optimizer needs whole parameters; under FSDP use torch's optimizer and an fp32 model with "
+    "it needs whole parameters; under FSDP use torch's optimizer and an fp32 model with "
     "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
 )
 
@@ -69,12 +69,6 @@ def no_later_parameters() -> UserError:
         "add_param_group: parameters cannot be added later; build the optimizer with all of them, and "
         "set the lr of a group to 0 until it should train"
     )
-
-
-def _numbered(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters by their place, because names may be unknown."""
-    for number, group in enumerate(groups):
-        yield from ((f"{index} of group {number}", each) for index, each in enumerate(group["params"]))
 
 
 class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
@@ -113,10 +107,11 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         self.grad_scaler = grad_scaler
         self.report: StepReport | None = None
         self._are_gradients_cleared = False
-        refuse_sharded(_numbered(optimizer.param_groups), OF_FSDP)
         self._replace_by_masters()
         self._names = self._name_all(self.named_parameters)
         self.named_parameters = None  # may reference the model
+        named = ((self._names[id(parameter)], parameter) for parameter, _ in self._pairs)
+        refuse_sharded(type(self).__name__, named, OF_FSDP)
         self._find_gradients()
         self._inner_step = InnerStep(
             optimizer,

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalowbit.distributed.sharded_parameters import refuse_sharded
 from megalowbit.errors import UserError, shown
 from megalowbit.values import require_module
 
@@ -63,10 +64,16 @@ def keep_fp32(model: nn.Module, patterns: str | Iterable[str] = (), *, norms: bo
         The modules' names, and a method to undo the call.
 
     Raises:
-        UserError: a pattern matches nothing or is not a string, or there is no norm; then nothing has
-            changed. Later, a forward raises it if a module was converted to half precision.
+        UserError: a pattern matches nothing or is not a string, there is no norm, or torch has sharded the
+            model; then nothing has changed. Later, a forward raises it if a module was converted to half
+            precision.
     """
     require_module(model, "keep_fp32")
+    refuse_sharded(
+        "keep_fp32",
+        model.named_parameters(),
+        "leave it out, and give modules to fully_shard with a policy of fp32",
+    )
     wanted = _as_patterns(patterns)
     matched: set[str] = set()
     found: dict[str, nn.Module] = {}
@@ -140,7 +147,8 @@ class _Casts:
             if parameter.dtype in HALF_DTYPES:
                 raise UserError(
                     f"module {self._name!r} is kept in fp32, but its parameters are now "
-                    f"{_short(parameter.dtype)}: call .half() or .bfloat16() before keep_fp32, not after"
+                    f"{_short(parameter.dtype)}: call .half() or .bfloat16() before keep_fp32, not after; "
+                    "with fully_shard and a MixedPrecisionPolicy, leave it out"
                 )
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
         device_type = tensors[0].device.type if tensors else "cpu"
