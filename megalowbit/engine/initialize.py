@@ -26,7 +26,7 @@ from megalowbit.distributed.agreement import agree, succeed_together
 from megalowbit.distributed.mpu import GroupsOfRank, adapt_mpu, find_grid
 from megalowbit.distributed.process_grid import ProcessGrid
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.distributed.sharded_parameters import refuse_sharded
+from megalowbit.distributed.sharded_parameters import refuse_sharded_model
 from megalowbit.engine.build_optimizer import OptimizerStart
 from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
@@ -134,9 +134,7 @@ def initialize(
         UserError: configuration, model and arguments do not fit together, or ranks were started differently.
     """
     model, config = require_model(model, args), find_config(config, args, config_params)
-    refuse_sharded(
-        "initialize", model.named_parameters(), "leave out fully_shard, because DeepSpeed shards it"
-    )
+    refuse_sharded_model("initialize", model, "leave out fully_shard, because DeepSpeed shards it")
     check_scalars(
         seed=seed,
         total_steps=total_steps,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megalowbit.distributed import collectives, process_group
-from megalowbit.distributed.sharded_parameters import refuse_sharded
+from megalowbit.distributed.sharded_parameters import refuse_sharded_model
 from megalowbit.errors import UserError
 from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments
@@ -80,9 +80,7 @@ class LocalDDP(torch.nn.Module):
     ) -> None:
         super().__init__()
         require_module(module, "LocalDDP")
-        refuse_sharded(
-            "LocalDDP", module.named_parameters(), "leave it out, because FSDP averages gradients itself"
-        )
+        refuse_sharded_model("LocalDDP", module, "leave it out, because FSDP averages gradients itself")
         self.module = module
         self.data_parallel_group = data_parallel_group
         _refuse_ranks_without_group()

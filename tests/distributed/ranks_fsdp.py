@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -195,13 +196,21 @@ def message(action):
     return None
 
 
-def refused():
-    plain, model, split = sharded(gpt2()), converted(gpt2, "nvfp4"), converted(gpt2, SPLIT)
+def evaluated(model):
+    """Afterwards FSDP has whole weights in the root module."""
+    model.eval()
+    with torch.no_grad():
+        model(input_ids=ids(0, 0))
+    return model.train()
+
+
+def refused(*, is_evaluated):
+    """What each call says."""
+    later = evaluated if is_evaluated else (lambda model: model)
+    plain, model, split = later(sharded(gpt2())), converted(gpt2, "nvfp4"), converted(gpt2, SPLIT)
     early, early_of_ours = adamw(model), mlb.get_megatron_optimizer(model, mlb.OptimizerConfig(lr=LR))
-    regularizer = mlb.DualRangeRegularizer(mlb.bit_layers(model), REGULARIZER)
-    sharded(model)
-    sharded(split)
-    layer, x = model.transformer.h[0].mlp.c_fc, torch.ones(1, 32)
+    later(sharded(model))
+    later(sharded(split))
     return {
         "convert": message(lambda: mlb.convert(plain, "nvfp4")),
         "initialize": message(lambda: mlb.initialize(model=plain, config={})),
@@ -210,16 +219,34 @@ def refused():
         "optimizer": message(lambda: mlb.get_megatron_optimizer(model, mlb.OptimizerConfig(lr=LR))),
         "local_ddp": message(lambda: mlb.LocalDDP(model)),
         "regularizer": message(lambda: mlb.DualRangeRegularizer(mlb.bit_layers(model), REGULARIZER)),
-        "early_regularizer": message(regularizer.add_gradients),
         "keep_fp32": message(lambda: mlb.keep_fp32(model)),
         "cache": message(lambda: mlb.cache_weights(model)),
         "plain_state": message(lambda: plain_state_dict(model)),
         "split": message(lambda: mlb.split_weights(split, adamw(split))),
-        "layer_alone": message(lambda: layer(x)),
         "split_in_training": message(lambda: mlb.check_training(split)),
         "early_optimizer": message(lambda: mlb.check_training(model, optimizer=early)),
         "early_optimizer_of_ours": message(lambda: mlb.check_training(model, optimizer=early_of_ours)),
     }
+
+
+def refused_without_a_model():
+    """Calls that see layers or parameters only."""
+    model = converted(gpt2, "nvfp4")
+    regularizer = mlb.DualRangeRegularizer(mlb.bit_layers(model), REGULARIZER)
+    layer, x = sharded(model).transformer.h[0].mlp.c_fc, torch.ones(1, 32)
+    return {
+        "regularizer": message(regularizer.add_gradients),
+        "layer": message(lambda: layer(x)),
+        "optimizer": message(lambda: mlb.FP32Optimizer(adamw(model), clip_grad=1.0)),
+    }
+
+
+def checked_after_an_evaluation():
+    """What `check_training` says of an optimizer with the shards, and of one with gathered weights."""
+    model = sharded(converted(gpt2, "nvfp4"))
+    right = adamw(model)
+    wrong = adamw(evaluated(model))
+    return [message(partial(mlb.check_training, model, optimizer=each)) for each in (right, wrong)]
 
 
 def main():
@@ -236,7 +263,9 @@ def main():
         "resumed": {recipe: resumed(rank, folder, recipe) for recipe in ("nvfp4", "metis-qb")},
         "trained": trained(rank),
         "accumulated": accumulated(rank),
-        "refused": refused(),
+        "refused": [refused(is_evaluated=False), refused(is_evaluated=True)],
+        "refused_without_a_model": refused_without_a_model(),
+        "checked": checked_after_an_evaluation(),
     }
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()

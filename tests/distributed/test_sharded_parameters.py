@@ -55,23 +55,41 @@ def test_checkpointing_changes_no_bit_of_accumulated_gradients(seen):
         ("convert", "call convert before the model is sharded"),
         ("initialize", "leave out fully_shard, because DeepSpeed shards it"),
         ("pipeline", "leave out fully_shard"),
-        ("restore", "its full state dict is that of the plain model"),
-        ("optimizer", "FP32Optimizer: torch's fully_shard or parallelize_module has sharded parameter"),
+        ("restore", "restore: torch's fully_shard has sharded GPT2LMHeadModel: its full state dict is"),
         ("optimizer", "use torch's optimizer and an fp32 model with MixedPrecisionPolicy("),
         ("local_ddp", "leave it out, because FSDP averages gradients itself"),
         ("regularizer", "leave it out, because it needs whole weights"),
-        ("early_regularizer", "leave it out, because it needs whole weights"),
         ("keep_fp32", "leave it out, and give modules to fully_shard with a policy of fp32"),
         ("cache", "leave it out, because each forward gathers weights anew"),
         ("plain_state", "pass a full state dict, on the CPU"),
         ("split", "choose a recipe without parameter_split"),
-        ("layer_alone", "has a sharded weight: call the module that fully_shard was given"),
         ("split_in_training", "choose a recipe without parameter_split"),
         ("early_optimizer", "AdamW holds 28 weights that the model no longer has"),
         ("early_optimizer", "build the optimizer after fully_shard"),
         ("early_optimizer_of_ours", "build the optimizer after fully_shard"),
     ],
 )
-def test_what_needs_whole_parameters_is_refused_with_a_remedy(seen, what, message):
+def test_what_needs_whole_parameters_is_refused_with_a_remedy_also_after_an_evaluation(seen, what, message):
     for rank in seen:
-        assert message in str(rank["refused"][what])
+        at_once, later = rank["refused"]
+        assert message in str(at_once[what])
+        assert message in str(later[what])
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("regularizer", "leave it out, because it needs whole weights"),
+        ("layer", "has a sharded weight: call the module that fully_shard was given"),
+        ("optimizer", "FP32Optimizer: torch's fully_shard or parallelize_module has sharded parameter"),
+    ],
+)
+def test_calls_that_see_no_model_refuse_its_shards(seen, what, message):
+    assert all(message in str(rank["refused_without_a_model"][what]) for rank in seen)
+
+
+def test_an_optimizer_that_holds_gathered_weights_is_refused_and_one_that_holds_shards_is_not(seen):
+    for rank in seen:
+        right, wrong = rank["checked"]
+        assert right is None
+        assert "after fully_shard, and after model.reshard() if the model ran" in wrong

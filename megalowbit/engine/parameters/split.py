@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalowbit.distributed import collectives, process_group
-from megalowbit.distributed.sharded_parameters import refuse_sharded
+from megalowbit.distributed.sharded_parameters import refuse_sharded_model
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers
@@ -96,11 +96,7 @@ def split_weights(
         model, optimizer, lr_scheduler = engine.module, engine.optimizer, engine.lr_scheduler
         group = group or engine.seq_data_parallel_group
     layers = _layers_to_split(model)
-    refuse_sharded(
-        "split_weights",
-        ((f"{name}.weight", layer.weight) for name, layer in layers.items()),
-        "choose a recipe without parameter_split",
-    )
+    refuse_sharded_model("split_weights", model, "choose a recipe without parameter_split")
     settings = next(iter(layers.values())).recipe.parameter_split
     assert settings is not None  # layers without settings are not selected
     masters = _masters_of(optimizer, layers)

@@ -22,7 +22,7 @@ from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import share
 from megalowbit.distributed.mpu import GroupsOfRank
 from megalowbit.distributed.process_grid import PIPELINE_KEY, ProcessGrid
-from megalowbit.distributed.sharded_parameters import refuse_sharded
+from megalowbit.distributed.sharded_parameters import refuse_sharded_model
 from megalowbit.engine.pipeline.batch_reader import BatchReader
 from megalowbit.engine.process_start import import_deepspeed, start_process_group
 from megalowbit.errors import UserError
@@ -63,7 +63,7 @@ def pipeline_module(
         UserError: the stages do not fit the model or the processes, or the model's family is unknown.
     """
     require_module(model, "pipeline_module")
-    refuse_sharded("pipeline_module", model.named_parameters(), "leave out fully_shard")
+    refuse_sharded_model("pipeline_module", model, "leave out fully_shard")
     start_process_group()
     import_deepspeed()
     from megalowbit.engine.pipeline.stage import PipelinedModel

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalowbit.distributed.sharded_parameters import refuse_sharded
+from megalowbit.distributed.sharded_parameters import refuse_sharded, refuse_sharded_model
 from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import SLOTS, BitLinear
@@ -107,7 +107,7 @@ def restore(model: nn.Module) -> None:
     """
     require_module(model, "restore")
     _refuse_adapters(model, "restore", "merge_and_unload them first")
-    refuse_sharded("restore", model.named_parameters(), "its full state dict is that of the plain model")
+    refuse_sharded_model("restore", model, "its full state dict is that of the plain model")
     if isinstance(model, BitLinear):
         raise UserError(
             "restore cannot replace the model itself: pass the module that contains this BitLinear"
@@ -212,9 +212,7 @@ def cache_weights(model: nn.Module) -> WeightCache:
     Raises:
         UserError: torch has sharded the model.
     """
-    refuse_sharded(
-        "cache_weights", model.named_parameters(), "leave it out, because each forward gathers weights anew"
-    )
+    refuse_sharded_model("cache_weights", model, "leave it out, because each forward gathers weights anew")
     layers = bit_layers(model).values()
     for layer in layers:
         layer.weight_slot = WeightSlot()
@@ -259,7 +257,7 @@ def refuse_partitioned(model: nn.Module) -> None:
 
 def _refuse_unfit(model: nn.Module) -> None:
     refuse_partitioned(model)
-    refuse_sharded("convert", model.named_parameters(), "call convert before the model is sharded")
+    refuse_sharded_model("convert", model, "call convert before the model is sharded")
     _refuse_adapters(model, "convert", "convert the model before get_peft_model")
     if is_linear(model):
         raise UserError(

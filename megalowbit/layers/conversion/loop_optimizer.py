@@ -84,7 +84,8 @@ def _foreign_weights(model: nn.Module, optimizer: Any, held: list[Tensor]) -> li
     missing = [name for key, name in own.items() if key not in ids]
     if not foreign or not missing:
         return []
-    later = "fully_shard" if is_sharded(model.get_parameter(missing[0])) else "megalowbit.convert"
+    is_of_fsdp = is_sharded(model.get_parameter(missing[0]))
+    later = "fully_shard, and after model.reshard() if the model ran" if is_of_fsdp else "megalowbit.convert"
     return [
         f"{type(optimizer).__name__} holds {counted(len(foreign), 'weight')} that the model no longer has, "
         f"and not {missing[0]}: build the optimizer after {later}"

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from megalowbit.distributed.sharded_parameters import is_sharded
+from megalowbit.distributed.sharded_parameters import is_sharded, reshard
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.bitlinear import BitLinear
@@ -66,6 +66,7 @@ def check_training(
     inner, engine = _unwrapped(model)
     if engine is not None and hasattr(engine, "process_grid"):
         return  # made by megalowbit.initialize, which has already checked it
+    reshard(inner)  # an evaluation before may have gathered weights
     problems = _problems(inner, engine, optimizer, config)
     if isinstance(model, nn.DataParallel):
         problems.append(

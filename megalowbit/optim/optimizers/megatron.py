@@ -21,13 +21,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megalowbit.distributed import process_group
+from megalowbit.distributed.sharded_parameters import refuse_sharded_model
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.local_ddp import LocalDDP, is_expert
 from megalowbit.optim.loss_scale.base import SCALE_RULE, GradScaler, is_scale
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
-from megalowbit.optim.optimizers.base import MegatronOptimizer
+from megalowbit.optim.optimizers.base import OF_FSDP, MegatronOptimizer
 from megalowbit.optim.optimizers.chained import ChainedOptimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizers.options import options_in
@@ -172,10 +173,12 @@ def get_megatron_optimizer(
         lr_mult: see `scale_lr_cond`.
 
     Raises:
-        UserError: the model does not fit `config`, or has no trainable parameter.
+        UserError: the model does not fit `config`, has no trainable parameter, or is sharded by torch.
     """
     _check_types(model, config)
     chunks = [_unwrapped(chunk) for chunk in ([model] if isinstance(model, torch.nn.Module) else model)]
+    for chunk in chunks:
+        refuse_sharded_model("get_megatron_optimizer", chunk, OF_FSDP)
     groups = weight_decay_groups(
         chunks,
         config.weight_decay,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megalowbit.distributed.sharded_parameters import refuse_sharded
+from megalowbit.distributed.sharded_parameters import refuse_sharded_model
 from megalowbit.errors import UserError, shown
 from megalowbit.values import require_module
 
@@ -69,9 +69,9 @@ def keep_fp32(model: nn.Module, patterns: str | Iterable[str] = (), *, norms: bo
             precision.
     """
     require_module(model, "keep_fp32")
-    refuse_sharded(
+    refuse_sharded_model(
         "keep_fp32",
-        model.named_parameters(),
+        model,
         "leave it out, and give modules to fully_shard with a policy of fp32",
     )
     wanted = _as_patterns(patterns)
