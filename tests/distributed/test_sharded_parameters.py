@@ -38,7 +38,7 @@ def test_a_run_resumed_from_a_sharded_checkpoint_has_the_same_losses_unless_a_sp
         assert split["found"] == pytest.approx(split["expected"], rel=0.01)
 
 
-def test_a_model_learns_under_a_policy_of_bf16_and_every_product_is_quantised(seen):
+def test_a_model_learns_under_a_policy_of_bf16_and_low_bit_layers_make_all_its_products(seen):
     for rank in seen:
         assert rank["trained"]["losses"][-1] < rank["trained"]["losses"][0] - 0.5
         layers, steps = 8, 8

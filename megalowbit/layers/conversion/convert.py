@@ -210,10 +210,10 @@ def cache_weights(model: nn.Module) -> WeightCache:
     Clear it after every update of the weights, see `weight_cache`. A second call starts with empty caches.
 
     Raises:
-        UserError: torch has sharded the model.
+        UserError: `model` is not a module, or torch has sharded it.
     """
-    refuse_sharded_model("cache_weights", model, "leave it out, because each forward gathers weights anew")
     layers = bit_layers(model).values()
+    refuse_sharded_model("cache_weights", model, "leave it out, because each forward gathers weights anew")
     for layer in layers:
         layer.weight_slot = WeightSlot()
     return WeightCache(layer.weight_slot for layer in layers if layer.weight_slot is not None)
