@@ -101,6 +101,14 @@ def forget_compiled_code():
 
 
 @pytest.fixture(autouse=True, scope="module")
+def nothing_is_profiled_afterwards():
+    """A profiler that is left running records every operation of the next files, until memory is full."""
+    yield
+    torch = sys.modules.get("torch")
+    assert torch is None or not torch.autograd._profiler_enabled(), "a test has left torch's profiler running"
+
+
+@pytest.fixture(autouse=True, scope="module")
 def restore_environment():
     """Restore the environment after each file: a rank's identity would change the next tests."""
     before = dict(os.environ)

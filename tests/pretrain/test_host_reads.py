@@ -60,6 +60,8 @@ def reads_of_a_step(job):
         step_of_the_loop(job)
     with pytest.MonkeyPatch.context() as patch, HostReads(patch) as reads:
         step_of_the_loop(job)
+    for component in job.components:
+        component.stop(job.step)  # a profiler would record all later tests
     return without_host(reads.places)
 
 
