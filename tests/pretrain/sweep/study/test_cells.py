@@ -202,6 +202,7 @@ ALL = FORWARD | BACKWARD | GRADIENTS
 # what is quantised; the whole name of the quantizer where it is not the recipe's own
 GAP = {
     "bf16": set(),
+    "nvfp4-first-100-steps": ALL,
     "nvfp4": ALL,
     "metis-nvfp4": ALL,
     "mxfp4": ALL,
