@@ -77,7 +77,7 @@ class SpeculationSettings(SettingsModel):
     threshold_db: float | dict[str, float] = Field(
         default=15.0,
         description="smallest SNR (≥ 0) that a candidate needs: one number, or an object with one number for "
-        "each candidate except `bf16`",
+        "each candidate except `bf16`. Predictions below 6 dB are not reliable",
         json_schema_extra=unit("dB"),
     )
     estimator: EstimatorSettings = Field(
@@ -110,8 +110,7 @@ class SpeculationSettings(SettingsModel):
     verify_every: CountFromZero = Field(
         default=3,
         description="interval between verified checks, which compare products with high precision. The first "
-        "`verify_every` checks are all verified, and so is a layer's next check after its precision has "
-        "changed. 0: never",
+        "`verify_every` checks are all verified. 0: never",
         json_schema_extra=unit("checks"),
     )
     verify_size: Count = Field(

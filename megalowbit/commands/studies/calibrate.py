@@ -1,7 +1,7 @@
 r"""Find an SNR threshold for precision speculation: compare short runs at several thresholds with bf16.
 
     megalowbit calibrate --ds-config configs/gpt2_tiny_speculative.json \
-        --threshold 5 --threshold 10 --threshold 15 --threshold 20 --seed 1 --seed 2 --seed 3
+        --threshold 10 --threshold 15 --threshold 20 --threshold 25 --seed 1 --seed 2 --seed 3
 
 Trains the configuration at each threshold and in bf16, with a process for each run.
 Prints the loss and the share of low-precision products at each threshold, and suggests the lowest threshold

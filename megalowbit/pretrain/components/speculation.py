@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 MOST_CHANGES_NAMED = 3  # per check; in the first one of a run all products change
 LINE_WIDTH = 100
+RELIABLE_DB = 6  # what docs/speculation-noise.md says about predictions does not hold below it
 
 
 class Speculation(Component):
@@ -145,16 +146,18 @@ def step_of(report: SpeculationReport) -> int:
 
 def describe_speculation(settings: SpeculationSettings) -> str:
     """Candidates, thresholds and intervals on one line: `int8, bf16 at 15 dB; check every 10 steps, …`."""
-    if isinstance(settings.threshold_db, dict):
-        limits = settings.threshold_db
+    limits = settings.threshold_db
+    if isinstance(limits, dict):
         candidates = ", ".join(
             f"{name} ≥ {limits[name]:g} dB" if name in limits else name for name in settings.candidates
         )
     else:
-        candidates = f"{', '.join(settings.candidates)} at {settings.threshold_db:g} dB"
+        candidates = f"{', '.join(settings.candidates)} at {limits:g} dB"
     often = "every step" if settings.every == 1 else f"every {settings.every} steps"
     verified = {0: "none", 1: "all"}.get(settings.verify_every, f"1 of {settings.verify_every}")
-    return f"{candidates}; check {often}, {verified} verified"
+    lowest = min(limits.values()) if isinstance(limits, dict) else limits
+    note = f"; predictions below {RELIABLE_DB:g} dB are not reliable" if lowest < RELIABLE_DB else ""
+    return f"{candidates}; check {often}, {verified} verified{note}"
 
 
 def change_lines(report: SpeculationReport) -> list[str]:
