@@ -74,7 +74,8 @@ def judge(losses: Losses, baseline: Losses | None, *, steps: int, settings: Inst
     end = means[-1] if means and len(means) == steps else math.nan
     gap = end - peer[-1] if peer is not None and len(peer) == steps else math.nan
     best = min((mean for mean in means if not math.isnan(mean)), default=math.nan)
-    is_well = end - best <= settings.rise and not gap > settings.gap
+    is_apart = peer is not None and len(means) == len(peer) and _ends_apart(means, peer, settings)
+    is_well = end - best <= settings.rise and not is_apart
     return Judgement(tuple(breaks), bool(breaks) and not is_well, end, gap)
 
 
@@ -120,3 +121,9 @@ def _gap(means: Sequence[float], peer: Sequence[float], settings: InstabilitySet
         if count > settings.window:  # the first and the last of these windows have no step in common
             return Break("gap", step, mean - other)
     return None
+
+
+def _ends_apart(means: Sequence[float], peer: Sequence[float], settings: InstabilitySettings) -> bool:
+    """Whether a gap lasts to the end, over two windows without a common step."""
+    last = slice(-settings.window - 1, None)
+    return all(mean - other > settings.gap for mean, other in zip(means[last], peer[last], strict=True))

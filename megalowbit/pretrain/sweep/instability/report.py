@@ -3,13 +3,16 @@
 Limits of metrics come from the unstressed runs of the same size and recipe, over all texts and seeds, that
 have not broken. A run's lead is the number of steps from the first alarm of a metric to the first step at
 which the run was broken; an alarm at or after that step is no warning.
+
+What `megalowbit diagnose` says about each run stands beside it: it should name a cause where a run broke, and
+nothing where it did not.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +38,7 @@ from megalowbit.pretrain.sweep.study.study_file import StudySettings
 FORMAT = 1
 JSON_FILE, TEXT_FILE = "instability.json", "instability.md"
 DIGITS = 6  # significant ones of a limit
+Diagnose = Callable[[Path], Mapping[str, Any]]  # folder of a run → state, and name and step of what was first
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class StressedRun:
         ]
         return sorted((each for each in found if each is not None), key=lambda each: each.step)
 
-    def to_dict(self, limits: Mapping[str, Limit]) -> dict[str, Any]:
+    def to_dict(self, limits: Mapping[str, Limit], diagnose: Diagnose) -> dict[str, Any]:
         """Plain values, for JSON; `alarms` is null if the recipe has no unstressed run that is intact."""
         cell, judgement, first = self.cell, self.judgement, self.first_break
         alarms = [
@@ -123,10 +127,11 @@ class StressedRun:
             "cost": _finite(self.cost),
             "metrics": sorted(self.series),
             "alarms": alarms if limits else None,
+            "diagnosis": dict(diagnose(cell.path)),
         }
 
 
-def write_instability(study: StudySettings, cells: Sequence[Cell], out: Path) -> str:
+def write_instability(study: StudySettings, cells: Sequence[Cell], out: Path, diagnose: Diagnose) -> str:
     """Write the report on all finished cells under stress, and those to compare; returns the tables.
 
     Cells that were taken from kept results are counted only.
@@ -135,12 +140,13 @@ def write_instability(study: StudySettings, cells: Sequence[Cell], out: Path) ->
         study: the study.
         cells: all its cells.
         out: folder of the study.
+        diagnose: says what went wrong in a run, from the files in its folder.
 
     Raises:
         UserError: a result or a record of a cell is damaged.
     """
     runs = runs_of(cells)
-    data = to_json(study, runs)
+    data = to_json(study, runs, diagnose)
     text = markdown(data)
     if left_out := sum(_is_kept(cell) for cell in _compared(cells)):
         text += f"\n\nLeft out, because kept results have no losses of single steps: {left_out} of the cells."
@@ -183,7 +189,7 @@ def _is_kept(cell: Cell) -> bool:
     return result is not None and isinstance(result.losses, LossMeans)
 
 
-def to_json(study: StudySettings, runs: Sequence[StressedRun]) -> dict[str, Any]:
+def to_json(study: StudySettings, runs: Sequence[StressedRun], diagnose: Diagnose) -> dict[str, Any]:
     """All data of the report."""
     calibration: dict[tuple[str, str], list[StressedRun]] = {}
     for run in runs:
@@ -194,7 +200,7 @@ def to_json(study: StudySettings, runs: Sequence[StressedRun]) -> dict[str, Any]
     for (size, recipe), found in limits.items():
         rounded = {column: _rounded(limit.to_dict()) for column, limit in found.items()}
         by_size.setdefault(size, {})[recipe] = rounded
-    described = [run.to_dict(limits.get(run.key, {})) for run in runs]
+    described = [run.to_dict(limits.get(run.key, {}), diagnose) for run in runs]
     return {
         "format": FORMAT,
         "settings": study.instability.model_dump(),

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MOST_WARNINGS = 3  # of a run, in the table
+TROUBLED = "troubled"  # state of a diagnosis, see `findings/verdict.py`
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -22,13 +23,14 @@ def markdown(data: Mapping[str, Any]) -> str:
         f"{settings['in_a_row']} medians of {settings['bucket']} steps in a row beyond "
         f"what unstressed runs of the recipe show. Losses are means of {settings['window']} steps."
     )
-    head = ["stress", "recipe", "seed", "broken at", "at the end", "loss", "cost", "gap", "first alarms"]
+    head = ["stress", "recipe", "seed", "broken at", "at the end", "loss", "cost", "gap"]
+    head += ["first alarms", "diagnose"]
     table = [head, *(_run(run) for run in runs)]
     if len({run["text"] for run in runs}) > 1:
         for row, name in zip(table, ["text", *(run["text"] for run in runs)], strict=True):
             row.insert(2, name)
     parts = ["**Stresses**", said, _lines(table), *_first(runs), "**Early warning by metric**"]
-    return "\n\n".join([*parts, _lines(_metrics(data))])
+    return "\n\n".join([*parts, _lines(_metrics(data)), _diagnoses(runs)])
 
 
 def _run(run: Mapping[str, Any]) -> list[str]:
@@ -45,6 +47,7 @@ def _run(run: Mapping[str, Any]) -> list[str]:
         "–" if run["cost"] is None else f"{run['cost']:+.3f}",
         "–" if run["gap"] is None else f"{run['gap']:+.3f}",
         _warnings(run),
+        _diagnosis(run),
     ]
 
 
@@ -61,6 +64,23 @@ def _warnings(run: Mapping[str, Any]) -> str:
     ]
     more = f", {len(chosen) - MOST_WARNINGS} more" if len(chosen) > MOST_WARNINGS else ""
     return ", ".join(shown) + more
+
+
+def _diagnosis(run: Mapping[str, Any]) -> str:
+    """What `diagnose` names first, and its step; – if nothing."""
+    found = run["diagnosis"]
+    if found["state"] != TROUBLED:
+        return "–"
+    return found["first"] if found["step"] is None else f"{found['first']} ({found['step']})"
+
+
+def _diagnoses(runs: Sequence[Mapping[str, Any]]) -> str:
+    """How often `diagnose` found something, in runs that broke and in others."""
+    found = []
+    for are_broken, name in ((True, "runs that broke"), (False, "others")):
+        here = [run["diagnosis"]["state"] == TROUBLED for run in runs if bool(run["breaks"]) == are_broken]
+        found.append(f"{sum(here)} of {len(here)} {name}")
+    return f"`megalowbit diagnose` says that something went wrong in {found[0]}, and in {found[1]}."
 
 
 def _first(runs: Sequence[Mapping[str, Any]]) -> list[str]:

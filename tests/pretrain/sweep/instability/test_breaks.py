@@ -65,6 +65,19 @@ def test_a_spike_is_no_gap():
     assert (found.kind, found.step) == ("gap", 54)
 
 
+def test_a_run_that_closed_its_gap_is_not_broken_at_its_end_by_a_last_spike():
+    losses = changed(50, 51, 1.05)
+    losses[-1] += 1.9
+    found = judged(losses, FALLING)
+    assert [(each.kind, each.step) for each in found.breaks] == [("gap", 54)]
+    assert found.gap == pytest.approx(1.9 / 4)
+    assert not found.is_broken_at_end
+    losses[-5:] = [loss + 0.4 for loss in FALLING[-5:]]  # three means are apart, and five must be
+    assert not judged(losses, FALLING).is_broken_at_end
+    losses[-8:] = [loss + 0.4 for loss in FALLING[-8:]]
+    assert judged(losses, FALLING).is_broken_at_end
+
+
 def test_a_baseline_that_has_broken_itself_is_not_compared_with_from_then_on():
     down_then_nan = [*(loss - 0.3 * (step > 60) for step, loss in enumerate(FALLING[:62], start=1)), None]
     # it ends before enough of its means are .25 lower

@@ -7,6 +7,8 @@ import pytest
 from programs import call_main
 from studies import RESULT, fork_cells, write_study
 
+from megalowbit.findings.run_files import read_run
+from megalowbit.findings.verdict import diagnosis_of
 from megalowbit.pretrain.sweep.instability.report import write_instability
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.results import LossMeans
@@ -47,10 +49,17 @@ def falling(step):
     return 5 - 0.01 * step
 
 
+def diagnosis(run):
+    """As if a diagnosis had found the stressed FP4 runs."""
+    if ",nvfp4," in run.name and run.name.startswith("hot"):
+        return {"state": "troubled", "first": "learning rate", "step": 70}
+    return {"state": "healthy", "first": None, "step": None}
+
+
 def report(stressed):
     study, cells, out = stressed
     out.mkdir(exist_ok=True)
-    text = write_instability(study, cells, out)
+    text = write_instability(study, cells, out, diagnosis)
     data = json.loads((out / "instability.json").read_text())
     return text, data, {run["cell"]: run for run in data["runs"]}
 
@@ -96,6 +105,9 @@ def test_a_planted_break_and_its_warnings_are_found_and_nothing_else(stressed):
     assert "82 (rise)" in row
     assert f"{SNR} at 50 (32 before), grad_norm at 80 (2 before) |" in row
     assert "Under hot: broken in this order: nvfp4 (82)." in text
+    assert broken["diagnosis"] == {"state": "troubled", "first": "learning rate", "step": 70}
+    assert "| learning rate (70) |" in row
+    assert "something went wrong in 1 of 1 runs that broke, and in 0 of 3 others." in text
 
 
 def test_alarms_of_a_run_that_does_not_break_are_counted_apart(stressed):
@@ -104,11 +116,12 @@ def test_alarms_of_a_run_that_does_not_break_are_counted_apart(stressed):
     for cell in cells:
         is_hot = cell.size.name == "hot" and cell.label == "nvfp4"
         write(cell, losses=calm, grad_norm=lambda step, is_hot=is_hot: 2.0 if is_hot else 1.0)
-    _, data, runs = report(stressed)
+    text, data, runs = report(stressed)
     record = next(each for each in data["metrics"] if each["metric"] == "grad_norm")
     assert (record["broken"], record["intact"], record["alarms_without_break"]) == (0, 4, 2)
     assert (record["unstressed"], record["false_alarms"]) == (4, 0)
     assert [each["lead"] for each in runs["hot,parts,100,nvfp4,2"]["alarms"]] == [None]
+    assert "something went wrong in 0 of 0 runs that broke, and in 2 of 8 others." in text
 
 
 def test_an_unstressed_run_that_breaks_is_reported_and_gives_no_limits(stressed):
@@ -170,5 +183,9 @@ def test_a_real_study_reports_a_learning_rate_that_breaks_a_run(tmp_path, capsys
         means = [sum(row["loss"] for row in rows[end - 5 : end]) / 5 for end in range(5, len(rows) + 1)]
         rises = [end for end in range(len(means)) if means[end] - min(means[: end + 1]) > 0.25]
         assert next(each["step"] for each in hot["breaks"] if each["kind"] == "rise") == rises[0] + 5
+        verdict = diagnosis_of(read_run(tmp_path / "out" / "cells" / hot["cell"]))
+        assert hot["diagnosis"]["state"] == verdict.state == "troubled"
+        first = (verdict.first.name, verdict.first.step)
+        assert (hot["diagnosis"]["first"], hot["diagnosis"]["step"]) == first
     assert SNR in runs["hot", "nvfp4"]["metrics"]
     assert "**Early warning by metric**" in done.stdout

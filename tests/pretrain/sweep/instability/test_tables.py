@@ -15,6 +15,7 @@ def run(stress, recipe, step=None, alarms=(), **more):
         "recipe": recipe,
         "breaks": breaks,
         "alarms": leads,
+        "diagnosis": {"state": "healthy", "first": None, "step": None},
         **more,
     }
 
@@ -41,7 +42,7 @@ def test_an_intact_run_has_its_alarms_without_a_lead_and_a_recovered_one_is_call
     found = lines(run("hot", "bf16", alarms=[("a", 10)]), run("hot", "x", 9, is_broken_at_end=False))
     rows = [cells_of(line) for line in found if line.startswith("| hot")]
     assert [row[4] for row in rows] == ["intact", "recovered"]
-    assert [row[-1] for row in rows] == ["a at 10", "none"]
+    assert [row[-2] for row in rows] == ["a at 10", "none"]
 
 
 def test_recipes_are_listed_in_the_order_in_which_they_broke():
@@ -60,5 +61,15 @@ def test_metrics_that_no_judged_run_has_recorded_are_left_out():
     seen = {"metric": "m", "broken": 2, "warned": 2, "leads": [4, 9], "intact": 1}
     seen |= {"alarms_without_break": 0, "unstressed": 3, "false_alarms": 1}
     unseen = {**seen, "metric": "n", "broken": 0, "intact": 0}
-    *_, last = lines(run("hot", "a"), metrics=[seen, unseen])
+    *_, last, _, _ = lines(run("hot", "a"), metrics=[seen, unseen])
     assert cells_of(last) == ["m", "2 of 2", "6.5 steps", "0 of 1", "1 of 3"]
+
+
+def test_what_diagnose_names_first_stands_beside_a_run_and_a_stop_is_nothing():
+    troubled = {"state": "troubled", "first": "killed", "step": None}
+    stopped = {"state": "stopped", "first": "stopped", "step": 8}
+    found = lines(
+        run("hot", "a", 30, diagnosis=troubled), run("hot", "b", 9, diagnosis=stopped), run("hot", "c")
+    )
+    assert [cells_of(line)[-1] for line in found if line.startswith("| hot")] == ["killed", "–", "–"]
+    assert found[-1].endswith("in 1 of 2 runs that broke, and in 0 of 1 others.")
