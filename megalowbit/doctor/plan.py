@@ -26,11 +26,10 @@ from megalowbit.hf.checkpoint import build_model, read_config
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.conversion.kept_layers import linear_layers
-from megalowbit.layers.conversion.precision_switch import switched
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config
-from megalowbit.pretrain.components.late_switch import LateSwitchSettings
+from megalowbit.pretrain.components.late_switch import LateSwitchSettings, Phase, phases
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.estimate.dry_run import estimate_run, without_flash_attention
 from megalowbit.pretrain.estimate.memory import GIB, HALF_DTYPES, MOMENTS_PER_PARAMETER, MemoryEstimate
@@ -59,13 +58,6 @@ class Projection(NamedTuple):
     is_lowbit: bool
     is_head: bool
     layer: str
-
-
-class Phase(NamedTuple):
-    """A part of the run with one recipe: before or after a late switch."""
-
-    share: float
-    recipe: Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +224,7 @@ def plan_run(config: PretrainConfig) -> RunPlan:
         rank_parameters=of_rank,
         memory=memory,
         start=estimate_start(config, memory, chosen),
-        phases=_phases(config, recipe),
+        phases=phases(settings.of(LateSwitchSettings), recipe, settings.run.steps),
     )
 
 
@@ -256,14 +248,6 @@ def _projections(model: Any, recipe: Recipe) -> tuple[Projection, ...]:
         found[kind, recipe.of_layer(name)].append(name)
     projections = [each._replace(layers=len(names), layer=names[0]) for (each, _), names in found.items()]
     return tuple(sorted(projections, key=lambda each: each.is_head))
-
-
-def _phases(config: PretrainConfig, recipe: Recipe) -> tuple[Phase, ...]:
-    switch, steps = config.settings.of(LateSwitchSettings), config.settings.run.steps
-    if switch is None or not recipe.quantizes or switch.step(steps) >= steps:
-        return (Phase(1.0, recipe),)
-    before = switch.step(steps) / steps
-    return Phase(before, recipe), Phase(1 - before, switched(recipe, switch.scope))
 
 
 def setting(key: str, value: object) -> str:

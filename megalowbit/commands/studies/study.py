@@ -19,7 +19,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megalowbit.errors import UserError, unknown_name
 from megalowbit.json_text import read_json_object
@@ -160,13 +160,32 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
     make_folder(out)
     if options.slurm is not None:
         return _write_job(study, chosen, options)
+    if options.report:
+        _check_selection(every, chosen, out)
     outcome = Outcome() if options.report else _execute(study, chosen, options.study.resolve(), options.jobs)
     tables = write_report(study, read_json_object(options.study), every, out)
     if any(size.stress_of for size in study.sizes):
-        tables += "\n\n" + write_instability(study, every, out)
+        tables += "\n\n" + write_instability(study, every, out, _diagnosis)
     print(f"\n{tables}\n\nresults: {out / 'study.html'} and study.json")
     raise_failures(outcome)
     return 0
+
+
+def _diagnosis(run: Path) -> dict[str, Any]:
+    """What `megalowbit diagnose` says about a run; one whose records were removed has none."""
+    from megalowbit.findings.run_files import read_run
+    from megalowbit.findings.verdict import diagnosis_of
+    from megalowbit.records.files import METRICS
+
+    if not (run / METRICS).exists():
+        return {"state": "no records", "first": None, "step": None}
+    verdict = diagnosis_of(read_run(run))
+    first = verdict.first
+    return {
+        "state": verdict.state,
+        "first": None if first is None else first.name,
+        "step": None if first is None else first.step,
+    }
 
 
 def _take_over(study: StudySettings, chosen: Sequence[Cell], files: Sequence[Path]) -> None:
@@ -285,6 +304,17 @@ def _write_texts(study: StudySettings, cells: Sequence[Cell]) -> dict[str, TextF
         for text in study.texts
         if text.name in folders
     }
+
+
+def _check_selection(every: Sequence[Cell], chosen: Sequence[Cell], out: Path) -> None:
+    """Refuse a selection for a report alone: a report has all finished cells of its folder."""
+    selected = {cell.name for cell in chosen}
+    others = [cell.name for cell in every if cell.name not in selected and cell.result() is not None]
+    if others:
+        raise UserError(
+            f"--report has all finished cells of {out}, also {others[0]}, which the options do not select: "
+            f"leave them out, or report on a part with --from {out / 'study.json'} and another --out"
+        )
 
 
 def _chosen(cells: Sequence[Cell], options: argparse.Namespace) -> list[Cell]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator
 
@@ -57,6 +57,23 @@ class LateSwitchSettings(SettingsModel):
         if isinstance(self.at, int):
             return self.at
         return max(1, min(round(self.at * total_steps), total_steps - 1))
+
+
+class Phase(NamedTuple):
+    """A part of the run with one recipe: before or after a late switch."""
+
+    share: float
+    recipe: Recipe
+
+
+def phases(settings: LateSwitchSettings | None, recipe: Recipe, total_steps: int) -> tuple[Phase, ...]:
+    """The parts of a run with this recipe."""
+    if settings is None or not recipe.quantizes or (step := settings.step(total_steps)) >= total_steps:
+        return (Phase(1.0, recipe),)
+    from megalowbit.layers.conversion.precision_switch import switched
+
+    before = step / total_steps
+    return Phase(before, recipe), Phase(1 - before, switched(recipe, settings.scope))
 
 
 class LateSwitch(Component):

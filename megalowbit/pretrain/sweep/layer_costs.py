@@ -103,22 +103,31 @@ def product_time(recipe: Recipe, sizes: tuple[int, int], tokens: int) -> float:
     A split operand adds the products with its two factors, at the speed of bf16. The arguments are those of
     `bytes_kept`.
     """
+    done = multiply_adds(recipe, sizes, tokens)
+    return sum(count / SPEEDS[bits] for bits, count in done.items())
+
+
+def multiply_adds(recipe: Recipe, sizes: tuple[int, int], tokens: int) -> dict[int, int]:
+    """Multiply-adds of a layer's three products and of its splits, by the bits of the wider operand.
+
+    The arguments are those of `bytes_kept`.
+    """
     in_features, out_features = sizes
     shapes = {  # rows, sum, columns
         "output": (tokens, in_features, out_features),
         "grad_input": (tokens, out_features, in_features),
         "grad_weight": (out_features, tokens, in_features),
     }
-    total = 0.0
+    found = dict.fromkeys(SPEEDS, 0)
     for product in PRODUCTS:
         rows, inner, cols = shapes[product]
         names = operand_quantizers(recipe, product)
-        total += rows * inner * cols / SPEEDS[max(map(_bits, names))]
+        found[max(map(_bits, names))] += rows * inner * cols
         for field, name, other in zip(SPLITS[product], names, (cols, rows), strict=True):
             split = getattr(recipe, field)
             if split is not None and not quantizer(name).is_identity:  # otherwise the operand is not split
-                total += split.rank_of(*sizes) * (inner * other + rows * cols)
-    return total
+                found[16] += split.rank_of(*sizes) * (inner * other + rows * cols)
+    return found
 
 
 def _bytes_of(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from programs import call_main
-from studies import RESULT
+from studies import NAMES, RESULT, finish, report
 
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.study_file import read_study
@@ -162,3 +162,19 @@ def test_the_list_names_cells_and_which_are_finished(study, tmp_path, capsys):
     cells[0].write("result.json", {**RESULT, "losses": [1.0] * 8})
     done = call_main(TOOL, study, "--out", tmp_path / "out", "--list", "--seed", 1, capsys=capsys)
     assert done.stdout.splitlines() == ["finished  tiny,parts,8,bf16,1", "-         tiny,parts,8,nvfp4,1"]
+
+
+def test_a_report_on_a_part_of_a_folder_needs_another_folder(study, tmp_path, capsys):
+    out, part = tmp_path / "out", tmp_path / "part"
+    finish(study, out, *NAMES)
+    report(study, out, capsys)
+    before = (out / "study.json").read_bytes()
+    done = call_main(TOOL, study, "--out", out, "--report", "--seed", 1, capsys=capsys)
+    assert done.returncode == 2
+    assert "tiny,parts,8,bf16,2, which the options do not select: leave them out" in done.stderr
+    assert f"--from {out / 'study.json'} and another --out" in done.stderr
+    assert (out / "study.json").read_bytes() == before
+    for more in (["--from", out / "study.json"], []):  # the second time with what was taken over
+        data, _ = report(study, part, capsys, *more, "--seed", 1)
+        assert list(data["cells"]) == ["tiny,parts,8,bf16,1", "tiny,parts,8,nvfp4,1"]
+        assert data["groups"][0]["rows"][0]["gaps"]["8"]["num_pairs"] == 1

@@ -66,8 +66,7 @@ class Cell:
     @property
     def label(self) -> str:
         """Name of the recipe or replica, with the factor of the learning rate if a recipe has another."""
-        is_usual = self.lr_factor == 1 or isinstance(self.entry, Replica)
-        return self.entry.name if is_usual else f"{self.entry.name}@lr{self.lr_factor:g}"
+        return self.entry.name if isinstance(self.entry, Replica) else self.entry.label(self.lr_factor)
 
     @property
     def name(self) -> str:

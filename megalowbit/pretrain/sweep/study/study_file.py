@@ -81,6 +81,10 @@ class RecipeEntry(NamedEntry):
         description="each is a run of its own, with the learning rate times this number",
     )
 
+    def label(self, factor: float) -> str:
+        """The recipe's name, with the factor of the learning rate if it is another than 1."""
+        return self.name if factor == 1 else f"{self.name}@lr{factor:g}"
+
 
 class Replica(NamedEntry):
     """The same recipe with a change that should not matter: how far two equal runs drift apart."""

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import Cell
+from megalowbit.pretrain.sweep.study.report.learning_rates import learning_rates
 from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all, delay
 from megalowbit.pretrain.sweep.study.results import LossMeans, Result, block_of
-from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, RecipeEntry, StudySettings
+from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, StudySettings
 
 CURVE_POINTS = 40
 DELAY_POINTS = 160  # 3,000 steps in blocks of 25 have fewer
@@ -87,7 +88,7 @@ class Row:
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
-        cpu: CPU time of a step, relative to the reference's; only of pairs from one processor.
+        cpu: CPU time of a step, relative to the reference's: the median of pairs from one processor.
         curve: step → mean gap, for a picture.
     """
 
@@ -151,8 +152,14 @@ class Group:
     def rows(self) -> list[Row]:
         """The recipes against the baseline."""
         others = {self.study.baseline, *self._repeats}
-        labels = [label for label in self.members if label not in others]
-        return [row for label in labels if (row := self._row(label, self.study.baseline)) is not None]
+        found = [self._row(label, self.study.baseline) for label in self.members if label not in others]
+        return [row for row in found if row is not None]
+
+    @property
+    def without_value(self) -> list[str]:
+        """Labels that have no row, because none of their seeds has a pair on each text."""
+        shown = {self.study.baseline, *(row.label for row in (*self.rows, *self.noise))}
+        return [label for label in self.members if label not in shown]
 
     @cached_property
     def noise(self) -> list[Row]:
@@ -212,19 +219,20 @@ class Group:
 
     @cached_property
     def drifts(self) -> list[float]:
-        """What forks of the baseline differ from it by at the end, one number for each single pair.
+        """What finished forks of the baseline differ from it by at the end, a number for each single pair.
 
-        Without forks, what replicas differ by, which may stay near the path that they repeat.
+        Without any, what replicas differ by, which may stay near the path that they repeat.
         """
         found = []
-        forks = {label: of for label, of in self._repeats.items() if label in self.study.baseline_forks}
-        for label, of in (forks or self._repeats).items():
+        repeats = {label: of for label, of in self._repeats.items() if label in self.members}
+        forks = {label: of for label, of in repeats.items() if label in self.study.baseline_forks}
+        for label, of in (forks or repeats).items():
             own, peer = self.members.get(label, {}), self.members.get(of, {})
             found += [own[k].loss_to(self.steps) - peer[k].loss_to(self.steps) for k in own if k in peer]
         return [each for each in found if not math.isnan(each)]
 
     def noise_floor(self) -> float | None:
-        """The root mean square of what replicas differ by, over all of them; None without replicas."""
+        """The root mean square of `drifts`; None if neither a fork nor a replica is finished."""
         return math.sqrt(statistics.fmean(each**2 for each in self.drifts)) if self.drifts else None
 
     @cached_property
@@ -268,46 +276,8 @@ class Group:
         return compare_all(losses)
 
     def learning_rates(self) -> list[dict[str, Any]]:
-        """For each recipe with several factors of the learning rate: what they change, and the best one.
-
-        The best rate has the lowest mean over the seeds that have all factors. `gap` is that of the recipe at
-        its best rate to the baseline at its best rate, within all pairs of single runs, without forks. Both
-        rates are chosen by these losses.
-        """
-        swept = {recipe.name: self._losses_by_factor(recipe) for recipe in self.study.recipes}
-        swept = {name: losses for name, losses in swept.items() if len(losses) > 1}
-        usual = self.final_losses(self.study.baseline)
-        peer = usual
-        if self.study.baseline in swept:
-            peer = swept[self.study.baseline][_best(_common(swept[self.study.baseline]))]
-        found = []
-        for name, losses in swept.items():
-            common = _common(losses)
-            factor = _best(common)
-            comparisons = compare_all(losses)
-            gaps = [losses[factor][seed] - peer[seed] for seed in losses[factor] if seed in peer]
-            gap = _estimate(gaps) if name != self.study.baseline else None
-            found.append(
-                {
-                    "recipe": name,
-                    "num_seeds": len(common[factor]),
-                    "mean_losses": {each: statistics.fmean(of.values()) for each, of in common.items()},
-                    "best_factor": factor,
-                    "gap": None if gap is None else gap.to_dict(),
-                    "matters": any(each.is_separated for each in comparisons),
-                    "is_known": bool(comparisons),
-                }
-            )
-        return found
-
-    def _losses_by_factor(self, recipe: RecipeEntry) -> dict[str, dict[int, float]]:
-        """Losses at the end by factor of the learning rate and seed; nothing if no seed has all factors."""
-        found = {
-            f"{factor:g}": losses
-            for factor in recipe.lr_factors
-            if (losses := self.final_losses(_label(recipe.name, factor)))
-        }
-        return found if all(_common(found).values()) else {}
+        """What each sweep of learning rates shows; see `learning_rates.py`."""
+        return learning_rates(self.study, self.final_losses)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -315,6 +285,8 @@ class Group:
             "size": self.size,
             "steps": self.steps,
             "text": self.text,
+            "texts": sorted(self.texts),
+            "without_value": self.without_value,
             "marks": self.marks,
             "baseline": {
                 "name": self.study.baseline,
@@ -357,12 +329,15 @@ class Group:
     def _row(self, label: str, reference: str) -> Row | None:
         own, peer = self.members.get(label, {}), self.members.get(reference, {})
         keys = [key for key in own if key in peer]
-        if not keys:
+        if not any(own[key].is_diverged for key in keys) and not self.differences(
+            label, reference, _loss_to(self.steps)
+        ):
             return None
         gaps = {mark: _estimate(self.differences(label, reference, _loss_to(mark))) for mark in self.marks}
         end = gaps[self.steps]
         losses = self._peers(label, reference, _loss_to(self.steps))
-        loss = _mean(losses[key] for key in keys if key in losses)
+        keys = [key for key in keys if key in losses]
+        loss = _mean(self._by_seed({k: losses[k] for k in keys if not own[k].is_diverged}).values())
         noise = self._by_seed({key: own[key].heldout("own") - own[key].heldout("bf16") for key in keys})
         ratios = [
             own[key].cpu_seconds() / peer[key].cpu_seconds()
@@ -379,7 +354,7 @@ class Group:
             heldout_bf16=self._estimate(label, reference, lambda each: each.heldout("bf16")),
             heldout_own=self._estimate(label, reference, lambda each: each.heldout("own")),
             forward_noise=_estimate(list(noise.values())),
-            cpu=_mean(ratios),
+            cpu=_median(ratios),
             curve=self._curve(label, reference),
         )
 
@@ -425,11 +400,13 @@ def finished_cells(cells: Sequence[Cell]) -> list[Finished]:
 def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
     """The groups in which a recipe and the baseline have a finished cell in common.
 
+    That of all texts is there if one of a single text is: it says what has no pair on each of them.
+
     Raises:
         UserError: cells that would be compared have not read the same number of tokens.
     """
     finished = finished_cells(cells)
-    found = []
+    found: list[Group] = []
     for size, steps in dict.fromkeys((cell.size.name, cell.steps) for cell in cells):
         here = [each for each in finished if each.cell.size.name == size and each.cell.steps == steps]
         _check_equal_tokens(here)
@@ -440,7 +417,8 @@ def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
                 if text in (ALL_TEXTS, each.cell.text):
                     members.setdefault(each.cell.label, {})[each.key] = each
             group = Group(study, size, steps, text, members)
-            if group.rows or group.noise:
+            has_parts = text == ALL_TEXTS and any((each.size, each.steps) == (size, steps) for each in found)
+            if group.rows or group.noise or has_parts:
                 found.append(group)
     return found
 
@@ -462,26 +440,16 @@ def _loss_to(step: int) -> Callable[[Finished], float]:
     return lambda each: each.loss_to(step)
 
 
-def _common(losses: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
-    """Losses by factor of the learning rate and seed, of the seeds that all factors have."""
-    seeds = sorted(set.intersection(*map(set, losses.values()))) if losses else []
-    return {factor: {seed: of[seed] for seed in seeds} for factor, of in losses.items()}
-
-
-def _best(losses: Mapping[str, Mapping[int, float]]) -> str:
-    """The factor of the learning rate with the smallest mean loss."""
-    return min(losses, key=lambda factor: statistics.fmean(losses[factor].values()))
-
-
-def _label(name: str, factor: float) -> str:
-    return name if factor == 1 else f"{name}@lr{factor:g}"
-
-
 def _estimate(values: Sequence[float]) -> Estimate | None:
     finite = [value for value in values if not math.isnan(value)]
     return Estimate.of(finite) if finite else None
 
 
-def _mean(values: Any) -> float | None:
+def _mean(values: Iterable[float]) -> float | None:
     finite = [value for value in values if not math.isnan(value)]
     return statistics.fmean(finite) if finite else None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    finite = [value for value in values if not math.isnan(value)]
+    return statistics.median(finite) if finite else None

@@ -7,12 +7,16 @@ from html import escape
 from typing import Any
 
 from megalowbit.pretrain.sweep.study.report.analysis import Group, Row
+from megalowbit.pretrain.sweep.study.report.costs import RecipeCost
 from megalowbit.pretrain.sweep.study.report.curves import Curve, picture
 from megalowbit.pretrain.sweep.study.report.sizes import SizeTrends
 from megalowbit.pretrain.sweep.study.report.statistics import Estimate
 from megalowbit.pretrain.sweep.study.report.tables import (
+    COST_HEADINGS,
+    COST_NOTE,
     TREND_HEADINGS,
     cells,
+    costs_by_size,
     headings,
     notes,
     trend_note,
@@ -22,18 +26,29 @@ from megalowbit.pretrain.sweep.study.results import VERSIONS
 from megalowbit.report.drawing.document import document, paragraphs, part, table
 
 
-def page(title: str, groups: Sequence[Group], trends: Sequence[SizeTrends], data: dict[str, Any]) -> str:
+def page(
+    title: str,
+    groups: Sequence[Group],
+    trends: Sequence[SizeTrends],
+    costs: Sequence[RecipeCost],
+    data: dict[str, Any],
+) -> str:
     """The page.
 
     Args:
         title: of the study.
         groups: what was compared.
         trends: power laws over sizes.
+        costs: of the linear layers.
         data: the content of study.json, for origin and texts.
     """
     heading = f"Gaps to {groups[0].study.baseline}: {title}" if groups else f"{title}: no pair is finished"
     body = "".join(map(_section, groups)) + "".join(map(_trends, trends))
-    body += "".join(f"<p>{escape(each)}</p>" for each in data.get("unpaired", ()))
+    body += "".join(f"<p>{escape(each)}</p>" for each in data["missing"])
+    body += "".join(
+        part(name, table(COST_HEADINGS, rows) + paragraphs([COST_NOTE]))
+        for name, rows in costs_by_size(costs, data["study"]["baseline"]).items()
+    )
     return document(heading, f"<h1>{escape(heading)}</h1>{_introduction(data)}{body}{_origin(data)}")
 
 
@@ -45,9 +60,9 @@ def _introduction(data: dict[str, Any]) -> str:
         "long the mean curve of the baseline took from the loss at which the recipe ends to its own. “Held "
         "out, bf16” is the gap of the trained weights, evaluated in bf16 on text that no run has read; "
         "“forward noise” is what the same weights lose in their own precision. CPU time is that of a "
-        "training step, relative to the baseline, in pairs from one processor. Bars in the pictures are "
-        "intervals. Replicas repeat a recipe with a change that should not matter; they show the noise floor "
-        f"(grey band).{unfinished}</p>"
+        "training step, relative to the baseline: the median of pairs from one processor. Bars in the "
+        "pictures are intervals. Replicas repeat a recipe with a change that should not matter; they show "
+        f"the noise floor (grey band).{unfinished}</p>"
     )
 
 

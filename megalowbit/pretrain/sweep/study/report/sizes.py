@@ -62,11 +62,9 @@ def trends_of(groups: Sequence[Group], parameters: Mapping[str, int]) -> list[Si
         parameters: name of a size → number of parameters.
     """
     found = []
-    for steps, text in dict.fromkeys((group.steps, group.text) for group in groups):
-        here = [group for group in groups if (group.steps, group.text) == (steps, text)]
-        here = [group for group in here if group.study.size(group.size).stress_of is None]
-        if len({frozenset(group.texts) for group in here}) > 1:
-            continue  # "all" would mean other texts at other sizes
+    for (steps, text), here in _by_length_and_text(groups).items():
+        if _are_texts_mixed(here):
+            continue
         gaps: dict[str, dict[int, list[float]]] = {}
         for group in here:
             for row in group.rows:
@@ -77,3 +75,28 @@ def trends_of(groups: Sequence[Group], parameters: Mapping[str, int]) -> list[Si
         if laws:
             found.append(SizeTrends(here[0].study.baseline, steps, text, laws))
     return found
+
+
+def not_fitted(groups: Sequence[Group]) -> list[str]:
+    """A sentence for each length whose sizes have different texts: `all` would mean other texts at each."""
+    found = []
+    for (steps, _), here in _by_length_and_text(groups).items():
+        if len(here) >= LEAST_SIZES and _are_texts_mixed(here):
+            texts = "; ".join(f"{group.size}: {' and '.join(sorted(group.texts))}" for group in here)
+            found.append(
+                f"No power law over all texts at {steps} steps: sizes have different ones ({texts})."
+            )
+    return found
+
+
+def _by_length_and_text(groups: Sequence[Group]) -> dict[tuple[int, str], list[Group]]:
+    """The groups of models that are not under stress."""
+    found: dict[tuple[int, str], list[Group]] = {}
+    for group in groups:
+        if group.study.size(group.size).stress_of is None:
+            found.setdefault((group.steps, group.text), []).append(group)
+    return found
+
+
+def _are_texts_mixed(groups: Sequence[Group]) -> bool:
+    return len({frozenset(group.texts) for group in groups}) > 1

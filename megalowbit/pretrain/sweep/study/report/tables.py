@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megalowbit.pretrain.sweep.study.report.analysis import Group, Row
+from megalowbit.pretrain.sweep.study.report.costs import RecipeCost
 from megalowbit.pretrain.sweep.study.report.sizes import SizeTrends
 from megalowbit.pretrain.sweep.study.report.statistics import Estimate
 from megalowbit.values import counted
@@ -59,6 +60,9 @@ def notes(group: Group) -> list[str]:
         )
     if missing := group.num_without_fork():
         found.append(f"Pairs that are left out, because a fork is not finished or has diverged: {missing}.")
+    if group.without_value:
+        texts = " and ".join(sorted(group.texts))
+        found.append(f"No seed has a pair on {texts}: {', '.join(group.without_value)}.")
     floor, deviation = group.noise_floor(), group.seed_deviation()
     if floor is not None:
         pairs = f"root mean square of {len(group.drifts)} pairs"
@@ -87,6 +91,10 @@ def notes(group: Group) -> list[str]:
             f"No two recipes are separated after Holm's correction over {len(comparisons)} comparisons."
         )
     for rates in group.learning_rates():
+        if not rates["num_seeds"]:
+            factors = ", ".join(f"× {factor}" for factor in rates["mean_losses"])
+            found.append(f"Learning rate of {rates['recipe']}: no seed has all of {factors}.")
+            continue
         losses_text = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in rates["mean_losses"].items())
         effect = "the learning rate matters" if rates["matters"] else "no difference is significant"
         effect = effect if rates["is_known"] else "too few pairs to tell"
@@ -127,6 +135,42 @@ def signed(value: float) -> str:
 
 def _rows(group: Group) -> list[list[str]]:
     return [headings(group), *(cells(group, row) for row in (*group.rows, *group.noise))]
+
+
+COST_HEADINGS = ["recipe", "bytes kept", "time of products", "products in FP4"]
+COST_NOTE = (
+    "Computed, relative to the baseline. Bytes: what linear layers keep for backward, of a micro-batch. "
+    "Time: on a GPU whose 8-bit units are twice and whose FP4 units are four times as fast as those of bf16, "
+    "without rounding and transforms. In FP4: multiply-adds whose operands both have 4 bits. Time and share "
+    "are means over the run, a late switch included."
+)
+
+
+def costs_markdown(costs: Sequence[RecipeCost], baseline: str) -> str:
+    """A table of costs for each size, and what its columns mean."""
+    tables = [
+        "\n".join([f"**{title}**", "", *_table([COST_HEADINGS, *rows])])
+        for title, rows in costs_by_size(costs, baseline).items()
+    ]
+    return "\n\n".join([*tables, COST_NOTE]) if tables else ""
+
+
+def costs_by_size(costs: Sequence[RecipeCost], baseline: str) -> dict[str, list[list[str]]]:
+    """Title → rows; sizes without the baseline are left out."""
+    of = {each.size: each for each in costs if each.label == baseline}
+    found: dict[str, list[list[str]]] = {}
+    for each in costs:
+        if each.size in of:
+            reference = of[each.size]
+            found.setdefault(f"Cost of the linear layers, {each.size}", []).append(
+                [
+                    each.label,
+                    f"× {each.bytes_kept / reference.bytes_kept:.2f}",
+                    f"× {each.product_time / reference.product_time:.2f}",
+                    f"{100 * each.fp4_share:.0f} %",
+                ]
+            )
+    return found
 
 
 TREND_HEADINGS = ["recipe", "gap there", "exponent b [95 %]", "p of the law", "what the data support"]

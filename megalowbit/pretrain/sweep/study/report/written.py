@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.sweep.study.cells import TEXTS, Cell, check_folder
 from megalowbit.pretrain.sweep.study.kept_results import FORMAT, to_kept
 from megalowbit.pretrain.sweep.study.report.analysis import Group, finished_cells, groups_of
+from megalowbit.pretrain.sweep.study.report.costs import RecipeCost, costs_of
 from megalowbit.pretrain.sweep.study.report.page import page
 from megalowbit.pretrain.sweep.study.report.power_law import LEAST_SIZES
-from megalowbit.pretrain.sweep.study.report.sizes import count_parameters, trends_of
-from megalowbit.pretrain.sweep.study.report.tables import markdown, trends_markdown
+from megalowbit.pretrain.sweep.study.report.sizes import SizeTrends, count_parameters, not_fitted, trends_of
+from megalowbit.pretrain.sweep.study.report.tables import costs_markdown, markdown, trends_markdown
 from megalowbit.pretrain.sweep.study.results import made_with
 from megalowbit.pretrain.sweep.study.study_file import StudySettings
 from megalowbit.pretrain.sweep.study.texts import FACTS, facts_in
@@ -49,20 +51,59 @@ def write_report(
     check_folder(cells)
     _check_settings(study, cells, out)
     _check_earlier_report(cells, out)
-    groups = groups_of(study, cells)
-    sizes = {group.size for group in groups if study.size(group.size).stress_of is None}
-    is_wide = len(sizes) >= LEAST_SIZES
-    trends = trends_of(groups, count_parameters(cells)) if is_wide else []
-    missing = unpaired(study, cells, groups)
-    text = "\n\n".join(part for part in (markdown(groups), trends_markdown(trends), *missing) if part)
-    data = {**to_json(study, description, cells, groups, out), "sizes": [each.to_dict() for each in trends]}
-    data["unpaired"] = missing
+    shown = Shown.by(study, cells)
+    groups, trends, costs = shown.groups, shown.trends, shown.costs
+    parts = [markdown(groups), trends_markdown(trends), *shown.missing, costs_markdown(costs, study.baseline)]
+    text = "\n\n".join(part for part in parts if part)
+    data = {**to_json(study, description, cells, out), **shown.to_dict()}
     with atomic_file(out / STUDY_JSON) as file:
         file.write(to_text(data))
-    for name, content in (("study.md", text + "\n"), ("study.html", page(out.name, groups, trends, data))):
+    for name, content in (
+        ("study.md", text + "\n"),
+        ("study.html", page(out.name, groups, trends, costs, data)),
+    ):
         with atomic_file(out / name) as file:
             file.write(content)
     return text
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the finished cells of a study show.
+
+    Attributes:
+        groups: the gaps.
+        trends: their power laws over sizes.
+        costs: of the recipes.
+        missing: sentences about what has no figures.
+    """
+
+    groups: list[Group]
+    trends: list[SizeTrends]
+    costs: list[RecipeCost]
+    missing: list[str]
+
+    @classmethod
+    def by(cls, study: StudySettings, cells: Sequence[Cell]) -> Shown:
+        """Analyse the finished ones of these cells."""
+        groups = groups_of(study, cells)
+        sizes = {group.size for group in groups if study.size(group.size).stress_of is None}
+        is_wide = len(sizes) >= LEAST_SIZES
+        return cls(
+            groups,
+            trends_of(groups, count_parameters(cells)) if is_wide else [],
+            costs_of([each.cell for each in finished_cells(cells)]),
+            unpaired(study, cells, groups) + not_fitted(groups),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "groups": [each.to_dict() for each in self.groups],
+            "sizes": [each.to_dict() for each in self.trends],
+            "costs": [each.to_dict() for each in self.costs],
+            "missing": self.missing,
+        }
 
 
 def unpaired(study: StudySettings, cells: Sequence[Cell], groups: Sequence[Group]) -> list[str]:
@@ -142,10 +183,9 @@ def to_json(
     study: StudySettings,
     description: Mapping[str, Any],
     cells: Sequence[Cell],
-    groups: Sequence[Group],
     out: Path,
 ) -> dict[str, Any]:
-    """All data of a study."""
+    """The study, its finished cells, and what they were made with."""
     finished = finished_cells(cells)
     root = cells[0].program.parent.parent
     base = load_json(study.base)
@@ -161,5 +201,4 @@ def to_json(
         "report_made_with": made_with(root),
         **to_kept({each.cell.name: (each.cell, each.result) for each in finished}, root),
         "unfinished": len(cells) - len(finished),
-        "groups": [group.to_dict() for group in groups],
     }

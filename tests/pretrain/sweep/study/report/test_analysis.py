@@ -248,6 +248,50 @@ def test_all_texts_need_a_seed_on_each_of_them(cells):
     assert row.gaps[20].mean == pytest.approx(0.01 * 1.2 * 1.02)  # of seeds 1 and 3
 
 
+def test_a_text_that_few_cells_have_is_named_where_it_leaves_no_pair(cells):
+    for cell in cells:
+        if cell.text == "two" and (cell.label, cell.seed) not in (("bf16", 1), ("good", 1)):
+            (cell.path / "result.json").unlink()
+    group = group_of(cells)
+    assert [row.label for row in group.rows] == ["good"]
+    assert group.rows[0].gaps[20].num_pairs == 1
+    assert group.without_value == ["good@lr2", "bad", "again"]
+    assert "No seed has a pair on one and two: good@lr2, bad, again." in notes(group)
+    (good,) = [cell for cell in cells if cell.name == "s,two,20,good,1"]
+    (good.path / "result.json").unlink()  # nothing is left, and the group still says so
+    group = group_of(cells)
+    assert group.rows == []
+    assert "No seed has a pair on one and two: good, good@lr2, bad, again." in notes(group)
+    assert "| recipe " in markdown([group])
+
+
+def test_a_fork_that_is_not_finished_leaves_the_noise_floor_to_replicas(cells):
+    group = group_of(forked(cells, {}), "one")
+    drift = [0.001 * (1 + 0.01 * seed) for seed in (1, 2, 3)]
+    assert group.noise_floor() == pytest.approx(math.sqrt(statistics.mean(x**2 for x in drift)))
+
+
+def test_a_share_of_the_loss_is_of_the_seeds_of_the_gap(cells):
+    for cell in cells:
+        if cell.name in ("s,two,20,bf16,3", "s,one,20,bad,1"):
+            (cell.path / "result.json").unlink()
+    ends = {
+        (c.text, c.seed): statistics.mean(c.result().losses[15:])
+        for c in cells
+        if c.result() and c.label == "bf16"
+    }
+    (bad,) = [row for row in group_of(cells).rows if row.label == "bad"]  # of seed 2 only
+    loss = statistics.mean(ends[text, 2] for text in ("one", "two"))
+    assert bad.percent.mean == pytest.approx(100 * 0.05 * 1.2 * 1.02 / loss)
+
+
+def test_a_run_that_was_slow_for_another_reason_does_not_change_the_cpu_time(cells):
+    (cell,) = [each for each in cells if each.name == "s,one,20,bf16,2"]
+    cell.write("result.json", result_of(cell, cost={**result_of(cell)["cost"], "cpu_seconds": 30.0}))
+    (row,) = [row for row in group_of(cells, "one").rows if row.label == "bad"]
+    assert row.cpu == pytest.approx(1.5)
+
+
 def test_recipes_are_compared_at_their_best_learning_rates_within_pairs(cells):
     study = study_of({**STUDY, "recipes": SWEPT, "replicas": []}, "study", cells[0].folder)
     swept = cells_of(study, cells[0].folder, cells[0].program)

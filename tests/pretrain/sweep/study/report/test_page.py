@@ -66,11 +66,11 @@ def test_the_page_stands_alone_and_has_a_row_and_a_line_for_each_recipe(study, t
     assert "&lt;one&gt;" in text
     assert "<one>" not in text
     assert reader.tags.count("polyline") == 3 + 1  # a size each, and the law over sizes
-    assert reader.tags.count("tr") == 3 * (1 + 1 + 1) + (1 + 1)
+    assert reader.tags.count("tr") == 3 * (1 + 1 + 1) + (1 + 1) + 3 * (1 + 2)  # gaps, law, costs
     assert len(re.findall('class="interval c0"', text)) == 3 + 1
     assert "18 cells: commit <code>abc</code>" in text
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
     assert "max-width: 40rem" in text
     data = json.loads((out / "study.json").read_text())
-    assert "no pair is finished" in page("empty", [], [], data)
+    assert "no pair is finished" in page("empty", [], [], [], data)

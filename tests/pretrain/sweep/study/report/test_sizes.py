@@ -80,6 +80,35 @@ def test_a_model_under_stress_is_no_size(three_sizes, tmp_path, capsys):
     assert json.loads((out / "study.json").read_text())["sizes"] == expected
 
 
+def test_sizes_with_other_texts_have_no_law_over_all_texts_and_the_report_says_so(
+    three_sizes, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    raw = json.loads(three_sizes.read_text())
+    raw["texts"] += [{**raw["texts"][0], "name": name} for name in ("second", "third")]
+    three_sizes.write_text(json.dumps(raw))
+    study = read_study(three_sizes)
+    texts = {"small": "second", "middle": "third", "large": "second"}
+    for cell in cells_of(study, out, ROOT / "launch" / "pretrain.py"):
+        if cell.text == texts[cell.size.name]:
+            text = next(each for each in study.texts if each.name == cell.text)
+            settings = cell.settings(write_text(text, cell.text_folder, heldout_bytes=3000))
+            cell.write("cell.json", settings)
+            made = {"settings": settings, "losses": [4.0 + cell.seed] * 8, "tokens": 9}
+            cell.write("result.json", {**RESULT, **made, "made_with": made_with(ROOT)})
+    done = call_main("tools/study.py", three_sizes, "--out", out, "--report", capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    said = (
+        "No power law over all texts at 8 steps: sizes have different ones "
+        "(small: parts and second; middle: parts and third; large: parts and second)."
+    )
+    assert said in done.stdout
+    assert said in (out / "study.html").read_text()
+    data = json.loads((out / "study.json").read_text())
+    assert [each["text"] for each in data["sizes"]] == ["parts"]
+    assert data["missing"] == [said]
+
+
 def test_a_report_of_three_sizes_has_the_law_and_with_two_none(three_sizes, tmp_path, capsys):
     out = tmp_path / "out"
     done = call_main("tools/study.py", three_sizes, "--out", out, "--report", capsys=capsys)

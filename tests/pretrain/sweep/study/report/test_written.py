@@ -50,7 +50,7 @@ def test_a_report_without_pairs_says_what_is_finished(study, tmp_path, capsys):
         assert done.returncode == 0, done.stderr
         assert ("No gaps for tiny, 8 steps, text parts" in done.stdout) != has_pair
         assert ("no run has a seed in common with bf16" in (out / "study.html").read_text()) != has_pair
-        assert bool(json.loads((out / "study.json").read_text())["unpaired"]) != has_pair
+        assert bool(json.loads((out / "study.json").read_text())["missing"]) != has_pair
         if finished == ("bf16", 1):
             assert "Finished seeds: bf16: 1; nvfp4: 2." in (out / "study.md").read_text()
 
