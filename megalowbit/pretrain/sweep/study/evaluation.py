@@ -2,7 +2,8 @@
 
 The difference of the two is the noise of the forward pass; the loss in bf16 shows what training has done to
 the weights. The evaluation is exact: each token of the held-out text after the first is predicted once, from
-at most `sequence_length` tokens before it, and the sum is taken in float64.
+at most `sequence_length` tokens before it, but for those that are left after whole sequences. The sum is taken
+in float64.
 """
 
 from __future__ import annotations
