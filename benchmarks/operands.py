@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.kept_layers import linear_layers, select_layers
@@ -71,7 +72,7 @@ class Statistics:
         self.output_powers += outputs.square().sum((1, 2))
         self.output_sums += outputs.sum(1)
         blocks = x.reshape(len(x), -1, BLOCK)
-        self.peaks.append((blocks.abs().amax(-1) / blocks.square().mean(-1).sqrt()).flatten())
+        self.peaks.append((blocks.abs().amax(-1) / blocks.square().mean(-1).sqrt()).flatten().half())
 
     def row(self, name: str) -> tuple[str, ...]:
         """The line of a layer."""
@@ -94,12 +95,17 @@ class Statistics:
 def statistics(model: Any, sequences: torch.Tensor, name: str) -> dict[str, Statistics]:
     """Of each layer that the recipe `nvfp4` converts, with inputs rounded by the quantizer of this name."""
     chosen, found = quantizer(name), dict[str, Statistics]()
+    if chosen.is_identity:
+        raise UserError(f"--format {name} rounds nothing: name another quantizer")
     converted = select_layers(model, recipe("nvfp4")).to_swap
     for layer_name, layer in linear_layers(model).items():
         if layer_name not in converted:
             continue
         is_conv = type(layer).__name__ == "Conv1D"
-        found[layer_name] = kept = Statistics(layer.weight if is_conv else layer.weight.T)
+        weight: torch.Tensor = layer.weight if is_conv else layer.weight.T
+        if len(weight) % BLOCK:
+            raise UserError(f"{layer_name} reads {len(weight)} numbers, which are no whole blocks of {BLOCK}")
+        found[layer_name] = kept = Statistics(weight)
 
         def see(_module: Any, inputs: tuple[torch.Tensor], kept: Statistics = kept) -> None:
             x = inputs[0].flatten(0, -2)
@@ -125,9 +131,10 @@ def main(arguments: list[str] | None = None) -> int:
     tokens = read_tokens(data, options.text)
     check_text(model, tokens, data.sequence_length)
     sequences = split_into_sequences(tokens, data.sequence_length, "loss")
+    found = statistics(model, sequences, options.format)
     print(f"{sequences.shape[0] * data.sequence_length:,} tokens, {options.format}")
     print("| " + " | ".join(HEADINGS) + " |\n" + "|---" * len(HEADINGS) + "|")
-    for name, of in statistics(model, sequences, options.format).items():
+    for name, of in found.items():
         print("| " + " | ".join(of.row(name)) + " |")
     return 0
 

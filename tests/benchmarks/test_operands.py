@@ -1,6 +1,7 @@
 """Statistics of inputs, against the same ones of all inputs at once."""
 
 import numpy as np
+import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -70,3 +71,23 @@ def test_the_command_prints_a_line_for_each_layer(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "| " + " | ".join(HEADINGS) + " |"
     assert len(lines) == 3 + 8
+
+
+@pytest.mark.parametrize(
+    ("width", "options", "message"),
+    [
+        (32, ["--format", "fp32"], "--format fp32 rounds nothing"),
+        (24, [], "c_attn reads 24 numbers, which are no whole blocks of 16"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line_and_no_table(tmp_path, capsys, width, options, message):
+    config = write_config(tmp_path)
+    model = GPT2LMHeadModel(GPT2Config(n_embd=width, n_layer=1, n_head=2, n_positions=64, vocab_size=256))
+    model.save_pretrained(tmp_path / "hf")
+    text = tmp_path / "heldout.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 100)
+    arguments = ["--ds-config", str(config), "--weights", str(tmp_path / "hf"), "--text", str(text), *options]
+    assert main(arguments) == 2
+    done = capsys.readouterr()
+    assert done.out == ""
+    assert message in done.err

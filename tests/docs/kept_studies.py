@@ -6,8 +6,9 @@ from pathlib import Path
 
 from megalowbit.pretrain.sweep.study.cells import RESULT, cells_of
 from megalowbit.pretrain.sweep.study.kept_results import read_kept
-from megalowbit.pretrain.sweep.study.report.written import Shown, to_text
+from megalowbit.pretrain.sweep.study.report.written import Results, to_text
 from megalowbit.pretrain.sweep.study.reproduction import unpack
+from megalowbit.pretrain.sweep.study.results import made_with
 from megalowbit.pretrain.sweep.study.study_file import read_study
 
 ROOT = Path(__file__).parents[2]
@@ -22,18 +23,17 @@ def shown_by(path, folder):
     for cell in cells:
         if cell.name in kept.results:
             cell.write(RESULT, kept.results[cell.name].model_dump())
-    return json.loads(json.dumps(Shown.by(study, cells).to_dict()))
+    return json.loads(json.dumps(Results.of(study, cells).to_dict()))
 
 
-def rewrite(path, folder):
+def rewrite(path, folder, origin):
     """Bring what a file says about its cells up to date, after a change of the analysis."""
     before = json.loads(path.read_text())
-    path.write_text(
-        to_text({**{key: of for key, of in before.items() if key != "unpaired"}, **shown_by(path, folder)})
-    )
+    path.write_text(to_text({**before, **shown_by(path, folder), "report_made_with": origin}))
 
 
 if __name__ == "__main__":
-    for path in STUDIES:
+    ORIGIN = made_with(ROOT)  # before a file changes
+    for each in STUDIES:
         with tempfile.TemporaryDirectory() as folder:
-            rewrite(path, Path(folder))
+            rewrite(each, Path(folder), ORIGIN)

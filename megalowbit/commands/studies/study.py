@@ -146,6 +146,8 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
 
     every = cells_of(study, out, pretrain_script())
     chosen = _chosen(every, options)
+    if options.report:
+        _check_selection(every, chosen, out)
     if options.kept:
         check_folder(every)
         make_folder(out)
@@ -160,8 +162,6 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
     make_folder(out)
     if options.slurm is not None:
         return _write_job(study, chosen, options)
-    if options.report:
-        _check_selection(every, chosen, out)
     outcome = Outcome() if options.report else _execute(study, chosen, options.study.resolve(), options.jobs)
     tables = write_report(study, read_json_object(options.study), every, out)
     if any(size.stress_of for size in study.sizes):
@@ -175,10 +175,11 @@ def _diagnosis(run: Path) -> dict[str, Any]:
     """What `megalowbit diagnose` says about a run; one whose records were removed has none."""
     from megalowbit.findings.run_files import read_run
     from megalowbit.findings.verdict import diagnosis_of
+    from megalowbit.pretrain.sweep.instability.tables import NO_RECORDS
     from megalowbit.records.files import METRICS
 
     if not (run / METRICS).exists():
-        return {"state": "no records", "first": None, "step": None}
+        return {"state": NO_RECORDS, "first": None, "step": None}
     verdict = diagnosis_of(read_run(run))
     first = verdict.first
     return {
@@ -313,7 +314,8 @@ def _check_selection(every: Sequence[Cell], chosen: Sequence[Cell], out: Path) -
     if others:
         raise UserError(
             f"--report has all finished cells of {out}, also {others[0]}, which the options do not select: "
-            f"leave them out, or report on a part with --from {out / 'study.json'} and another --out"
+            "leave them out, or report on a part with another --out and, once there is a study.json, "
+            f"--from {out / 'study.json'}"
         )
 
 

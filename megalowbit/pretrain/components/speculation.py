@@ -155,8 +155,9 @@ def describe_speculation(settings: SpeculationSettings) -> str:
         candidates = f"{', '.join(settings.candidates)} at {limits:g} dB"
     often = "every step" if settings.every == 1 else f"every {settings.every} steps"
     verified = {0: "none", 1: "all"}.get(settings.verify_every, f"1 of {settings.verify_every}")
-    lowest = min(limits.values()) if isinstance(limits, dict) else limits
-    note = f"; predictions below {RELIABLE_DB:g} dB are not reliable" if lowest < RELIABLE_DB else ""
+    all_limits = limits.values() if isinstance(limits, dict) else [limits]
+    is_low = any(limit < RELIABLE_DB for limit in all_limits)
+    note = f"; unreliable below {RELIABLE_DB:g} dB" if is_low else ""
     return f"{candidates}; check {often}, {verified} verified{note}"
 
 

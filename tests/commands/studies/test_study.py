@@ -172,9 +172,14 @@ def test_a_report_on_a_part_of_a_folder_needs_another_folder(study, tmp_path, ca
     done = call_main(TOOL, study, "--out", out, "--report", "--seed", 1, capsys=capsys)
     assert done.returncode == 2
     assert "tiny,parts,8,bf16,2, which the options do not select: leave them out" in done.stderr
-    assert f"--from {out / 'study.json'} and another --out" in done.stderr
+    assert f"another --out and, once there is a study.json, --from {out / 'study.json'}" in done.stderr
     assert (out / "study.json").read_bytes() == before
     for more in (["--from", out / "study.json"], []):  # the second time with what was taken over
         data, _ = report(study, part, capsys, *more, "--seed", 1)
         assert list(data["cells"]) == ["tiny,parts,8,bf16,1", "tiny,parts,8,nvfp4,1"]
         assert data["groups"][0]["rows"][0]["gaps"]["8"]["num_pairs"] == 1
+    done = call_main(
+        TOOL, study, "--out", part, "--from", out / "study.json", "--report", "--seed", 2, capsys=capsys
+    )
+    assert done.returncode == 2
+    assert not (part / "cells" / "tiny,parts,8,bf16,2").exists()  # refused before anything is taken over

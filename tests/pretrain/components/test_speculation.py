@@ -101,7 +101,8 @@ def test_the_candidates_are_described_on_one_line():
     assert describe_speculation(SpeculationSettings(verify_every=0)).endswith("none verified")
     for low in (5.5, {"int8": 20, "fp8": 5}):
         line = describe_speculation(SpeculationSettings(threshold_db=low))
-        assert line.endswith("; predictions below 6 dB are not reliable")
+        assert line.endswith("; unreliable below 6 dB")
+    assert describe_speculation(SpeculationSettings(candidates=["bf16"], threshold_db={})).startswith("bf16;")
     candidates = ["int4", "nvfp4", "int8", "mixed", "fp8", "bf16"]
     longest = SpeculationSettings(
         candidates=candidates, threshold_db=12.25, every=1000, lookahead=0, verify_every=10

@@ -8,6 +8,7 @@ from typing import Any
 
 MOST_WARNINGS = 3  # of a run, in the table
 TROUBLED = "troubled"  # state of a diagnosis, see `findings/verdict.py`
+NO_RECORDS = "no records"  # state of a run whose records were removed
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -69,6 +70,8 @@ def _warnings(run: Mapping[str, Any]) -> str:
 def _diagnosis(run: Mapping[str, Any]) -> str:
     """What `diagnose` names first, and its step; – if nothing."""
     found = run["diagnosis"]
+    if found["state"] == NO_RECORDS:
+        return NO_RECORDS
     if found["state"] != TROUBLED:
         return "–"
     return found["first"] if found["step"] is None else f"{found['first']} ({found['step']})"
@@ -76,11 +79,17 @@ def _diagnosis(run: Mapping[str, Any]) -> str:
 
 def _diagnoses(runs: Sequence[Mapping[str, Any]]) -> str:
     """How often `diagnose` found something, in runs that broke and in others."""
-    found = []
+    found, states = [], [(run["diagnosis"]["state"], bool(run["breaks"])) for run in runs]
     for are_broken, name in ((True, "runs that broke"), (False, "others")):
-        here = [run["diagnosis"]["state"] == TROUBLED for run in runs if bool(run["breaks"]) == are_broken]
+        here = [
+            state == TROUBLED
+            for state, is_broken in states
+            if is_broken == are_broken and state != NO_RECORDS
+        ]
         found.append(f"{sum(here)} of {len(here)} {name}")
-    return f"`megalowbit diagnose` says that something went wrong in {found[0]}, and in {found[1]}."
+    said = f"`megalowbit diagnose` says that something went wrong in {found[0]}, and in {found[1]}."
+    missing = sum(state == NO_RECORDS for state, _ in states)
+    return said + (f" Runs without records: {missing}." if missing else "")
 
 
 def _first(runs: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,9 +1,8 @@
 """The held-out loss of trained weights, in bf16 and in the recipe's own precision.
 
 The difference of the two is the noise of the forward pass; the loss in bf16 shows what training has done to
-the weights. The evaluation is exact: each token of the held-out text after the first is predicted once, from
-at most `sequence_length` tokens before it, but for those that are left after whole sequences. The sum is taken
-in float64.
+the weights. The evaluation is exact: the last, partial sequence of the text is dropped, and each other token
+after the first is predicted once, from at most `sequence_length` tokens before it. The sum is in float64.
 """
 
 from __future__ import annotations

@@ -73,3 +73,7 @@ def test_what_diagnose_names_first_stands_beside_a_run_and_a_stop_is_nothing():
     )
     assert [cells_of(line)[-1] for line in found if line.startswith("| hot")] == ["killed", "–", "–"]
     assert found[-1].endswith("in 1 of 2 runs that broke, and in 0 of 1 others.")
+    removed = {"state": "no records", "first": None, "step": None}
+    found = lines(run("hot", "a", 30, diagnosis=removed), run("hot", "b", 9, diagnosis=troubled))
+    assert cells_of(next(line for line in found if line.startswith("| hot")))[-1] == "no records"
+    assert found[-1].endswith("in 1 of 1 runs that broke, and in 0 of 0 others. Runs without records: 1.")

@@ -157,7 +157,7 @@ class Group:
 
     @property
     def without_value(self) -> list[str]:
-        """Labels that have no row, because none of their seeds has a pair on each text."""
+        """Labels that have no row, because none of their seeds has a whole pair on each text."""
         shown = {self.study.baseline, *(row.label for row in (*self.rows, *self.noise))}
         return [label for label in self.members if label not in shown]
 
@@ -197,6 +197,11 @@ class Group:
         return sum(
             any(key not in cells or cells[key].is_diverged for cells in self._forks) for key in self.baseline
         )
+
+    @property
+    def diverged_baselines(self) -> list[Key]:
+        """Texts and seeds with which the baseline has diverged: their pairs have no gap from then on."""
+        return sorted(key for key, each in self.baseline.items() if each.is_diverged)
 
     @property
     def texts(self) -> set[str]:
@@ -277,7 +282,8 @@ class Group:
 
     def learning_rates(self) -> list[dict[str, Any]]:
         """What each sweep of learning rates shows; see `learning_rates.py`."""
-        return learning_rates(self.study, self.final_losses)
+        losses = {label: self.final_losses(label) for label in self.members}
+        return learning_rates(self.study, losses)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -328,15 +334,15 @@ class Group:
 
     def _row(self, label: str, reference: str) -> Row | None:
         own, peer = self.members.get(label, {}), self.members.get(reference, {})
-        keys = [key for key in own if key in peer]
-        if not any(own[key].is_diverged for key in keys) and not self.differences(
-            label, reference, _loss_to(self.steps)
-        ):
+        common = [key for key in own if key in peer]
+        found = {mark: _estimate(self.differences(label, reference, _loss_to(mark))) for mark in self.marks}
+        gaps = {mark: gap for mark, gap in found.items() if gap is not None}
+        num_diverged = sum(own[key].is_diverged for key in common)
+        if not gaps and not num_diverged:
             return None
-        gaps = {mark: _estimate(self.differences(label, reference, _loss_to(mark))) for mark in self.marks}
-        end = gaps[self.steps]
+        end = gaps.get(self.steps)
         losses = self._peers(label, reference, _loss_to(self.steps))
-        keys = [key for key in keys if key in losses]
+        keys = [key for key in common if key in losses]
         loss = _mean(self._by_seed({k: losses[k] for k in keys if not own[k].is_diverged}).values())
         noise = self._by_seed({key: own[key].heldout("own") - own[key].heldout("bf16") for key in keys})
         ratios = [
@@ -347,8 +353,8 @@ class Group:
         return Row(
             label=label,
             reference=reference,
-            num_diverged=sum(own[key].is_diverged for key in keys),
-            gaps={mark: gap for mark, gap in gaps.items() if gap is not None},
+            num_diverged=num_diverged,
+            gaps=gaps,
             percent=None if end is None or not loss else end.scaled(100 / loss),
             steps_behind=self._delay(label, reference),
             heldout_bf16=self._estimate(label, reference, lambda each: each.heldout("bf16")),

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalowbit.hf.checkpoint import build_model
+from megalowbit.hf.settings import ModelSettings
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.kept_layers import select_layers
 from megalowbit.layers.recipe import Recipe, recipes
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings, phases
 from megalowbit.pretrain.components.speculation import SpeculationSettings
-from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.sweep.layer_costs import SPEEDS, bytes_kept, multiply_adds, total
 from megalowbit.pretrain.sweep.study.cells import Cell
 from megalowbit.pretrain.sweep.study.study_file import RecipeEntry
@@ -30,6 +30,7 @@ class RecipeCost:
 
     Attributes:
         size: name of the size.
+        steps: length of the run, on which the share of a late switch may depend.
         label: name of the recipe.
         bytes_kept: between forward and backward; with a late switch, in the part of the run that keeps more.
         product_time: multiply-adds at the speed of bfloat16, mean over the run's steps.
@@ -37,6 +38,7 @@ class RecipeCost:
     """
 
     size: str
+    steps: int
     label: str
     bytes_kept: float
     product_time: float
@@ -50,11 +52,9 @@ class RecipeCost:
 class _Layers:
     """The layers of a model that recipes may convert."""
 
-    def __init__(self, config: PretrainConfig) -> None:
-        settings = config.settings
-        self.plain = build_model(settings.model, seed=0, device="meta")
-        self.tokens = config.parts.deepspeed["train_micro_batch_size_per_gpu"] * settings.data.sequence_length
-        converted = build_model(settings.model, seed=0, device="meta")
+    def __init__(self, settings: ModelSettings) -> None:
+        self.plain = build_model(settings, seed=0, device="meta")
+        converted = build_model(settings, seed=0, device="meta")
         convert(converted, "nvfp4", rank=0)
         self.shapes = {name: (layer.sizes, layer.siblings) for name, layer in bit_layers(converted).items()}
 
@@ -63,51 +63,53 @@ class _Layers:
         chosen, kept = select_layers(self.plain, recipe).to_swap, recipes()["bf16"]
         return {name: recipe.of_layer(name) if name in chosen else kept for name in self.shapes}
 
-    def bytes_kept(self, recipe: Recipe) -> float:
+    def bytes_kept(self, recipe: Recipe, tokens: int) -> float:
         """See `layer_costs.bytes_kept`, of all layers."""
-        of_layers = self.recipes_of(recipe).items()
-        return total(
-            bytes_kept(each, sizes, self.tokens, siblings)
-            for name, each in of_layers
-            for sizes, siblings in [self.shapes[name]]
-        )
+        costs = []
+        for name, each in self.recipes_of(recipe).items():
+            sizes, siblings = self.shapes[name]
+            costs.append(bytes_kept(each, sizes, tokens, siblings))
+        return total(costs)
 
-    def multiply_adds(self, recipe: Recipe) -> Counter[int]:
+    def multiply_adds(self, recipe: Recipe, tokens: int) -> Counter[int]:
         """See `layer_costs.multiply_adds`, of all layers."""
         found: Counter[int] = Counter()
         for name, each in self.recipes_of(recipe).items():
-            found.update(multiply_adds(each, self.shapes[name][0], self.tokens))
+            found.update(multiply_adds(each, self.shapes[name][0], tokens))
         return found
 
 
 def costs_of(cells: Sequence[Cell]) -> list[RecipeCost]:
-    """The costs of each recipe at each size, without replicas and other learning rates.
+    """The costs of each recipe at each size and length, without replicas, other learning rates and stresses.
 
     Recipes whose cost is not known beforehand are left out: those with speculation or a parameter split.
-    A late switch is that of the first length.
     """
-    first = {
-        (cell.size.name, cell.label): cell for cell in reversed(cells) if isinstance(cell.entry, RecipeEntry)
-    }
+    first: dict[tuple[str, int, str], Cell] = {}
+    for cell in cells:
+        if cell.label == cell.entry.name and isinstance(cell.entry, RecipeEntry) and not cell.size.stress_of:
+            first.setdefault((cell.size.name, cell.steps, cell.label), cell)
     layers: dict[str, _Layers] = {}
     found = []
-    for (size, label), cell in reversed(first.items()):
+    for (size, steps, label), cell in first.items():
         settings, chosen = cell.config.settings, recipe_of(cell.config.recipe)
         has_split = any(each.parameter_split is not None for each in chosen.variants)
-        if label != cell.entry.name or has_split or settings.of(SpeculationSettings) is not None:
+        if has_split or settings.of(SpeculationSettings) is not None:
             continue
         if size not in layers:
-            layers[size] = _Layers(cell.config)
+            layers[size] = _Layers(settings.model)
+        micro_batch = cell.config.parts.deepspeed["train_micro_batch_size_per_gpu"]
+        tokens = micro_batch * settings.data.sequence_length
         parts = phases(settings.of(LateSwitchSettings), chosen, settings.run.steps)
         done: dict[int, float] = defaultdict(float)
         for part in parts:
-            for bits, count in layers[size].multiply_adds(part.recipe).items():
+            for bits, count in layers[size].multiply_adds(part.recipe, tokens).items():
                 done[bits] += part.share * count
         found.append(
             RecipeCost(
                 size=size,
+                steps=steps,
                 label=label,
-                bytes_kept=max(layers[size].bytes_kept(part.recipe) for part in parts),
+                bytes_kept=max(layers[size].bytes_kept(part.recipe, tokens) for part in parts),
                 product_time=sum(count / SPEEDS[bits] for bits, count in done.items()),
                 fp4_share=done[4] / sum(done.values()),
             )

@@ -16,7 +16,7 @@ from megalowbit.pretrain.sweep.study.report.tables import (
     COST_NOTE,
     TREND_HEADINGS,
     cells,
-    costs_by_size,
+    cost_tables,
     headings,
     notes,
     trend_note,
@@ -47,7 +47,7 @@ def page(
     body += "".join(f"<p>{escape(each)}</p>" for each in data["missing"])
     body += "".join(
         part(name, table(COST_HEADINGS, rows) + paragraphs([COST_NOTE]))
-        for name, rows in costs_by_size(costs, data["study"]["baseline"]).items()
+        for name, rows in cost_tables(costs, data["study"]["baseline"]).items()
     )
     return document(heading, f"<h1>{escape(heading)}</h1>{_introduction(data)}{body}{_origin(data)}")
 

@@ -62,7 +62,12 @@ def notes(group: Group) -> list[str]:
         found.append(f"Pairs that are left out, because a fork is not finished or has diverged: {missing}.")
     if group.without_value:
         texts = " and ".join(sorted(group.texts))
-        found.append(f"No seed has a pair on {texts}: {', '.join(group.without_value)}.")
+        found.append(
+            f"Without a gap, because no seed has a whole pair on {texts}: {', '.join(group.without_value)}."
+        )
+    if diverged := group.diverged_baselines:
+        seeds = ", ".join(f"{seed} ({text})" for text, seed in diverged)
+        found.append(f"{group.study.baseline} has diverged with seed {seeds}: no gap from then on.")
     floor, deviation = group.noise_floor(), group.seed_deviation()
     if floor is not None:
         pairs = f"root mean square of {len(group.drifts)} pairs"
@@ -93,7 +98,7 @@ def notes(group: Group) -> list[str]:
     for rates in group.learning_rates():
         if not rates["num_seeds"]:
             factors = ", ".join(f"× {factor}" for factor in rates["mean_losses"])
-            found.append(f"Learning rate of {rates['recipe']}: no seed has all of {factors}.")
+            found.append(f"Learning rate of {rates['recipe']}: no seed has an end at all of {factors}.")
             continue
         losses_text = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in rates["mean_losses"].items())
         effect = "the learning rate matters" if rates["matters"] else "no difference is significant"
@@ -139,10 +144,10 @@ def _rows(group: Group) -> list[list[str]]:
 
 COST_HEADINGS = ["recipe", "bytes kept", "time of products", "products in FP4"]
 COST_NOTE = (
-    "Computed, relative to the baseline. Bytes: what linear layers keep for backward, of a micro-batch. "
-    "Time: on a GPU whose 8-bit units are twice and whose FP4 units are four times as fast as those of bf16, "
-    "without rounding and transforms. In FP4: multiply-adds whose operands both have 4 bits. Time and share "
-    "are means over the run, a late switch included."
+    "Computed, relative to the baseline. Bytes: what linear layers keep for backward, of a micro-batch; with "
+    "a late switch, in the part of the run that keeps more. Time: on a GPU whose 8-bit units are twice and "
+    "whose FP4 units are four times as fast as those of bf16, without rounding and transforms. In FP4: "
+    "multiply-adds whose operands both have 4 bits. Time and share are means over the run."
 )
 
 
@@ -150,26 +155,33 @@ def costs_markdown(costs: Sequence[RecipeCost], baseline: str) -> str:
     """A table of costs for each size, and what its columns mean."""
     tables = [
         "\n".join([f"**{title}**", "", *_table([COST_HEADINGS, *rows])])
-        for title, rows in costs_by_size(costs, baseline).items()
+        for title, rows in cost_tables(costs, baseline).items()
     ]
     return "\n\n".join([*tables, COST_NOTE]) if tables else ""
 
 
-def costs_by_size(costs: Sequence[RecipeCost], baseline: str) -> dict[str, list[list[str]]]:
-    """Title → rows; sizes without the baseline are left out."""
-    of = {each.size: each for each in costs if each.label == baseline}
-    found: dict[str, list[list[str]]] = {}
+def cost_tables(costs: Sequence[RecipeCost], baseline: str) -> dict[str, list[list[str]]]:
+    """Title → rows, for each size; for each of its lengths where they differ. Without the baseline, none."""
+    by_size: dict[str, dict[int, dict[str, list[str]]]] = {}
+    reference = {(each.size, each.steps): each for each in costs if each.label == baseline}
     for each in costs:
-        if each.size in of:
-            reference = of[each.size]
-            found.setdefault(f"Cost of the linear layers, {each.size}", []).append(
-                [
-                    each.label,
-                    f"× {each.bytes_kept / reference.bytes_kept:.2f}",
-                    f"× {each.product_time / reference.product_time:.2f}",
-                    f"{100 * each.fp4_share:.0f} %",
-                ]
-            )
+        if (peer := reference.get((each.size, each.steps))) is not None:
+            by_size.setdefault(each.size, {}).setdefault(each.steps, {})[each.label] = [
+                each.label,
+                f"× {each.bytes_kept / peer.bytes_kept:.2f}",
+                f"× {each.product_time / peer.product_time:.2f}",
+                f"{100 * each.fp4_share:.0f} %",
+            ]
+    found = {}
+    for size, lengths in by_size.items():
+        title = f"Cost of the linear layers, {size}"
+        merged: dict[str, list[str]] = {}
+        for rows in lengths.values():
+            merged |= rows
+        if all(merged[label] == row for rows in lengths.values() for label, row in rows.items()):
+            found[title] = list(merged.values())
+        else:
+            found |= {f"{title}, {steps} steps": list(rows.values()) for steps, rows in lengths.items()}
     return found
 
 

@@ -51,11 +51,16 @@ def write_report(
     check_folder(cells)
     _check_settings(study, cells, out)
     _check_earlier_report(cells, out)
-    shown = Shown.by(study, cells)
-    groups, trends, costs = shown.groups, shown.trends, shown.costs
-    parts = [markdown(groups), trends_markdown(trends), *shown.missing, costs_markdown(costs, study.baseline)]
+    results = Results.of(study, cells)
+    groups, trends, costs = results.groups, results.trends, results.costs
+    parts = [
+        markdown(groups),
+        trends_markdown(trends),
+        *results.missing,
+        costs_markdown(costs, study.baseline),
+    ]
     text = "\n\n".join(part for part in parts if part)
-    data = {**to_json(study, description, cells, out), **shown.to_dict()}
+    data = {**to_json(study, description, cells, out), **results.to_dict()}
     with atomic_file(out / STUDY_JSON) as file:
         file.write(to_text(data))
     for name, content in (
@@ -68,7 +73,7 @@ def write_report(
 
 
 @dataclass(frozen=True)
-class Shown:
+class Results:
     """What the finished cells of a study show.
 
     Attributes:
@@ -84,7 +89,7 @@ class Shown:
     missing: list[str]
 
     @classmethod
-    def by(cls, study: StudySettings, cells: Sequence[Cell]) -> Shown:
+    def of(cls, study: StudySettings, cells: Sequence[Cell]) -> Results:
         """Analyse the finished ones of these cells."""
         groups = groups_of(study, cells)
         sizes = {group.size for group in groups if study.size(group.size).stress_of is None}
@@ -120,11 +125,15 @@ def unpaired(study: StudySettings, cells: Sequence[Cell], groups: Sequence[Group
     for place, seeds in places.items():
         if place in has_pairs:
             continue
-        done = "; ".join(f"{label}: {', '.join(map(str, sorted(of)))}" for label, of in seeds.items())
-        found.append(
-            f"No gaps for {Group(study, *place, {}).title}: no run has a seed in common with "
-            f"{study.baseline}, or with what it repeats. Finished seeds: {done}."
+        with_baseline = set(seeds.get(study.baseline, ()))
+        has_common = any(with_baseline & set(of) for label, of in seeds.items() if label != study.baseline)
+        why = (
+            f"{study.baseline}, or a fork of it, has diverged or is not finished for the seeds of the others"
+            if has_common
+            else f"no run has a seed in common with {study.baseline}, or with what it repeats"
         )
+        done = "; ".join(f"{label}: {', '.join(map(str, sorted(of)))}" for label, of in seeds.items())
+        found.append(f"No gaps for {Group(study, *place, {}).title}: {why}. Finished seeds: {done}.")
     return found
 
 

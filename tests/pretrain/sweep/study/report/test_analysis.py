@@ -256,13 +256,37 @@ def test_a_text_that_few_cells_have_is_named_where_it_leaves_no_pair(cells):
     assert [row.label for row in group.rows] == ["good"]
     assert group.rows[0].gaps[20].num_pairs == 1
     assert group.without_value == ["good@lr2", "bad", "again"]
-    assert "No seed has a pair on one and two: good@lr2, bad, again." in notes(group)
+    assert "Without a gap, because no seed has a whole pair on one and two: good@lr2, bad, again." in notes(
+        group
+    )
     (good,) = [cell for cell in cells if cell.name == "s,two,20,good,1"]
     (good.path / "result.json").unlink()  # nothing is left, and the group still says so
     group = group_of(cells)
     assert group.rows == []
-    assert "No seed has a pair on one and two: good, good@lr2, bad, again." in notes(group)
+    assert (
+        "Without a gap, because no seed has a whole pair on one and two: good, good@lr2, bad, again."
+        in notes(group)
+    )
     assert "| recipe " in markdown([group])
+
+
+def test_a_diverged_run_is_counted_also_where_its_pair_lacks_a_fork(cells):
+    for cell in cells:
+        if cell.label == "bad" and cell.seed == 2:
+            cell.write("result.json", result_of(cell, diverged_at=12))
+    (bad,) = [row for row in group_of(forked(cells, {1: 0.0}), "one").rows if row.label == "bad"]
+    assert (bad.num_diverged, bad.gaps[20].num_pairs) == (1, 1)
+
+
+def test_a_diverged_baseline_leaves_the_gaps_before_and_is_named(cells):
+    for cell in cells:
+        if cell.label == "bf16":
+            cell.write("result.json", result_of(cell, diverged_at=12))
+    group = group_of(cells, "one")
+    (good,) = [row for row in group.rows if row.label == "good"]
+    assert list(good.gaps) == [10]
+    assert "bf16 has diverged with seed 1 (one), 2 (one), 3 (one): no gap from then on." in notes(group)
+    assert "| good " in markdown([group])
 
 
 def test_a_fork_that_is_not_finished_leaves_the_noise_floor_to_replicas(cells):

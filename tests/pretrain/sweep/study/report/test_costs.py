@@ -8,7 +8,7 @@ from studies import write_study
 
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.report.costs import costs_of
-from megalowbit.pretrain.sweep.study.report.tables import costs_by_size, costs_markdown
+from megalowbit.pretrain.sweep.study.report.tables import cost_tables, costs_markdown
 from megalowbit.pretrain.sweep.study.study_file import read_study
 
 ROOT = Path(__file__).parents[5]
@@ -24,6 +24,7 @@ RECIPES = {
     "late": {"megalowbit.recipe": "nvfp4", "megalowbit.late_switch": {"at": 0.75, "scope": "forward"}},
     "last": {"megalowbit.recipe": LAST},
     "exact-backward": {"megalowbit.recipe": "nvfp4-dequantized-backward"},
+    "narrow": {"megalowbit.recipe": "bf16", "train_micro_batch_size_per_gpu": 1},
     "split": {"megalowbit.recipe": SPLIT},
 }
 
@@ -50,7 +51,8 @@ def tokens_of(cell):
 
 def test_products_count_by_the_units_that_multiply_them(cells):
     found = {each.label: each for each in costs_of(cells)}
-    assert list(found) == ["bf16", "nvfp4", "mxfp8", "late", "last", "exact-backward"]  # no other rates
+    assert list(found) == ["bf16", "nvfp4", "mxfp8", "late", "last", "exact-backward", "narrow"]
+    by_label = {cell.label: cell for cell in cells}
     whole = 3 * BLOCKS * WEIGHTS * tokens_of(cells[0])
     times = {name: each.product_time / whole for name, each in found.items()}
     assert times == pytest.approx(
@@ -61,12 +63,13 @@ def test_products_count_by_the_units_that_multiply_them(cells):
             "late": 0.75 / 4 + 0.25 * (1 + 1 / 4 + 1 / 4) / 3,
             "last": (1 + 1 / 4) / 2,
             "exact-backward": (1 / 4 + 1 + 1) / 3,
+            "narrow": tokens_of(by_label["narrow"]) / tokens_of(by_label["bf16"]),
         }
     )
     shares = {name: each.fp4_share for name, each in found.items()}
     late = 0.75 + 0.25 * 2 / 3
     assert shares == pytest.approx(
-        {"bf16": 0, "nvfp4": 1, "mxfp8": 0, "late": late, "last": 1 / 2, "exact-backward": 1 / 3}
+        {"bf16": 0, "nvfp4": 1, "mxfp8": 0, "late": late, "last": 1 / 2, "exact-backward": 1 / 3, "narrow": 0}
     )
 
 
@@ -83,12 +86,33 @@ def test_bytes_are_those_kept_for_backward(cells):
 
 def test_a_table_has_costs_relative_to_the_baseline(cells):
     costs = costs_of(cells)
-    table = costs_by_size(costs, "bf16")
+    table = cost_tables(costs, "bf16")
     assert list(table) == ["Cost of the linear layers, tiny"]
     rows = {row[0]: row[2:] for row in table["Cost of the linear layers, tiny"]}
     assert rows["bf16"] == ["× 1.00", "0 %"]
     assert rows["last"] == ["× 0.62", "50 %"]
     text = costs_markdown(costs, "bf16")
     assert "| nvfp4 " in text
-    assert "a late switch included" in text
+    assert "Time and share are means over the run." in text
     assert costs_markdown(costs, "split") == ""  # without the baseline's cost there is no measure
+
+
+def test_lengths_have_their_own_tables_where_a_switch_comes_after_a_number_of_steps(tmp_path, cells):
+    raw = json.loads((tmp_path / "study.json").read_text())
+    raw["steps"] = [8, 16]
+    (late,) = [each for each in raw["recipes"] if each["name"] == "late"]
+    late["set"]["megalowbit.late_switch"] = {"at": 4, "scope": "all"}
+    raw["sizes"] += [{"name": "hot", "stress_of": "tiny", "lr_factor": 4}]
+    (tmp_path / "study.json").write_text(json.dumps(raw))
+    study = read_study(tmp_path / "study.json")
+    every = cells_of(study, tmp_path / "out", ROOT / "launch" / "pretrain.py")
+    finished = [cell for cell in every if not (cell.steps == 8 and cell.label == "bf16" and cell.seed == 1)]
+    tables = cost_tables(costs_of(finished), "bf16")
+    title = "Cost of the linear layers, tiny"
+    assert list(tables) == [f"{title}, 8 steps", f"{title}, 16 steps"]  # and none of the stress
+    rows = {name: {row[0]: row[3] for row in table} for name, table in tables.items()}
+    assert rows[f"{title}, 8 steps"]["late"] == "50 %"
+    assert rows[f"{title}, 16 steps"]["late"] == "25 %"
+    assert list(rows[f"{title}, 16 steps"])[:2] == ["bf16", "nvfp4"]  # in the order of the study
+    same = [each for each in costs_of(finished) if each.label != "late"]
+    assert list(cost_tables(same, "bf16")) == [title]

@@ -22,7 +22,7 @@ GOOD = {"good": {1: 3.02, 2: 4.02, 3: 5.02}, "good@lr2": {1: 2.95, 2: 3.95}}  # 
 
 def swept(tmp_path, losses):
     study = study_of(STUDY, "study", tmp_path)
-    return {each["recipe"]: each for each in learning_rates(study, lambda label: losses.get(label, {}))}
+    return {each["recipe"]: each for each in learning_rates(study, losses)}
 
 
 def test_each_recipe_has_its_best_rate_and_gaps_are_between_the_best_ones(tmp_path):
@@ -45,10 +45,23 @@ def test_all_pairs_at_the_best_rate_count_also_those_without_the_others(tmp_path
     assert not found["good"]["is_known"]
 
 
-def test_a_sweep_without_a_common_seed_is_there_without_figures(tmp_path):
-    found = swept(tmp_path, {**BASELINE, "good": {1: 3.0}, "good@lr2": {2: 3.0}})
-    assert found["good"] == {"recipe": "good", "num_seeds": 0, "mean_losses": {"1": None, "2": None}}
+NOTHING = {"best_factor": None, "gap": None, "matters": False, "is_known": False}
+
+
+@pytest.mark.parametrize("at_twice", [{2: 3.0}, {}])  # {}: all have diverged
+def test_a_sweep_without_a_common_seed_has_no_figures(tmp_path, at_twice):
+    found = swept(tmp_path, {**BASELINE, "good": {1: 3.0}, "good@lr2": at_twice})
+    assert found["good"] == {
+        "recipe": "good", "num_seeds": 0, "mean_losses": {"1": None, "2": None}, **NOTHING
+    }  # fmt: skip
     assert found["bf16"]["num_seeds"] == 3
+
+
+def test_gaps_need_the_baselines_best_rate(tmp_path):
+    """At its usual one they would be the effect of the rate."""
+    found = swept(tmp_path, {"bf16": {1: 3.0, 2: 4.0}, "bf16@lr2": {3: 4.9}, **GOOD})
+    assert found["good"]["best_factor"] == "2"
+    assert found["good"]["gap"] is None
 
 
 def test_a_single_rate_is_no_sweep(tmp_path):

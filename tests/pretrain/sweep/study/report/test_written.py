@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 from programs import call_main
-from studies import RESULT
+from studies import NAMES, RESULT, finish, report
 
 from megalowbit.pretrain.sweep.study.cells import cells_of
 from megalowbit.pretrain.sweep.study.study_file import read_study
@@ -53,6 +53,20 @@ def test_a_report_without_pairs_says_what_is_finished(study, tmp_path, capsys):
         assert bool(json.loads((out / "study.json").read_text())["missing"]) != has_pair
         if finished == ("bf16", 1):
             assert "Finished seeds: bf16: 1; nvfp4: 2." in (out / "study.md").read_text()
+
+
+def test_a_report_says_why_runs_of_one_seed_have_no_gap(study, tmp_path, capsys):
+    out = tmp_path / "out"
+    finish(study, out, *NAMES)
+    for cell in cells_of(read_study(study), out, PROGRAM):
+        if cell.label == "bf16":
+            path = cell.path / "result.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "diverged_at": 2}))
+    data, done = report(study, out, capsys)
+    (missing,) = data["missing"]
+    assert missing in done.stdout
+    assert "bf16, or a fork of it, has diverged or is not finished for the seeds of the others." in missing
+    assert "in common" not in missing
 
 
 def test_results_of_other_cells_and_incomplete_ones_are_not_reported(study, tmp_path, capsys):
