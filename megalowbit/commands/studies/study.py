@@ -1,7 +1,7 @@
 r"""Compare recipes in a study: sizes × texts × lengths × seeds × recipes as a resumable grid of runs.
 
     megalowbit study configs/studies/gap.json --out runs/gap --jobs 2
-    megalowbit study configs/studies/gap.json --out runs/gap --size 0.8M --seed 1 --list
+    megalowbit study configs/studies/gap.json --out runs/gap --size 0.8M --seed 3 --list
     megalowbit study configs/studies/default.json --out runs/default --from docs/results/default.json
     megalowbit study --reproduce docs/results/default.json 0.8M,python,1500,nvfp4,3
 
