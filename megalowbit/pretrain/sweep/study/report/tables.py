@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megalowbit.pretrain.sweep.study.report.analysis import Group, Row
 from megalowbit.pretrain.sweep.study.report.costs import RecipeCost
@@ -95,21 +96,22 @@ def notes(group: Group) -> list[str]:
         found.append(
             f"No two recipes are separated after Holm's correction over {len(comparisons)} comparisons."
         )
-    for rates in group.learning_rates():
-        if not rates["num_seeds"]:
-            factors = ", ".join(f"× {factor}" for factor in rates["mean_losses"])
-            found.append(f"Learning rate of {rates['recipe']}: no seed has an end at all of {factors}.")
-            continue
-        losses_text = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in rates["mean_losses"].items())
-        effect = "the learning rate matters" if rates["matters"] else "no difference is significant"
-        effect = effect if rates["is_known"] else "too few pairs to tell"
-        gap = interval(None if rates["gap"] is None else Estimate(**rates["gap"]))
-        best = f"best × {rates['best_factor']}"
-        if rates["gap"] is not None:
-            best += f", gap there {gap} ({counted(rates['gap']['num_pairs'], 'pair')})"
-        seeds = counted(rates["num_seeds"], "seed")
-        found.append(f"Learning rate of {rates['recipe']}: {losses_text} ({seeds}); {best}; {effect}.")
-    return found
+    return [*found, *map(_of_learning_rates, group.learning_rates())]
+
+
+def _of_learning_rates(rates: Mapping[str, Any]) -> str:
+    """The line on the sweep of a recipe."""
+    if not rates["num_seeds"]:
+        factors = ", ".join(f"× {factor}" for factor in rates["mean_losses"])
+        return f"Learning rate of {rates['recipe']}: no seed has an end at all of {factors}."
+    losses = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in rates["mean_losses"].items())
+    effect = "the learning rate matters" if rates["matters"] else "no difference is significant"
+    effect = effect if rates["is_known"] else "too few pairs to tell"
+    best = f"best × {rates['best_factor']}"
+    if (gap := rates["gap"]) is not None:
+        best += f", gap there {interval(Estimate(**gap))} ({counted(gap['num_pairs'], 'pair')})"
+    seeds = counted(rates["num_seeds"], "seed")
+    return f"Learning rate of {rates['recipe']}: {losses} ({seeds}); {best}; {effect}."
 
 
 def interval(value: Estimate | None) -> str:
