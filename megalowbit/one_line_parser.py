@@ -6,7 +6,9 @@ Importable from anywhere, and light: commands build their parsers before anythin
 from __future__ import annotations
 
 import argparse
+import errno
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn, ParamSpec
@@ -14,10 +16,11 @@ from typing import NoReturn, ParamSpec
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError, printed
 
 Arguments = ParamSpec("Arguments")
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def printing_user_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """`main` of a command line that prints a `UserError` on one line and returns the exit code for it."""
+    """`main` that prints a `UserError`, or that a disk is full, on one line, and returns the exit code."""
 
     @functools.wraps(main)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
@@ -26,6 +29,13 @@ def printing_user_errors(main: Callable[Arguments, int]) -> Callable[Arguments, 
         except UserError as error:
             print(f"error: {printed(error)}", file=sys.stderr)
             return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
+        except OSError as error:
+            if error.errno not in DISK_IS_FULL:
+                raise
+            where = f"{error.filename}: " if error.filename else ""
+            reason = os.strerror(error.errno)
+            print(f"error: {where}{reason}: free space, and run the same command again", file=sys.stderr)
+            return EXIT_USER_ERROR
 
     return run
 

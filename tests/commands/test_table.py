@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from programs import module_of
@@ -103,6 +104,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(words, message, capsys):
     code = main(words)
     printed = capsys.readouterr()
     check_refusal(subprocess.CompletedProcess(words, code, printed.out, printed.err), message)
+
+
+def test_a_full_disk_is_one_line(capsys):
+    @printing_user_errors
+    def write():
+        with Path("/dev/full").open("w") as file:
+            file.write("text")
+        return 0
+
+    assert write() == 2
+    reason = "error: No space left on device: free space, and run the same command again\n"
+    assert capsys.readouterr().err == reason
 
 
 def test_version_is_that_of_the_package(capsys):

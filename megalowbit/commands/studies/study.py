@@ -140,6 +140,7 @@ def _run_one(study: StudySettings, out: Path, name: str) -> int:
 def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> int:
     from megalowbit.pretrain.sweep.instability.report import write_instability
     from megalowbit.pretrain.sweep.runs import make_folder
+    from megalowbit.pretrain.sweep.study.cell_checks import check_pairs
     from megalowbit.pretrain.sweep.study.cells import cells_of, check_folder
     from megalowbit.pretrain.sweep.study.execution import Outcome, raise_failures
     from megalowbit.pretrain.sweep.study.report.written import write_report
@@ -152,6 +153,7 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
         check_folder(every)
         make_folder(out)
         _take_over(study, chosen, options.kept)
+    check_pairs(chosen, every)
     if options.list:
         for cell in {cell.label: cell for cell in reversed(chosen)}.values():
             _ = cell.config  # a mistake in a recipe is an error here, too
@@ -216,12 +218,15 @@ def _execute(study: StudySettings, chosen: Sequence[Cell], study_file: Path, job
 def _prepared(study: StudySettings, chosen: Sequence[Cell]) -> list[Cell]:
     """Check all cells and write their texts; returns those that are not finished."""
     from megalowbit.data.loader import count_samples
+    from megalowbit.pretrain.sweep.study.cell_checks import check_heldout, check_layers
 
     facts = _write_texts(study, chosen)
     for cell in chosen:
         cell.check_settings(cell.settings(facts[cell.text]))
-    for data in {cell.text: cell.config.settings.data for cell in chosen}.values():
-        count_samples(data)  # fills the cache before several processes would do it at once
+    for cell in {(each.text, each.config.settings.data.sequence_length): each for each in chosen}.values():
+        count_samples(cell.config.settings.data)  # fills the cache before several processes do it at once
+        check_heldout(cell)
+    check_layers(chosen)
     left = [cell for cell in chosen if cell.result() is None]
     print(f"{len(chosen)} cells, {len(chosen) - len(left)} finished, {chosen[0].folder}", flush=True)
     return left
@@ -264,6 +269,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         deviations,
         difference,
         has_equal_losses,
+        other_processor,
         unpack,
     )
 
@@ -282,6 +288,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     check_settings(kept, cell, facts)
     raise_failures(_execute(study, [cell], study_file, 1))
     largest = 0.0
+    print(f"  {'':<20}recorded  now")
     for what, before, now in deviations(recorded, cell):
         distance = difference(before, now)
         largest = max(largest, distance)
@@ -290,6 +297,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     if largest > options.within or not (is_exact or options.within):
         commit = recorded.made_with.commit
         print(f"{name} differs by up to {largest:.2e} nats from that of commit {commit}")
+        print(other_processor(recorded, cell), end="")
         return EXIT_OTHER_RESULT
     print(f"{name} is reproduced {'exactly' if is_exact else f'to {largest:.2e} nats'}")
     return 0

@@ -72,6 +72,13 @@ def test_a_study_runs_its_cells_once_and_one_is_reproduced_from_its_results(stud
         done = call_main(TOOL, *arguments, "--out", tmp_path / f"within-{within}", capsys=capsys)
         assert done.returncode == code, done.stderr
         assert message in done.stdout
+        assert "It was made on" not in done.stdout
+    data["origins"][0]["processor"] = "Another CPU"
+    (out / "other.json").write_text(json.dumps(data))
+    arguments = ("--reproduce", out / "other.json", "tiny,parts,8,nvfp4,2", "--out", tmp_path / "elsewhere")
+    done = call_main(TOOL, *arguments, capsys=capsys)
+    assert done.returncode == 1, done.stderr
+    assert "It was made on Another CPU, and this is" in done.stdout
 
 
 def test_a_job_script_has_a_task_for_each_unfinished_cell(study, tmp_path, capsys):

@@ -93,13 +93,25 @@ def _diagnoses(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _first(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each stress, the order in which recipes broke."""
+    """For each stress, how many runs of each recipe broke: first the recipe that broke most often."""
     found = []
     for stress in dict.fromkeys(run["stress"] for run in runs if run["stress"]):
-        broken = [run for run in runs if run["stress"] == stress and run["breaks"]]
-        broken.sort(key=lambda run: run["breaks"][0]["step"])
-        listed = ", ".join(f"{run['recipe']} ({run['breaks'][0]['step']})" for run in broken)
-        found.append(f"Under {stress}: {f'broken in this order: {listed}' if broken else 'none has broken'}.")
+        steps: dict[str, list[int | None]] = {}
+        for run in runs:
+            if run["stress"] == stress:
+                steps.setdefault(run["recipe"], []).append(
+                    run["breaks"][0]["step"] if run["breaks"] else None
+                )
+        broken = {recipe: [step for step in own if step is not None] for recipe, own in steps.items()}
+        order = sorted(
+            filter(broken.get, broken),
+            key=lambda recipe: (-len(broken[recipe]) / len(steps[recipe]), min(broken[recipe])),
+        )
+        listed = ", ".join(
+            f"{recipe} {len(broken[recipe])} of {len(steps[recipe])} (from step {min(broken[recipe])})"
+            for recipe in order
+        )
+        found.append(f"Runs that broke under {stress}: {listed or 'none'}.")
     return found
 
 

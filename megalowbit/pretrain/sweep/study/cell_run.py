@@ -10,9 +10,10 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
@@ -20,7 +21,7 @@ from megalowbit.pretrain.command_line import main as pretrain
 from megalowbit.pretrain.sweep.runs import RANK_VARIABLES, free_port
 from megalowbit.pretrain.sweep.study.cells import RESULT, SETTINGS, Cell, locked
 from megalowbit.pretrain.sweep.study.evaluation import heldout_losses
-from megalowbit.pretrain.sweep.study.results import Recorded, made_with
+from megalowbit.pretrain.sweep.study.results import Origin, Recorded, made_with
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 
 FORMAT = 1
@@ -36,8 +37,9 @@ class Part(Recorded):
 
 
 class Parts(Recorded):
-    """The file `parts.json` of a cell."""
+    """The file `parts.json` of a cell: what its parts were made with, and what those took that ended well."""
 
+    begun_with: list[Origin] = Field(default_factory=list)
     parts: list[Part]
 
 
@@ -49,7 +51,7 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
 
     Raises:
         TransientError: another process runs it.
-        UserError: the run has failed, or was started with other settings. Divergence is a result.
+        UserError: the run has failed, or was started with other settings or versions. Divergence is a result.
     """
     with locked(cell):
         settings = cell.settings(text)
@@ -58,8 +60,8 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
             return True
         if not is_known:
             cell.write(SETTINGS, settings)
-        parts = _earlier_parts(cell)
-        origin = made_with(cell.program.parent.parent)  # before training: the checkout may change meanwhile
+        record = _begin(cell)
+        parts = record.parts
         started, cpu_started, first = time.perf_counter(), _cpu_seconds(), len(cell.run.rows())
         code = _train(cell)
         run = cell.run
@@ -72,7 +74,7 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
         )
         parts.append(part)
         if len(rows) < cell.steps and not code:  # stopped by a signal, perhaps after a loss of NaN
-            cell.write(PARTS, {"parts": [each.model_dump() for each in parts]})
+            cell.write(PARTS, record.model_dump())
             return False
         if code and diverged is None:
             raise UserError(f"{cell.name} has failed with exit code {code}: see its log")
@@ -96,22 +98,47 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
                 "diverged_at": diverged,
                 "heldout": losses,
                 "cost": cost,
-                "made_with": origin,
+                "made_with": _joined(record.begun_with),
             },
         )
         tidy(cell)
         return True
 
 
-def _earlier_parts(cell: Cell) -> list[Part]:
-    """The parts of the run that were stopped by a signal; a part that was killed could not be recorded."""
+def _begin(cell: Cell) -> Parts:
+    """Record what this part is made with, before it can be killed; returns what is known of earlier ones.
+
+    Raises:
+        UserError: an earlier part was made with another version of a package on which numbers depend.
+    """
     path = cell.path / PARTS
-    if not path.exists():
-        return []
-    try:
-        return Parts.model_validate(read_json_object(path)).parts
-    except ValidationError:
-        raise UserError(f"{path} is damaged: remove it, and the CPU time of the cell is unknown") from None
+    record = Parts(parts=[])
+    if path.exists():
+        try:
+            record = Parts.model_validate(read_json_object(path))
+        except ValidationError:
+            raise UserError(f"{path} is damaged: remove {cell.path} to run the cell again") from None
+    # now, not at the end: the checkout may change meanwhile
+    origin = Origin.model_validate(made_with(cell.program.parent.parent))
+    for earlier in record.begun_with:
+        if other := earlier.other_version(origin):
+            name, before, now = other
+            raise UserError(
+                f"{cell.name} was begun with {name} {before}, and {now} is installed: install {before}, or "
+                f"remove {cell.path} to run the cell again"
+            )
+    record.begun_with.append(origin)
+    cell.write(PARTS, record.model_dump())
+    return record
+
+
+def _joined(origins: Sequence[Origin]) -> dict[str, Any]:
+    """The origin of a result: the last part's, with all commits and processors of a cell that was resumed."""
+    commits, processors = (
+        " and ".join(dict.fromkeys(value for each in origins if (value := getattr(each, key))))
+        for key in ("commit", "processor")
+    )
+    return {**origins[-1].model_dump(), "commit": commits or None, "processor": processors}
 
 
 def tidy(cell: Cell) -> None:

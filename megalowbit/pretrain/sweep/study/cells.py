@@ -2,23 +2,25 @@
 
 A cell is one run of launch/pretrain.py. Its folder `cells/NAME` is the run folder, with two more files:
 `cell.json`, written before the run starts, has all settings on which the result depends; `result.json`,
-written atomically at the end, marks the cell as finished. Settings leave out paths: a text and a model
-configuration count by their contents.
+written atomically at the end, marks the cell as finished. Texts, model configurations, weights to start from
+and tokenizers count by their contents.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from megalowbit.durable_files import atomic_file, open_regular
+from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER
+from megalowbit.durable_files import atomic_file, open_regular, sha256_of
 from megalowbit.errors import TransientError, UserError, shown, unknown_name
 from megalowbit.json_text import is_finite_number, read_json_object
 from megalowbit.pretrain.checks import load_checked_config
@@ -34,6 +36,7 @@ SETTINGS, RESULT = "cell.json", "result.json"
 RUN_ELSEWHERE = "is run by another process"  # in the error of a cell whose lock is held
 # No event files and no counts, which take time. A study may set them again.
 LEAN = {"megalowbit.telemetry.tensorboard": False, "megalowbit.telemetry.overflow": False}
+RELATIVE_SCHEDULERS = ("WarmupCosineLR",)  # DeepSpeed's that multiply the optimizer's learning rate
 REMOVED_PATHS = (("model", "config"), ("data", "corpus"), ("data", "cache_dir"))
 
 
@@ -114,11 +117,19 @@ class Cell:
         factor = self.lr_factor * self.size.lr_factor
         if factor == 1:
             return given
-        key = "optimizer.params.lr"
-        lr = self._load(given).parts.deepspeed.get("optimizer", {}).get("params", {}).get("lr")
+        key, plain = "optimizer.params.lr", self._load(given).parts.deepspeed
+        lr = plain.get("optimizer", {}).get("params", {}).get("lr")
         if not is_finite_number(lr):
             raise UserError(f"{self.name}: lr_factor needs a number as {key}, not {shown(lr)}")
-        return (*given, f"{key}={json.dumps(lr * factor)}")
+        found = (*given, f"{key}={json.dumps(lr * factor)}")
+        scheduler = plain.get("scheduler")
+        is_absolute = scheduler is not None and scheduler["type"] not in RELATIVE_SCHEDULERS
+        if is_absolute and scheduler == self._load(found).parts.deepspeed["scheduler"]:
+            raise UserError(
+                f"{self.name}: lr_factor has no effect, because scheduler.params has learning rates of its "
+                'own: make them "auto", or use `megalowbit.lr_schedule`'
+            )
+        return found
 
     @cached_property
     def config(self) -> PretrainConfig:
@@ -149,8 +160,6 @@ class Cell:
 
     def settings(self, text: TextFacts) -> dict[str, Any]:
         """Everything on which the result depends, except the code and the machine."""
-        resolved = self.config.to_dict()
-        model = resolved["megalowbit"]["model"].get("config")
         return {
             "cell": {
                 "size": self.size.name,
@@ -161,10 +170,27 @@ class Cell:
                 "lr_factor": self.lr_factor,
                 "replica_of": self.entry.of if isinstance(self.entry, Replica) else None,
             },
-            "config": _without_paths(resolved),
-            "model": None if model is None else read_json_object(Path(model)),
-            "text": {"train_sha256": text.train_sha256, "heldout_sha256": text.heldout_sha256},
+            "config": _without_paths(self.config.to_dict()),
+            "model": self._model(),
+            "text": {
+                "train_sha256": text.train_sha256,
+                "heldout_sha256": text.heldout_sha256,
+                **self._tokenizer(),
+            },
         }
+
+    def _tokenizer(self) -> dict[str, str]:
+        """What identifies the tokenizer, unless the configuration and the text do."""
+        name = self.config.settings.data.tokenizer
+        is_known = name in (BYTE_TOKENIZER, BPE_TOKENIZER)
+        return {} if is_known else {"tokenizer_fingerprint": _fingerprint(Path(name).expanduser())}
+
+    def _model(self) -> dict[str, Any] | None:
+        """The content of the model's configuration, or what identifies the weights to start from."""
+        model = self.config.settings.model
+        if model.checkpoint is not None:
+            return {"checkpoint_sha256": _sha256_of_weights(model.checkpoint)}
+        return None if model.config is None else read_json_object(model.config)
 
     def check_settings(self, settings: Mapping[str, Any]) -> bool:
         """Compare with the settings that a run in this folder was started with; False if there is none.
@@ -341,6 +367,20 @@ def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> 
     if name not in known:
         raise unknown_name("cell", name, known)
     return known[name]
+
+
+@cache
+def _fingerprint(folder: Path) -> str:
+    from megalowbit.data.tokenize import FolderTokenizer
+
+    return FolderTokenizer(folder).fingerprint
+
+
+@cache
+def _sha256_of_weights(folder: Path) -> str:
+    """Of the names and contents of a model's files: configuration, weights and their index."""
+    found = sorted(path for end in ("*.json", "*.safetensors", "*.bin") for path in folder.glob(end))
+    return hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in found).encode()).hexdigest()
 
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from megalowbit.errors import EXIT_TRANSIENT, UserError
 from megalowbit.pretrain.sweep.study.cells import LOGS, RUN_ELSEWHERE, Cell
+from megalowbit.values import counted
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 EXIT_STOPPED = 3  # of a cell that a signal has stopped
@@ -125,10 +126,11 @@ def _note(cell: Cell, code: int, written: int, outcome: Outcome) -> None:
     log = log_of(cell)
     lines = log.read_bytes()[written:].decode(errors="replace").splitlines() if log.exists() else []
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    reasons = [error for error in errors if not error.startswith(f"{cell.name} has failed")]
     if code == EXIT_TRANSIENT and errors and RUN_ELSEWHERE in errors[-1]:
         outcome.elsewhere.append(cell.name)
     else:
-        outcome.failed[cell.name] = errors[-1] if errors else f"exit code {code}: see {log}"
+        outcome.failed[cell.name] = f"{reasons[-1] if reasons else f'exit code {code}'} (see {log})"
 
 
 def _ending(name: str, outcome: Outcome) -> str:
@@ -142,4 +144,5 @@ def raise_failures(outcome: Outcome) -> None:
     if outcome.failed:
         lines = [f"{name}: {reason}" for name, reason in list(outcome.failed.items())[:5]]
         more = f", and {len(outcome.failed) - 5} more" if len(outcome.failed) > 5 else ""
-        raise UserError(f"{len(outcome.failed)} cells have failed: {'; '.join(lines)}{more}")
+        failed = counted(len(outcome.failed), "cell")
+        raise UserError(f"{failed} failed: {'; '.join(lines)}{more}")

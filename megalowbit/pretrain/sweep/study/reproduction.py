@@ -98,3 +98,14 @@ def has_equal_losses(recorded: Result, cell: Cell) -> bool:
     return (
         result is not None and recorded.loss_means(cell.block).sha256 == result.loss_means(cell.block).sha256
     )
+
+
+def other_processor(recorded: Result, cell: Cell) -> str:
+    """A line on why a cell that was made on another processor has other losses; empty if it was not."""
+    result, before = cell.result(), recorded.made_with.processor
+    if result is None or result.made_with.processor == before:
+        return ""
+    return (
+        f"It was made on {before}, and this is {result.made_with.processor}. They differ in the last bits, "
+        "which training amplifies: .02 nats are usual for a single run.\n"
+    )

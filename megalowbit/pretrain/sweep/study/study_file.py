@@ -257,6 +257,14 @@ def _check_sizes(study: StudySettings) -> None:
                 problems.add(UserError(f"size {size.name!r} has {value} steps: use positive numbers"))
         for value in _repeated(size.steps):
             problems.add(UserError(f"size {size.name!r} has {value} steps twice: remove one"))
+        window, shortest = study.instability.window, min(size.steps or study.steps, default=1)
+        if size.stress_of is not None and shortest < window:
+            problems.add(
+                UserError(
+                    f"size {size.name!r} has {shortest} steps, too few to judge whether a run is broken: use "
+                    f"at least {window}, or a smaller instability.window"
+                )
+            )
     problems.raise_any()
 
 

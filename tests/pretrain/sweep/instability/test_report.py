@@ -104,7 +104,7 @@ def test_a_planted_break_and_its_warnings_are_found_and_nothing_else(stressed):
     (row,) = [line for line in text.splitlines() if "| hot" in line and "nvfp4" in line]
     assert "82 (rise)" in row
     assert f"{SNR} at 50 (32 before), grad_norm at 80 (2 before) |" in row
-    assert "Under hot: broken in this order: nvfp4 (82)." in text
+    assert "Runs that broke under hot: nvfp4 1 of 1 (from step 82)." in text
     assert broken["diagnosis"] == {"state": "troubled", "first": "learning rate", "step": 70}
     assert "| learning rate (70) |" in row
     assert "something went wrong in 1 of 1 runs that broke, and in 0 of 3 others." in text

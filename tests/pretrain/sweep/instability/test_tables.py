@@ -45,10 +45,12 @@ def test_an_intact_run_has_its_alarms_without_a_lead_and_a_recovered_one_is_call
     assert [row[-2] for row in rows] == ["a at 10", "none"]
 
 
-def test_recipes_are_listed_in_the_order_in_which_they_broke():
-    found = lines(run("hot", "a", 30), run("hot", "b", 7), run("hot", "c"), run("cold", "a"))
-    assert "Under hot: broken in this order: b (7), a (30)." in found
-    assert "Under cold: none has broken." in found
+def test_recipes_that_broke_most_often_and_earliest_are_listed_first():
+    hot = [run("hot", "a", 30), run("hot", "b", 9), run("hot", "b", 7), run("hot", "c"), run("hot", "d", 5)]
+    found = lines(*hot, run("hot", "d"), run("cold", "a"))
+    listed = "b 2 of 2 (from step 7), a 1 of 1 (from step 30), d 1 of 2 (from step 5)"
+    assert f"Runs that broke under hot: {listed}." in found
+    assert "Runs that broke under cold: none." in found
 
 
 def test_texts_have_a_column_if_there_are_several():

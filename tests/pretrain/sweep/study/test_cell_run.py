@@ -9,10 +9,11 @@ import pytest
 from programs import call_main
 
 from launchers import metrics
-from megalowbit.errors import TransientError
+from megalowbit.errors import TransientError, UserError
 from megalowbit.pretrain.sweep.study import execution
 from megalowbit.pretrain.sweep.study.cell_run import run_cell
 from megalowbit.pretrain.sweep.study.cells import cells_of
+from megalowbit.pretrain.sweep.study.results import made_with
 from megalowbit.pretrain.sweep.study.study_file import read_study
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 
@@ -49,9 +50,16 @@ def test_a_killed_cell_continues_to_the_same_result_and_other_settings_are_refus
         time.sleep(0.005)
     process.kill()
     process.wait()
+    parts = cells[name].path / "parts.json"
+    begun = json.loads(parts.read_text())
+    begun["begun_with"][0]["commit"] = "an earlier one"
+    parts.write_text(json.dumps(begun))
     if not (cells[name].path / "result.json").exists():  # else it was faster than this test
         done = call_main(TOOL, study, "--out", killed, *few, capsys=capsys)
         assert done.returncode == 0, done.stderr
+        origin = result(killed, name)["made_with"]
+        assert origin["commit"] == f"an earlier one and {whole['made_with']['commit']}"
+        assert origin["processor"] == whole["made_with"]["processor"]
     again = result(killed, name)
     assert again["losses"] == whole["losses"]
     assert again["heldout"] == whole["heldout"]
@@ -92,6 +100,16 @@ def test_a_stopped_cell_adds_up_its_cpu_time(study, tmp_path, capsys):
     assert row["cpu"] == pytest.approx(
         cost["cpu_seconds"] / result(out, cells[0].name)["cost"]["cpu_seconds"]
     )
+
+
+def test_a_cell_is_not_continued_with_other_versions(study, tmp_path):
+    cell = cells_of(read_study(study), tmp_path / "out", ROOT / "launch" / "pretrain.py")[0]
+    earlier = {**made_with(ROOT), "torch": "2.4.0"}
+    cell.write("parts.json", {"begun_with": [earlier], "parts": []})
+    with pytest.raises(
+        UserError, match=r"was begun with torch 2\.4\.0, and .* is installed: install 2\.4\.0"
+    ):
+        run_cell(cell, FACTS)
 
 
 def test_a_cell_that_another_process_runs_is_left_to_it(study, tmp_path):

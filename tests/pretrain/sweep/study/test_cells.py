@@ -3,16 +3,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from quick_cases import slow_except
 from studies import RESULT
 
 from launchers import write_config
+from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.matmul.quantizations import Quantizations
 from megalowbit.layers.recipe import named_recipes, recipe, recipes
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
+from megalowbit.pretrain.sweep.study import cells
 from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
 from megalowbit.pretrain.sweep.study.evaluation import final_recipe
 from megalowbit.pretrain.sweep.study.kept_results import to_kept
@@ -84,6 +88,46 @@ def test_a_cell_has_the_overrides_of_study_size_and_recipe(tmp_path):
     assert half.parts.deepspeed["optimizer"]["params"]["lr"] == 1.5e-3
 
 
+def test_a_factor_without_effect_on_the_learning_rate_is_refused(tmp_path):
+    """DeepSpeed's scheduler replaces the optimizer's rate by one of its own, unless that is "auto"."""
+    study = study_in(tmp_path)
+    base = json.loads((tmp_path / "tiny.json").read_text())
+    params = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 2}
+    for rate in ("auto", 0.003):
+        base["scheduler"] = {"type": "WarmupLR", "params": {**params, "warmup_max_lr": rate}}
+        (tmp_path / "tiny.json").write_text(json.dumps(base))
+        cell = named(study, tmp_path, "small,t,6,nvfp4@lr0.5,1")
+        if rate == "auto":
+            assert cell.config.parts.deepspeed["scheduler"]["params"]["warmup_max_lr"] == 1.5e-3
+        else:
+            with pytest.raises(UserError, match="lr_factor has no effect, because "):
+                _ = cell.config
+
+
+def test_weights_and_tokenizers_count_by_their_contents(tmp_path):
+    study = study_in(tmp_path)
+    base = json.loads((tmp_path / "tiny.json").read_text())
+    config = transformers.GPT2Config.from_json_file(tmp_path / "model.json")
+    base["megalowbit"]["model"] = {"checkpoint": "weights"}
+    base["megalowbit"]["data"] |= {"tokenizer": str(tmp_path / "tokenizer")}
+    (tmp_path / "tiny.json").write_text(json.dumps(base))
+    found = []
+    for seed, merges in ((0, 0), (1, 0), (1, 1)):
+        torch.manual_seed(seed)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "weights")
+        ByteTokenizer().save_pretrained(tmp_path / "tokenizer")
+        if merges:
+            text = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
+            (tmp_path / "tokenizer" / "tokenizer.json").write_text(text + "\n")
+        cells._sha256_of_weights.cache_clear()  # of a process, in which weights do not change
+        cells._fingerprint.cache_clear()
+        settings = named(study, tmp_path, "small,t,6,bf16,1").settings(FACTS)
+        found.append((settings["model"]["checkpoint_sha256"], settings["text"]["tokenizer_fingerprint"]))
+    first, second, third = found
+    assert first[0] != second[0] == third[0]
+    assert first[1] == second[1] != third[1]
+
+
 def test_a_stress_has_the_set_of_its_size_first_and_its_own_lengths_and_learning_rate(tmp_path):
     wide = {"name": "wide", "set": {"megalowbit.model.overrides": {"n_embd": 64}, "gradient_clipping": 0.5}}
     hot = {
@@ -93,7 +137,7 @@ def test_a_stress_has_the_set_of_its_size_first_and_its_own_lengths_and_learning
         "steps": [8],
         "set": {"gradient_clipping": 2.0},
     }
-    study = study_in(tmp_path, sizes=[wide, hot])
+    study = study_in(tmp_path, sizes=[wide, hot], instability={"window": 4})
     names = [cell.name for cell in cells_of(study, tmp_path, ROOT) if cell.size.name == "hot"]
     assert len(names) == 8
     assert {name.split(",")[2] for name in names} == {"8"}

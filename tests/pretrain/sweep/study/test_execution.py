@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[4]
 
 STACK = 'Timeout (0:10:00)!\n  File "tools/study.py", line 12 in <module>'
 ENDINGS = {  # by the ending: exit code, output, and what is printed
-    "a mistake": (2, "reading\nerror: no such thing", "failed: no such thing"),
+    "a mistake": (2, "reading\nerror: no such thing", "failed: no such thing (see {log})"),
     "the end": (0, "reading", "finished"),
     "a held lock": (
         EXIT_TRANSIENT,
@@ -29,9 +29,14 @@ ENDINGS = {  # by the ending: exit code, output, and what is printed
     "a hang": (
         EXIT_TRANSIENT,
         "error: rank 0 has hung\nwhat went wrong first: diagnose",
-        "failed: rank 0 has hung",
+        "failed: rank 0 has hung (see {log})",
     ),
-    "a stack": (1, STACK, "failed: exit code 1: see {log}"),
+    "a failed run": (
+        2,
+        "error: no checkpoint\nerror: tiny,parts,8,bf16,1 has failed with exit code 2: see its log",
+        "failed: no checkpoint (see {log})",
+    ),
+    "a stack": (1, STACK, "failed: exit code 1 (see {log})"),
     "a signal": (3, "stopped after step 7", "failed: stopped"),
 }
 
@@ -56,10 +61,10 @@ def test_a_cell_that_fails_does_not_end_the_others(study, tmp_path, capsys):
     names = [cell.name for cell in cells]
     outcome = execute(cells, jobs=2, start=start)
     assert sorted(outcome.finished) == sorted([names[1], names[3]])
-    assert outcome.failed == {names[0]: "no such thing"}
+    assert outcome.failed == {names[0]: f"no such thing (see {log_of(cells[0])})"}
     assert outcome.elsewhere == [names[2]]
     assert f"{names[2]}: run by another command" in capsys.readouterr().out
-    with pytest.raises(UserError, match=f"1 cells have failed: {names[0]}: no such thing"):
+    with pytest.raises(UserError, match=f"1 cell failed: {names[0]}: no such thing"):
         raise_failures(outcome)
 
 

@@ -67,6 +67,10 @@ MISTAKES = [
         "unknown unstressed size of 'a': 'b'",
     ),
     ({"sizes": [{"name": "s", "steps": [0]}]}, "size 's' has 0 steps: use positive numbers"),
+    (
+        {"sizes": [{"name": "s"}, {"name": "hot", "stress_of": "s", "steps": [9, 40]}]},
+        "size 'hot' has 9 steps, too few to judge whether a run is broken: use at least 20, or a smaller",
+    ),
     ({"sizes": [{"name": "s", "steps": [5, 5]}]}, "size 's' has 5 steps twice: remove one"),
     ({"sizes": [{"name": "s", "lr_factor": 0}]}, "sizes.0.lr_factor = 0"),
     ({"instability": {"gap": 0}}, "instability.gap = 0"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,7 @@ from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import Cell
 from megalowbit.pretrain.sweep.study.report.learning_rates import learning_rates
 from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all, delay
-from megalowbit.pretrain.sweep.study.results import LossMeans, Result, block_of
+from megalowbit.pretrain.sweep.study.results import LossMeans, Origin, Result, block_of
 from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, StudySettings
 
 CURVE_POINTS = 40
@@ -73,6 +74,11 @@ class Finished:
         cost, steps = self.result.cost, self.losses.steps
         return cost.cpu_seconds / steps if steps and cost.steps == steps and cost.cpu_seconds else math.nan
 
+    def ran_like(self, other: Finished) -> bool:
+        """Whether both ran on one kind of processor with equally many threads, so that times compare."""
+        own, their = self.result, other.result
+        return (own.made_with.processor, own.cost.threads) == (their.made_with.processor, their.cost.threads)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -88,7 +94,8 @@ class Row:
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
-        cpu: CPU time of a step, relative to the reference's: the median of pairs from one processor.
+        cpu: CPU time of a step, relative to the reference's: the median of pairs from one processor, with
+            equally many threads.
         curve: step → mean gap, for a picture.
     """
 
@@ -241,15 +248,25 @@ class Group:
         return math.sqrt(statistics.fmean(each**2 for each in self.drifts)) if self.drifts else None
 
     @cached_property
-    def num_mixed_pairs(self) -> int:
-        """Pairs of a recipe and the baseline whose cells were made on different processors."""
-        pairs = [
-            (cells[key], self.baseline[key])
+    def _origins(self) -> list[tuple[Origin, Origin]]:
+        """What both cells of each pair of a recipe and the baseline were made with."""
+        return [
+            (cells[key].result.made_with, self.baseline[key].result.made_with)
             for cells in self.members.values()
             for key in cells
             if key in self.baseline
         ]
-        return sum(one.result.made_with.processor != other.result.made_with.processor for one, other in pairs)
+
+    @cached_property
+    def num_mixed_pairs(self) -> int:
+        """Pairs of a recipe and the baseline whose cells were made on different processors."""
+        return sum(one.processor != other.processor for one, other in self._origins)
+
+    @cached_property
+    def mixed_versions(self) -> dict[str, int]:
+        """Packages of which the cells of a pair had different versions, and the number of such pairs."""
+        others = [one.other_version(other) for one, other in self._origins]
+        return dict(Counter(other[0] for other in others if other is not None))
 
     def seed_deviation(self) -> float | None:
         """Standard deviation of the baseline's loss at the end over seeds, mean over texts."""
@@ -266,13 +283,26 @@ class Group:
             {key: each.loss_to(self.steps) for key, each in self.members.get(label, {}).items()}
         )
 
-    def comparisons(self) -> list[Comparison]:
-        """All pairs of recipes at the end of training, with Holm's correction over the group."""
-        names = [
+    @cached_property
+    def not_ranked(self) -> list[str]:
+        """Recipes of which a run has diverged: what is left of them is no fair sample."""
+        return [
+            name
+            for name in self._ranked_names
+            if any(each.is_diverged for each in self.members[name].values())
+        ]
+
+    @property
+    def _ranked_names(self) -> list[str]:
+        return [
             recipe.name
             for recipe in self.study.recipes
             if recipe.name in self.members and recipe.name not in self.study.baseline_forks
         ]
+
+    def comparisons(self) -> list[Comparison]:
+        """All pairs of recipes at the end of training, with Holm's correction over the group."""
+        names = [name for name in self._ranked_names if name not in self.not_ranked]
         losses = {name: self.final_losses(name) for name in names}
         if self.study.baseline in losses:
             losses[self.study.baseline] = self._by_seed(
@@ -306,6 +336,7 @@ class Group:
             "noise_floor": self.noise_floor(),
             "noise_pairs": len(self.drifts),
             "mixed_pairs": self.num_mixed_pairs,
+            "mixed_versions": self.mixed_versions,
             "deviation_over_seeds": self.seed_deviation(),
             "separated": [
                 {
@@ -318,6 +349,7 @@ class Group:
                 if each.is_separated
             ],
             "num_comparisons": len(self.comparisons()),
+            "not_ranked": self.not_ranked,
             "learning_rates": self.learning_rates(),
         }
 
@@ -346,9 +378,7 @@ class Group:
         loss = _mean(self._by_seed({k: losses[k] for k in keys if not own[k].is_diverged}).values())
         noise = self._by_seed({key: own[key].heldout("own") - own[key].heldout("bf16") for key in keys})
         ratios = [
-            own[key].cpu_seconds() / peer[key].cpu_seconds()
-            for key in keys
-            if own[key].result.made_with.processor == peer[key].result.made_with.processor
+            own[key].cpu_seconds() / peer[key].cpu_seconds() for key in keys if own[key].ran_like(peer[key])
         ]
         return Row(
             label=label,

@@ -63,7 +63,7 @@ def trends_of(groups: Sequence[Group], parameters: Mapping[str, int]) -> list[Si
     """
     found = []
     for (steps, text), here in _by_length_and_text(groups).items():
-        if _are_texts_mixed(here):
+        if _are_texts_mixed(here) or len(_tokens(here)) > 1:
             continue
         gaps: dict[str, dict[int, list[float]]] = {}
         for group in here:
@@ -78,10 +78,15 @@ def trends_of(groups: Sequence[Group], parameters: Mapping[str, int]) -> list[Si
 
 
 def not_fitted(groups: Sequence[Group]) -> list[str]:
-    """A sentence for each length whose sizes have different texts: `all` would mean other texts at each."""
+    """A sentence for each length whose sizes are not compared: they have different texts, or read more."""
     found = []
-    for (steps, _), here in _by_length_and_text(groups).items():
-        if len(here) >= LEAST_SIZES and _are_texts_mixed(here):
+    for (steps, text), here in _by_length_and_text(groups).items():
+        if len(here) < LEAST_SIZES:
+            continue
+        if len(counts := _tokens(here)) > 1:
+            listed = ", ".join(f"{count:,}" for count in sorted(counts))
+            found.append(f"No power law at {steps} steps, text {text}: sizes have read {listed} tokens.")
+        elif _are_texts_mixed(here):  # `all` would mean other texts at each
             texts = "; ".join(f"{group.size}: {' and '.join(sorted(group.texts))}" for group in here)
             found.append(
                 f"No power law over all texts at {steps} steps: sizes have different ones ({texts})."
@@ -96,6 +101,12 @@ def _by_length_and_text(groups: Sequence[Group]) -> dict[tuple[int, str], list[G
         if group.study.size(group.size).stress_of is None:
             found.setdefault((group.steps, group.text), []).append(group)
     return found
+
+
+def _tokens(groups: Sequence[Group]) -> set[int]:
+    """How many tokens the runs have read, those that have diverged left out."""
+    members = [each for group in groups for cells in group.members.values() for each in cells.values()]
+    return {each.result.tokens for each in members if not each.is_diverged}
 
 
 def _are_texts_mixed(groups: Sequence[Group]) -> bool:

@@ -54,10 +54,11 @@ def notes(group: Group) -> list[str]:
     if loss is not None:
         forks = [fork for fork in group.study.baseline_forks if fork in group.members]
         baseline = " and ".join([group.study.baseline, *forks])
+        window = min(group.study.window, group.steps)
         found.append(
-            f"Gaps to {'the mean of ' if forks else ''}{baseline} in nats, means of {group.study.window} "
-            f"steps; {'their' if forks else 'its'} loss at the end is {loss:.4f}. Rows marked ≈ have an "
-            "interval that contains 0; with ? there is one pair and no interval."
+            f"Gaps to {'the mean of ' if forks else ''}{baseline} in nats, means of {window} steps; "
+            f"{'their' if forks else 'its'} loss at the end is {loss:.4f}. Rows marked ≈ have an interval "
+            "that contains 0; with ? there is one pair and no interval."
         )
     if missing := group.num_without_fork():
         found.append(f"Pairs that are left out, because a fork is not finished or has diverged: {missing}.")
@@ -69,10 +70,20 @@ def notes(group: Group) -> list[str]:
     if diverged := group.diverged_baselines:
         seeds = ", ".join(f"{seed} ({text})" for text, seed in diverged)
         found.append(f"{group.study.baseline} has diverged with seed {seeds}: no gap from then on.")
+    found += _of_noise(group)
+    found += _of_ranking(group)
+    return [*found, *map(_of_learning_rates, group.learning_rates())]
+
+
+def _of_noise(group: Group) -> list[str]:
+    """The lines on how far equal runs drift apart, and on pairs that were not made alike."""
+    found = []
     floor, deviation = group.noise_floor(), group.seed_deviation()
     if floor is not None:
         pairs = f"root mean square of {len(group.drifts)} pairs"
         found.append(f"Noise floor: runs that should be equal differ by {floor:.4f} ({pairs}).")
+    elif group.rows:
+        found.append("Noise floor: not known, because no fork of the baseline and no replica is finished.")
     if deviation is not None:
         found.append(f"Standard deviation of {group.study.baseline} over seeds: {deviation:.4f}.")
     if group.num_mixed_pairs:
@@ -80,6 +91,18 @@ def notes(group: Group) -> list[str]:
             f"The two cells of {group.num_mixed_pairs} pairs were made on different processors, which "
             "differ in the last bits; this adds noise as that of replicas."
         )
+    for package, count in group.mixed_versions.items():
+        found.append(
+            f"The two cells of {counted(count, 'pair')} were made with different versions of {package}."
+        )
+    return found
+
+
+def _of_ranking(group: Group) -> list[str]:
+    """The lines on which recipes differ."""
+    found = []
+    if group.not_ranked:
+        found.append(f"Not ranked, because a run has diverged: {', '.join(group.not_ranked)}.")
     comparisons = group.comparisons()
     separated = [each for each in comparisons if each.is_separated]
     if separated:
@@ -96,7 +119,7 @@ def notes(group: Group) -> list[str]:
         found.append(
             f"No two recipes are separated after Holm's correction over {len(comparisons)} comparisons."
         )
-    return [*found, *map(_of_learning_rates, group.learning_rates())]
+    return found
 
 
 def _of_learning_rates(rates: Mapping[str, Any]) -> str:

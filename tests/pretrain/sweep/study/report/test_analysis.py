@@ -361,6 +361,39 @@ def test_a_damaged_result_is_named(cells, key):
             groups_of(cells[0].study, cells)
 
 
+def test_a_recipe_of_which_a_run_has_diverged_is_not_ranked(cells):
+    """What is left of it is no fair sample: the seeds it survived may be the easy ones."""
+    before = {(each.first, each.second) for each in group_of(cells).comparisons()}
+    assert ("good", "bad") in before
+    for cell in cells:
+        if cell.label == "good" and cell.seed == 1:
+            cell.write("result.json", result_of(cell, diverged_at=12, losses=[4.0] * 11, heldout=None))
+    group = group_of(cells)
+    assert {(each.first, each.second) for each in group.comparisons()} == {("bf16", "bad")}
+    assert "Not ranked, because a run has diverged: good." in notes(group)
+    assert group.to_dict()["not_ranked"] == ["good"]
+
+
+def test_pairs_of_other_versions_are_counted(cells):
+    assert group_of(cells).mixed_versions == {}
+    for cell in cells:
+        if cell.label == "good" and cell.seed < 3:
+            cell.write("result.json", result_of(cell, made_with={**RESULT["made_with"], "torch": "2.4.0"}))
+    group = group_of(cells, "one")
+    assert group.to_dict()["mixed_versions"] == {"torch": 2}
+    assert "The two cells of 2 pairs were made with different versions of torch." in notes(group)
+
+
+def test_cpu_times_of_other_numbers_of_threads_are_not_compared(cells):
+    for cell in cells:
+        if cell.label == "good":
+            cost = {**result_of(cell)["cost"], "threads": 8}
+            cell.write("result.json", result_of(cell, cost=cost))
+    cpu = {row.label: row.cpu for row in group_of(cells).rows}
+    assert cpu["good"] is None
+    assert cpu["bad"] == pytest.approx(1.5)
+
+
 def test_noise_that_differs_between_pairs_separates_nothing(cells):
     for cell in cells:
         result = result_of(cell)

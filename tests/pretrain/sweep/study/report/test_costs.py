@@ -100,6 +100,7 @@ def test_a_table_has_costs_relative_to_the_baseline(cells):
 def test_lengths_have_their_own_tables_where_a_switch_comes_after_a_number_of_steps(tmp_path, cells):
     raw = json.loads((tmp_path / "study.json").read_text())
     raw["steps"] = [8, 16]
+    raw["instability"] = {"window": 4}
     (late,) = [each for each in raw["recipes"] if each["name"] == "late"]
     late["set"]["megalowbit.late_switch"] = {"at": 4, "scope": "all"}
     raw["sizes"] += [{"name": "hot", "stress_of": "tiny", "lr_factor": 4}]

@@ -57,6 +57,18 @@ def test_parameters_are_counted_once(study, tmp_path):
     assert count_parameters(cells) == {"wide": parameters_of(64), "tiny": parameters_of(32)}
 
 
+def test_sizes_that_have_read_different_numbers_of_tokens_have_no_law(three_sizes, tmp_path, capsys):
+    out = tmp_path / "out"
+    for path in (out / "cells").glob("small,*/result.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "tokens": 4}))
+    done = call_main("tools/study.py", three_sizes, "--out", out, "--report", capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "study.json").read_text())["sizes"] == []
+    assert (
+        "No power law at 8 steps, text parts: sizes have read 4, 9 tokens." in (out / "study.md").read_text()
+    )
+
+
 def test_a_model_under_stress_is_no_size(three_sizes, tmp_path, capsys):
     """It has as many parameters as the unstressed one, and other gaps."""
     out = tmp_path / "out"
@@ -64,6 +76,7 @@ def test_a_model_under_stress_is_no_size(three_sizes, tmp_path, capsys):
     expected = json.loads((out / "study.json").read_text())["sizes"]
     raw = json.loads(three_sizes.read_text())
     raw["sizes"].append({"name": "stressed", "stress_of": "small", "lr_factor": 4.0})
+    raw["instability"] = {"window": 4}
     three_sizes.write_text(json.dumps(raw))
     study = read_study(three_sizes)
     cells = cells_of(study, out, ROOT / "launch" / "pretrain.py")
