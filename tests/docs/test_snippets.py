@@ -17,6 +17,7 @@ from launchers import ROOT
 from megalowbit.cluster.settings import ClusterSettings, ContainerSettings
 from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.sweep.study.study_file import RecipeEntry
 
 PYTHON = [each for each in blocks() if each.language == "python"]
 JSON = [each for each in blocks() if each.language == "json"]
@@ -148,6 +149,8 @@ def test_a_json_block_is_valid_where_it_belongs(block, tmp_path):
         assert ClusterSettings(**found).launcher == found["launcher"]
     elif "kind" in found:
         assert ContainerSettings(**found).kind == found["kind"]
+    elif "set" in found:  # of a study
+        assert recipe(RecipeEntry(**found).set["megalowbit.recipe"]).quantizes
     elif "base" in found:
         assert recipe(found) != recipe(found["base"])
     else:
