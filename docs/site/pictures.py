@@ -223,42 +223,37 @@ def gap() -> Picture:
     """Gap to bf16 at the end, with intervals, from docs/results/default.json."""
     results = json.loads((DOCS / "results" / "default.json").read_text(encoding="utf-8"))
     sizes = {"0.8M": "0.84 M", "2M": "1.85 M", "8M": "7.52 M"}
-    wanted = [
-        ("0.8M", "python"),
-        ("0.8M", "docstrings"),
-        ("0.8M", "all"),
-        ("2M", "python"),
-        ("2M", "docstrings"),
-        ("8M", "python"),
-        ("8M", "docstrings"),
-    ]
+    texts = {"python": "Python sources", "docstrings": "docstrings"}
     found = {
-        (each["size"], each["text"]): each["rows"] for each in results["groups"] if each["steps"] == 1500
+        (each["steps"], each["size"], each["text"]): each["rows"]
+        for each in results["groups"]
+        if each["text"] in texts
     }
+    height, first, last = 52, -1, 7  # of a group, in pixels; of the axis, in percent
+    left, bottom = 270, 30 + height * len(found)
+    unit = 435 / (last - first)
     picture = Picture(
-        720, 70 + 56 * len(wanted), "Gap to bf16 at the end of 1,500 steps, in percent of the loss"
+        720, bottom + 40, "Gap to bf16 at the end of 1,500 and of 3,000 steps, in percent of the loss"
     )
-    left, unit, bottom = 260, 105, 30 + 56 * len(wanted)
-    for percent in range(-1, 5):
-        x = left + unit * (percent + 1) * 0.8
+    for percent in range(first, last + 1):
+        x = left + unit * (percent - first)
         picture.line(x, 24, x, bottom, PALE if percent else GREY)
         picture.text(x, bottom + 16, f"{percent} %", 12, GREY, "middle")
-    for number, key in enumerate(wanted):
-        y = 50 + 56 * number
-        text = {"python": "Python sources", "docstrings": "docstrings", "all": "both texts"}[key[1]]
-        rows = {row["label"]: row["percent"] for row in found[key]}
+    for number, (steps, size, text) in enumerate(sorted(found)):
+        y = 50 + height * number
+        rows = {row["label"]: row["percent"] for row in found[steps, size, text]}
         pairs = rows["nvfp4"]["num_pairs"]
         few = f", ± {most / 2:.0f} %: not drawn" if (most := _widest(rows)) >= WIDEST else ""
-        picture.text(15, y + 4, f"{sizes[key[0]]}, {text}", 13)
+        picture.text(15, y + 4, f"{sizes[size]}, {steps:,} steps, {texts[text]}", 13)
         picture.text(15, y + 20, f"{pairs} pair{'s' if pairs > 1 else ''}{few}", 11, GREY)
         for shift, (name, colour) in zip((-14, 0, 14), RECIPES.items(), strict=True):
             if name not in rows:
                 continue
             mean, low, high = (rows[name][each] for each in ("mean", "low", "high"))
             if low is not None and high - low < WIDEST:
-                ends = (left + unit * 0.8 * (each + 1) for each in (low, high))
+                ends = (left + unit * (each - first) for each in (low, high))
                 picture.line(next(ends), y + shift, next(ends), y + shift, colour, 2)
-            picture.circle(left + unit * 0.8 * (mean + 1), y + shift, 5, colour)
+            picture.circle(left + unit * (mean - first), y + shift, 5, colour)
     for x, (name, colour) in zip(LEGEND, RECIPES.items(), strict=True):
         picture.circle(x, bottom + 32, 5, colour)
         picture.text(x + 10, bottom + 36, name, 12)
