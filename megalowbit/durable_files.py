@@ -70,8 +70,10 @@ def atomic_file(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]
             os.fsync(file.fileno())
         draft.replace(path)
         sync(path.parent)
-    except BaseException:
+    except BaseException as error:
         draft.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # as of a failed write
+            error.filename = str(path)
         raise
 
 

@@ -16,7 +16,11 @@ from typing import NoReturn, ParamSpec
 from megalowbit.errors import EXIT_TRANSIENT, EXIT_USER_ERROR, TransientError, UserError, printed
 
 Arguments = ParamSpec("Arguments")
-DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+REMEDIES = {
+    errno.ENOSPC: "free space, and run the same command again",
+    errno.EDQUOT: "free space of your quota, and run the same command again",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), and run the same command again",
+}
 
 
 def printing_user_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
@@ -30,11 +34,10 @@ def printing_user_errors(main: Callable[Arguments, int]) -> Callable[Arguments, 
             print(f"error: {printed(error)}", file=sys.stderr)
             return EXIT_TRANSIENT if isinstance(error, TransientError) else EXIT_USER_ERROR
         except OSError as error:
-            if error.errno not in DISK_IS_FULL:
+            if error.errno not in REMEDIES:
                 raise
             where = f"{error.filename}: " if error.filename else ""
-            reason = os.strerror(error.errno)
-            print(f"error: {where}{reason}: free space, and run the same command again", file=sys.stderr)
+            print(f"error: {where}{os.strerror(error.errno)}: {REMEDIES[error.errno]}", file=sys.stderr)
             return EXIT_USER_ERROR
 
     return run

@@ -10,6 +10,7 @@ ranks. Not covered: shards of tensor-parallel ranks saved before layouts were wr
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +22,11 @@ from megalowbit.checkpoints.layout import ENGINE_KEY
 from megalowbit.checkpoints.shards import model_file, reading
 from megalowbit.durable_files import (
     DAMAGED,
+    MANIFEST,
     complete_steps,
     damaged_in,
     is_step_name,
+    sha256_of,
     step_name,
     steps_in,
     verify_folder,
@@ -40,6 +43,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 HEADER_FILE = model_file(0, 0)
 CHECKPOINTS_FOLDER = "checkpoints"
+HF_FILES = ("*.json", "*.safetensors", "*.bin")  # configuration, weights, and their index
 OUR_KEY = "megalowbit"
 
 
@@ -89,6 +93,24 @@ def find_checkpoint(path: Path | str) -> Path:
     raise UserError(
         f"no complete training checkpoint in {path}: name a run's folder or a step-… folder in it"
     )
+
+
+def digest_of_weights(path: Path) -> str:
+    """Hexadecimal SHA-256 of the names and contents of the files that a model is loaded from.
+
+    Args:
+        path: a Hugging Face folder, or what `find_checkpoint` takes.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if is_training_checkpoint(path):
+        return sha256_of(find_checkpoint(path) / MANIFEST)  # which has those of all files
+    found = sorted(each for end in HF_FILES for each in path.glob(end))
+    if not found:
+        raise UserError(f"{path} has no weights: name a Hugging Face folder or a training checkpoint")
+    listed = "".join(f"{each.name} {sha256_of(each)}\n" for each in found)
+    return hashlib.sha256(listed.encode()).hexdigest()
 
 
 def read_checkpoint(folder: Path | str) -> TrainingCheckpoint:

@@ -118,6 +118,31 @@ def test_a_full_disk_is_one_line(capsys):
     assert capsys.readouterr().err == reason
 
 
+def test_a_full_disk_is_one_line_with_the_file(tmp_path):
+    """In a process that may write files of at most a kilobyte."""
+    program = (
+        "import resource, signal, sys\n"
+        "from pathlib import Path\n"
+        "from megalowbit.durable_files import atomic_file\n"
+        "from megalowbit.one_line_parser import printing_user_errors\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+        "@printing_user_errors\n"
+        "def main():\n"
+        "    with atomic_file(Path('text.json')) as file:\n"
+        "        file.write('text' * 1024)\n"
+        "    return 0\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: text.json: File too large: raise the limit on the size of files (ulimit -f), and run the "
+        "same command again\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_version_is_that_of_the_package(capsys):
     from megalowbit import __version__
 

@@ -14,6 +14,7 @@ from megalowbit.errors import UserError
 from megalowbit.hf.model import random_model
 from megalowbit.hf.training_checkpoint import (
     HEADER_FILE,
+    digest_of_weights,
     find_checkpoint,
     is_training_checkpoint,
     read_checkpoint,
@@ -71,6 +72,22 @@ def test_a_checkpoint_is_found_from_its_run_its_folder_and_itself(folder):
     for path in (folder.parent, folder, folder / "step-00000040"):
         assert is_training_checkpoint(path)
     assert not is_training_checkpoint(folder.parent.parent)
+
+
+def test_the_digest_of_weights_changes_with_them_and_not_with_the_place(folder, tmp_path):
+    other = tmp_path / "copied"
+    shutil.copytree(folder, other)
+    assert digest_of_weights(folder) == digest_of_weights(other)
+    step = find_checkpoint(other)
+    assert digest_of_weights(step) == digest_of_weights(other)
+    content = json.loads((step / "manifest.json").read_text())
+    content["files"][0]["sha256"] = "0" * 64
+    (step / "manifest.json").write_text(json.dumps(content))
+    assert digest_of_weights(folder) != digest_of_weights(other)
+    with pytest.raises(
+        UserError, match="has no weights: name a Hugging Face folder or a training checkpoint"
+    ):
+        digest_of_weights(tmp_path / "nothing")
 
 
 def test_a_place_without_a_complete_checkpoint_is_refused(folder):

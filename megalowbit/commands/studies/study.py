@@ -153,7 +153,8 @@ def _run_grid(study: StudySettings, out: Path, options: argparse.Namespace) -> i
         check_folder(every)
         make_folder(out)
         _take_over(study, chosen, options.kept)
-    check_pairs(chosen, every)
+    if not options.report:  # what is finished is reported
+        check_pairs(chosen, every)
     if options.list:
         for cell in {cell.label: cell for cell in reversed(chosen)}.values():
             _ = cell.config  # a mistake in a recipe is an error here, too
@@ -223,7 +224,7 @@ def _prepared(study: StudySettings, chosen: Sequence[Cell]) -> list[Cell]:
     facts = _write_texts(study, chosen)
     for cell in chosen:
         cell.check_settings(cell.settings(facts[cell.text]))
-    for cell in {(each.text, each.config.settings.data.sequence_length): each for each in chosen}.values():
+    for cell in {repr(each.config.settings.data): each for each in chosen}.values():
         count_samples(cell.config.settings.data)  # fills the cache before several processes do it at once
         check_heldout(cell)
     check_layers(chosen)

@@ -13,7 +13,8 @@ from megalowbit.pretrain.components.loss_guard import LossGuardSettings
 from megalowbit.pretrain.sweep.study.cells import Cell
 from megalowbit.pretrain.sweep.study.evaluation import read_tokens
 
-NOT_CONTENT = ("cache_dir", "workers", "build_timeout", "max_bad_records")  # of `megalowbit.data`
+# Settings of `megalowbit.data` that do not change a batch of training; of `validation`, `share` may.
+NOT_CONTENT = ("cache_dir", "workers", "build_timeout", "max_bad_records", "validation")
 
 
 def check_pairs(chosen: Sequence[Cell], every: Sequence[Cell]) -> None:
@@ -27,13 +28,14 @@ def check_pairs(chosen: Sequence[Cell], every: Sequence[Cell]) -> None:
         UserError: a recipe or replica would read other batches, from the start or after a rollback.
     """
     for cell in {(each.size.name, each.steps, each.label): each for each in reversed(chosen)}.values():
-        guard = cell.config.settings.of(LossGuardSettings)
-        if guard is not None and guard.rolls_back:
-            raise UserError(
-                f"{cell.name}: a rollback of megalowbit.loss_guard goes on with new batches, which no other "
-                'cell has: use "stop" in its place'
-            )
         baseline = next(each for each in every if _is_baseline_of(each, cell))
+        for each in (cell, baseline):
+            guard = each.config.settings.of(LossGuardSettings)
+            if guard is not None and guard.rolls_back:
+                raise UserError(
+                    f"{each.name}: a rollback of megalowbit.loss_guard goes on with new batches, which no "
+                    'other cell has: use "stop" in its place'
+                )
         now, before = dict(_batches(cell)), dict(_batches(baseline))
         for key in [*before, *(key for key in now if key not in before)]:
             if now.get(key) != before.get(key):
@@ -74,14 +76,16 @@ def check_heldout(cell: Cell) -> None:
 
 
 def _is_baseline_of(other: Cell, cell: Cell) -> bool:
-    places = ((each.size.name, each.steps, each.text, each.seed) for each in (other, cell))
-    return other.label == cell.study.baseline and len(set(places)) == 1
+    place, own = ((each.size.name, each.steps, each.text, each.seed) for each in (other, cell))
+    return other.label == cell.study.baseline and place == own
 
 
 def _batches(cell: Cell) -> Iterator[tuple[str, Any]]:
     """Settings on which the batches depend."""
     resolved = cell.config.to_dict()
     yield "train_batch_size", resolved["train_batch_size"]
-    for key, value in resolved["megalowbit"]["data"].items():
+    data = resolved["megalowbit"]["data"]
+    yield "megalowbit.data.validation.share", (data.get("validation") or {}).get("share")
+    for key, value in data.items():
         if key not in NOT_CONTENT:
             yield f"megalowbit.data.{key}", value

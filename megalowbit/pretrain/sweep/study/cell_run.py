@@ -15,7 +15,9 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from megalowbit.durable_files import complete_steps
 from megalowbit.errors import UserError
+from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.command_line import main as pretrain
 from megalowbit.pretrain.sweep.runs import RANK_VARIABLES, free_port
@@ -113,7 +115,7 @@ def _begin(cell: Cell) -> Parts:
     """
     path = cell.path / PARTS
     record = Parts(parts=[])
-    if path.exists():
+    if path.exists() and complete_steps(cell.path / CHECKPOINTS_FOLDER):  # else training begins again
         try:
             record = Parts.model_validate(read_json_object(path))
         except ValidationError:
@@ -135,15 +137,16 @@ def _begin(cell: Cell) -> Parts:
 def _joined(origins: Sequence[Origin]) -> dict[str, Any]:
     """The origin of a result: the last part's, with all commits and processors of a cell that was resumed."""
     commits, processors = (
-        " and ".join(dict.fromkeys(value for each in origins if (value := getattr(each, key))))
+        " and ".join(dict.fromkeys(getattr(each, key) or "unknown" for each in origins))
         for key in ("commit", "processor")
     )
-    return {**origins[-1].model_dump(), "commit": commits or None, "processor": processors}
+    is_known = any(each.commit for each in origins)
+    return {**origins[-1].model_dump(), "commit": commits if is_known else None, "processor": processors}
 
 
 def tidy(cell: Cell) -> None:
     """Remove what a finished cell no longer needs."""
-    shutil.rmtree(cell.path / "checkpoints", ignore_errors=True)
+    shutil.rmtree(cell.path / CHECKPOINTS_FOLDER, ignore_errors=True)
     if not cell.study.keep_weights:
         shutil.rmtree(cell.path / "hf", ignore_errors=True)
 

@@ -2,26 +2,27 @@
 
 A cell is one run of launch/pretrain.py. Its folder `cells/NAME` is the run folder, with two more files:
 `cell.json`, written before the run starts, has all settings on which the result depends; `result.json`,
-written atomically at the end, marks the cell as finished. Texts, model configurations, weights to start from
-and tokenizers count by their contents.
+written atomically at the end, marks the cell as finished. Texts and model configurations count by their
+contents, weights to start from and folders of tokenizers by their paths and their contents.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER
-from megalowbit.durable_files import atomic_file, open_regular, sha256_of
+from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER, NO_TOKENIZER
+from megalowbit.data.tokenize import FolderTokenizer
+from megalowbit.durable_files import atomic_file, open_regular
 from megalowbit.errors import TransientError, UserError, shown, unknown_name
+from megalowbit.hf.training_checkpoint import digest_of_weights
 from megalowbit.json_text import is_finite_number, read_json_object
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
@@ -36,7 +37,8 @@ SETTINGS, RESULT = "cell.json", "result.json"
 RUN_ELSEWHERE = "is run by another process"  # in the error of a cell whose lock is held
 # No event files and no counts, which take time. A study may set them again.
 LEAN = {"megalowbit.telemetry.tensorboard": False, "megalowbit.telemetry.overflow": False}
-RELATIVE_SCHEDULERS = ("WarmupCosineLR",)  # DeepSpeed's that multiply the optimizer's learning rate
+# Schedulers with learning rates of their own; all others multiply the optimizer's.
+ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR", "OneCycle", "LRRangeTest", "OneCycleLR")
 REMOVED_PATHS = (("model", "config"), ("data", "corpus"), ("data", "cache_dir"))
 
 
@@ -123,11 +125,11 @@ class Cell:
             raise UserError(f"{self.name}: lr_factor needs a number as {key}, not {shown(lr)}")
         found = (*given, f"{key}={json.dumps(lr * factor)}")
         scheduler = plain.get("scheduler")
-        is_absolute = scheduler is not None and scheduler["type"] not in RELATIVE_SCHEDULERS
+        is_absolute = scheduler is not None and scheduler["type"] in ABSOLUTE_SCHEDULERS
         if is_absolute and scheduler == self._load(found).parts.deepspeed["scheduler"]:
             raise UserError(
-                f"{self.name}: lr_factor has no effect, because scheduler.params has learning rates of its "
-                'own: make them "auto", or use `megalowbit.lr_schedule`'
+                f"{self.name}: lr_factor has no effect, because {scheduler['type']} has learning rates of "
+                "its own: use `megalowbit.lr_schedule` in the place of `scheduler`"
             )
         return found
 
@@ -160,6 +162,8 @@ class Cell:
 
     def settings(self, text: TextFacts) -> dict[str, Any]:
         """Everything on which the result depends, except the code and the machine."""
+        resolved = self.config.to_dict()
+        model = resolved["megalowbit"]["model"].get("config")
         return {
             "cell": {
                 "size": self.size.name,
@@ -170,27 +174,21 @@ class Cell:
                 "lr_factor": self.lr_factor,
                 "replica_of": self.entry.of if isinstance(self.entry, Replica) else None,
             },
-            "config": _without_paths(self.config.to_dict()),
-            "model": self._model(),
-            "text": {
-                "train_sha256": text.train_sha256,
-                "heldout_sha256": text.heldout_sha256,
-                **self._tokenizer(),
-            },
+            "config": _without_paths(resolved),
+            "model": None if model is None else read_json_object(Path(model)),
+            "text": {"train_sha256": text.train_sha256, "heldout_sha256": text.heldout_sha256},
+            "files": self._files(),
         }
 
-    def _tokenizer(self) -> dict[str, str]:
-        """What identifies the tokenizer, unless the configuration and the text do."""
-        name = self.config.settings.data.tokenizer
-        is_known = name in (BYTE_TOKENIZER, BPE_TOKENIZER)
-        return {} if is_known else {"tokenizer_fingerprint": _fingerprint(Path(name).expanduser())}
-
-    def _model(self) -> dict[str, Any] | None:
-        """The content of the model's configuration, or what identifies the weights to start from."""
-        model = self.config.settings.model
-        if model.checkpoint is not None:
-            return {"checkpoint_sha256": _sha256_of_weights(model.checkpoint)}
-        return None if model.config is None else read_json_object(model.config)
+    def _files(self) -> dict[str, str]:
+        """What identifies the weights to start from and the folder of a tokenizer."""
+        checkpoint, tokenizer = self.config.settings.model.checkpoint, self.config.settings.data.tokenizer
+        found = {}
+        if checkpoint is not None:
+            found["weights"] = digest_of_weights(checkpoint)
+        if tokenizer not in (BYTE_TOKENIZER, BPE_TOKENIZER, NO_TOKENIZER):
+            found["tokenizer"] = FolderTokenizer(Path(tokenizer).expanduser()).fingerprint
+        return found
 
     def check_settings(self, settings: Mapping[str, Any]) -> bool:
         """Compare with the settings that a run in this folder was started with; False if there is none.
@@ -219,7 +217,9 @@ class Cell:
 
         A setting that is not recorded had the value that is the default now, as in checkpoints.
         """
-        saved = {**saved, "config": with_current_names(saved["config"])}
+        files = saved.get("files", {})  # earlier versions recorded none
+        settings = {**settings, "files": {name: settings["files"].get(name, MISSING) for name in files}}
+        saved = {**saved, "config": with_current_names(saved["config"]), "files": files}
         found = list(differences(saved, settings))
         if any(where.startswith("config.") and before == MISSING for where, before, _ in found):
             found = list(differences({**saved, "config": self._with_defaults(saved["config"])}, settings))
@@ -367,20 +367,6 @@ def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> 
     if name not in known:
         raise unknown_name("cell", name, known)
     return known[name]
-
-
-@cache
-def _fingerprint(folder: Path) -> str:
-    from megalowbit.data.tokenize import FolderTokenizer
-
-    return FolderTokenizer(folder).fingerprint
-
-
-@cache
-def _sha256_of_weights(folder: Path) -> str:
-    """Of the names and contents of a model's files: configuration, weights and their index."""
-    found = sorted(path for end in ("*.json", "*.safetensors", "*.bin") for path in folder.glob(end))
-    return hashlib.sha256("".join(f"{path.name} {sha256_of(path)}\n" for path in found).encode()).hexdigest()
 
 
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -143,16 +143,21 @@ class Origin(Recorded):
     command: list[str]
 
     def other_version(self, other: Origin) -> tuple[str, str, str] | None:
-        """The first package of another version on which results depend, and both versions.
+        """The first of `other_versions`; None if there is none."""
+        return next(iter(self.other_versions(other)), None)
+
+    def other_versions(self, other: Origin) -> list[tuple[str, str, str]]:
+        """The packages of other versions on which results depend, and both versions.
 
         The part after `+`, which tells builds for CPU and GPU apart, is left out. Versions that one of both
         has not recorded are not compared.
         """
+        found = []
         for name in VERSIONS:
             own, theirs = ((getattr(each, name) or "").partition("+")[0] for each in (self, other))
             if own and theirs and own != theirs:
-                return name, own, theirs
-        return None
+                found.append((name, own, theirs))
+        return found
 
 
 class CellSettings(Recorded):
@@ -162,6 +167,7 @@ class CellSettings(Recorded):
     config: dict[str, Any]
     model: dict[str, Any] | None
     text: dict[str, str]
+    files: dict[str, str] = Field(default_factory=dict)  # recorded later
 
 
 class Result(Recorded):

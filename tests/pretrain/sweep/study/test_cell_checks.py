@@ -40,7 +40,26 @@ def test_a_recipe_that_reads_other_batches_is_no_pair(study, tmp_path, capsys, k
 def test_a_rollback_would_read_new_batches(study, tmp_path, capsys):
     recipes = with_recipe(**{"megalowbit.loss_guard": {"spike": "rollback"}})
     error = error_of(study, tmp_path / "out", capsys, "--list", recipes=recipes)
-    assert "a rollback of megalowbit.loss_guard goes on with new batches" in error
+    assert "tiny,parts,8,other,1: a rollback of megalowbit.loss_guard goes on with new batches" in error
+
+
+def test_a_rollback_of_the_baseline_is_found_without_a_cell_of_it(study, tmp_path, capsys):
+    recipes = with_recipe()
+    recipes[0]["set"]["megalowbit.loss_guard"] = {"spike": "rollback"}
+    error = error_of(study, tmp_path / "out", capsys, "--recipe", "other", recipes=recipes)
+    assert "tiny,parts,8,bf16,1: a rollback of megalowbit.loss_guard" in error
+
+
+def test_other_text_for_validation_leaves_the_batches_as_they_are(study, tmp_path, capsys):
+    raw = json.loads(study.read_text())
+    other = {"corpus": str(tmp_path / "parts")}
+    raw["recipes"] = with_recipe(**{"megalowbit.data.validation": other, "megalowbit.validation.every": 4})
+    study.write_text(json.dumps(raw))
+    done = call_main(TOOL, study, "--out", tmp_path / "out", "--list", capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    raw["recipes"] = with_recipe(**{"megalowbit.data.validation": {"share": 0.2}})
+    error = error_of(study, tmp_path / "out", capsys, "--list", recipes=raw["recipes"])
+    assert "megalowbit.data.validation.share is 0.2, and None in" in error
 
 
 def test_a_recipe_that_names_layers_that_there_are_not(study, tmp_path, capsys):

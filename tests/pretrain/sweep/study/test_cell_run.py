@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from programs import call_main
+from studies import RESULT
 
 from launchers import metrics
 from megalowbit.errors import TransientError, UserError
-from megalowbit.pretrain.sweep.study import execution
+from megalowbit.pretrain.sweep.study import cell_run, execution
 from megalowbit.pretrain.sweep.study.cell_run import run_cell
 from megalowbit.pretrain.sweep.study.cells import cells_of
-from megalowbit.pretrain.sweep.study.results import made_with
+from megalowbit.pretrain.sweep.study.results import Origin, made_with
 from megalowbit.pretrain.sweep.study.study_file import read_study
 from megalowbit.pretrain.sweep.study.texts import TextFacts
 
@@ -106,10 +107,31 @@ def test_a_cell_is_not_continued_with_other_versions(study, tmp_path):
     cell = cells_of(read_study(study), tmp_path / "out", ROOT / "launch" / "pretrain.py")[0]
     earlier = {**made_with(ROOT), "torch": "2.4.0"}
     cell.write("parts.json", {"begun_with": [earlier], "parts": []})
+    manifest = cell.path / "checkpoints" / "step-00000002" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
     with pytest.raises(
         UserError, match=r"was begun with torch 2\.4\.0, and .* is installed: install 2\.4\.0"
     ):
         run_cell(cell, FACTS)
+
+
+def test_what_left_no_checkpoint_is_no_origin_of_a_result(study, tmp_path):
+    cell = cells_of(read_study(study), tmp_path / "out", ROOT / "launch" / "pretrain.py")[0]
+    cell.write("parts.json", {"begun_with": [{**made_with(ROOT), "torch": "2.4.0"}], "parts": []})
+    record = cell_run._begin(cell)
+    assert [each.torch for each in record.begun_with] == [made_with(ROOT)["torch"]]
+    assert json.loads((cell.path / "parts.json").read_text()) == record.model_dump()
+
+
+def test_the_origin_of_a_resumed_cell_has_all_commits_and_processors():
+    here = {**RESULT["made_with"], "commit": "b"}
+    origins = [Origin(**{**here, "commit": None, "processor": "two"}), Origin(**here), Origin(**here)]
+    assert (
+        cell_run._joined(origins)
+        == Origin(**{**here, "commit": "unknown and b", "processor": "two and one"}).model_dump()
+    )
+    assert cell_run._joined(origins[:1])["commit"] is None
 
 
 def test_a_cell_that_another_process_runs_is_left_to_it(study, tmp_path):

@@ -16,7 +16,6 @@ from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.matmul.quantizations import Quantizations
 from megalowbit.layers.recipe import named_recipes, recipe, recipes
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
-from megalowbit.pretrain.sweep.study import cells
 from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
 from megalowbit.pretrain.sweep.study.evaluation import final_recipe
 from megalowbit.pretrain.sweep.study.kept_results import to_kept
@@ -89,19 +88,27 @@ def test_a_cell_has_the_overrides_of_study_size_and_recipe(tmp_path):
 
 
 def test_a_factor_without_effect_on_the_learning_rate_is_refused(tmp_path):
-    """DeepSpeed's scheduler replaces the optimizer's rate by one of its own, unless that is "auto"."""
+    """Some schedulers replace the optimizer's rate by one of their own, unless that is "auto"."""
     study = study_in(tmp_path)
     base = json.loads((tmp_path / "tiny.json").read_text())
-    params = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 2}
-    for rate in ("auto", 0.003):
-        base["scheduler"] = {"type": "WarmupLR", "params": {**params, "warmup_max_lr": rate}}
+    warmup = {"warmup_min_lr": 0, "warmup_num_steps": 2}
+    for name, params, is_refused in (
+        ("WarmupLR", {**warmup, "warmup_max_lr": "auto"}, False),
+        ("WarmupLR", {**warmup, "warmup_max_lr": 0.003}, True),
+        ("WarmupCosineLR", {"total_num_steps": 6}, False),
+        ("CosineAnnealingLR", {"T_max": 6}, False),
+        ("OneCycle", {"cycle_min_lr": 0.0, "cycle_max_lr": 0.003}, True),
+    ):
+        base["scheduler"] = {"type": name, "params": params}
         (tmp_path / "tiny.json").write_text(json.dumps(base))
         cell = named(study, tmp_path, "small,t,6,nvfp4@lr0.5,1")
-        if rate == "auto":
-            assert cell.config.parts.deepspeed["scheduler"]["params"]["warmup_max_lr"] == 1.5e-3
-        else:
-            with pytest.raises(UserError, match="lr_factor has no effect, because "):
+        if is_refused:
+            with pytest.raises(
+                UserError, match=f"lr_factor has no effect, because {name} has learning rates"
+            ):
                 _ = cell.config
+        else:
+            assert cell.config.parts.deepspeed["optimizer"]["params"]["lr"] == 1.5e-3
 
 
 def test_weights_and_tokenizers_count_by_their_contents(tmp_path):
@@ -112,20 +119,21 @@ def test_weights_and_tokenizers_count_by_their_contents(tmp_path):
     base["megalowbit"]["data"] |= {"tokenizer": str(tmp_path / "tokenizer")}
     (tmp_path / "tiny.json").write_text(json.dumps(base))
     found = []
-    for seed, merges in ((0, 0), (1, 0), (1, 1)):
+    for seed, has_other_text in ((0, False), (1, False), (1, True)):
         torch.manual_seed(seed)
         transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "weights")
         ByteTokenizer().save_pretrained(tmp_path / "tokenizer")
-        if merges:
+        if has_other_text:
             text = (tmp_path / "tokenizer" / "tokenizer.json").read_text()
             (tmp_path / "tokenizer" / "tokenizer.json").write_text(text + "\n")
-        cells._sha256_of_weights.cache_clear()  # of a process, in which weights do not change
-        cells._fingerprint.cache_clear()
-        settings = named(study, tmp_path, "small,t,6,bf16,1").settings(FACTS)
-        found.append((settings["model"]["checkpoint_sha256"], settings["text"]["tokenizer_fingerprint"]))
-    first, second, third = found
-    assert first[0] != second[0] == third[0]
-    assert first[1] == second[1] != third[1]
+        cell = named(study, tmp_path, "small,t,6,bf16,1")
+        found.append(cell.settings(FACTS))
+    first, second, third = (each["files"] for each in found)
+    assert first["weights"] != second["weights"] == third["weights"]
+    assert first["tokenizer"] == second["tokenizer"] != third["tokenizer"]
+    assert "files.weights" in cell.changed_settings(found[0], found[2])
+    earlier = {key: value for key, value in found[0].items() if key != "files"}  # by an earlier version
+    assert cell.changed_settings(earlier, found[2]) == ""
 
 
 def test_a_stress_has_the_set_of_its_size_first_and_its_own_lengths_and_learning_rate(tmp_path):

@@ -265,8 +265,8 @@ class Group:
     @cached_property
     def mixed_versions(self) -> dict[str, int]:
         """Packages of which the cells of a pair had different versions, and the number of such pairs."""
-        others = [one.other_version(other) for one, other in self._origins]
-        return dict(Counter(other[0] for other in others if other is not None))
+        others = [one.other_versions(other) for one, other in self._origins]
+        return dict(Counter(name for found in others for name, *_ in found))
 
     def seed_deviation(self) -> float | None:
         """Standard deviation of the baseline's loss at the end over seeds, mean over texts."""
@@ -285,12 +285,14 @@ class Group:
 
     @cached_property
     def not_ranked(self) -> list[str]:
-        """Recipes of which a run has diverged: what is left of them is no fair sample."""
-        return [
-            name
-            for name in self._ranked_names
-            if any(each.is_diverged for each in self.members[name].values())
-        ]
+        """Recipes of which a run has diverged, or a fork of the baseline: what is left is no fair sample."""
+        found = [name for name in self._ranked_names if self._has_diverged(name)]
+        if self.study.baseline not in found and any(map(self._has_diverged, self.study.baseline_forks)):
+            found.append(self.study.baseline)
+        return found
+
+    def _has_diverged(self, label: str) -> bool:
+        return any(each.is_diverged for each in self.members.get(label, {}).values())
 
     @property
     def _ranked_names(self) -> list[str]:
@@ -312,7 +314,9 @@ class Group:
 
     def learning_rates(self) -> list[dict[str, Any]]:
         """What each sweep of learning rates shows; see `learning_rates.py`."""
-        losses = {label: self.final_losses(label) for label in self.members}
+        losses = {
+            label: {} if self._has_diverged(label) else self.final_losses(label) for label in self.members
+        }
         return learning_rates(self.study, losses)
 
     def to_dict(self) -> dict[str, Any]:

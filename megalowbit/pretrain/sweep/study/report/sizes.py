@@ -78,7 +78,7 @@ def trends_of(groups: Sequence[Group], parameters: Mapping[str, int]) -> list[Si
 
 
 def not_fitted(groups: Sequence[Group]) -> list[str]:
-    """A sentence for each length whose sizes are not compared: they have different texts, or read more."""
+    """A sentence for each length whose sizes are not compared: their texts or numbers of tokens differ."""
     found = []
     for (steps, text), here in _by_length_and_text(groups).items():
         if len(here) < LEAST_SIZES:

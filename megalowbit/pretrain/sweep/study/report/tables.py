@@ -126,7 +126,7 @@ def _of_learning_rates(rates: Mapping[str, Any]) -> str:
     """The line on the sweep of a recipe."""
     if not rates["num_seeds"]:
         factors = ", ".join(f"× {factor}" for factor in rates["mean_losses"])
-        return f"Learning rate of {rates['recipe']}: no seed has an end at all of {factors}."
+        return f"Learning rate of {rates['recipe']}: {factors}: one has diverged runs, or no seed has all."
     losses = ", ".join(f"× {factor}: {mean:.4f}" for factor, mean in rates["mean_losses"].items())
     effect = "the learning rate matters" if rates["matters"] else "no difference is significant"
     effect = effect if rates["is_known"] else "too few pairs to tell"

@@ -374,13 +374,33 @@ def test_a_recipe_of_which_a_run_has_diverged_is_not_ranked(cells):
     assert group.to_dict()["not_ranked"] == ["good"]
 
 
+def test_a_diverged_fork_of_the_baseline_leaves_it_out_of_the_ranking(cells):
+    cells = forked(cells, {1: 0.008, 2: -0.002, 3: math.nan})
+    group = group_of(cells)
+    assert group.not_ranked == ["bf16"]
+    assert all("bf16" not in (each.first, each.second) for each in group.comparisons())
+
+
+def test_a_learning_rate_with_a_diverged_run_is_not_called_the_best(cells):
+    (before,) = group_of(cells).learning_rates()
+    assert before["best_factor"] == "1"
+    for cell in cells:
+        if cell.label == "good" and cell.seed == 1:
+            cell.write("result.json", result_of(cell, diverged_at=12, losses=[4.0] * 11, heldout=None))
+    group = group_of(cells)
+    (rates,) = group.learning_rates()
+    assert rates["best_factor"] is None
+    assert "Learning rate of good: × 1, × 2: one has diverged runs, or no seed has all." in notes(group)
+
+
 def test_pairs_of_other_versions_are_counted(cells):
     assert group_of(cells).mixed_versions == {}
+    others = {**RESULT["made_with"], "torch": "2.4.0", "transformers": "4.0"}
     for cell in cells:
         if cell.label == "good" and cell.seed < 3:
-            cell.write("result.json", result_of(cell, made_with={**RESULT["made_with"], "torch": "2.4.0"}))
+            cell.write("result.json", result_of(cell, made_with=others))
     group = group_of(cells, "one")
-    assert group.to_dict()["mixed_versions"] == {"torch": 2}
+    assert group.to_dict()["mixed_versions"] == {"torch": 2, "transformers": 2}
     assert "The two cells of 2 pairs were made with different versions of torch." in notes(group)
 
 
