@@ -99,6 +99,8 @@ def execute(cells: Sequence[Cell], *, jobs: int, start: Start) -> Outcome:
                 print(f"  [{number}/{len(cells)}] {name}: {ending}", flush=True)
             time.sleep(SECONDS_BETWEEN_POLLS)
     finally:
+        if stopped and running:
+            print(f"stopping {counted(len(running), 'cell')}, which save first", file=sys.stderr, flush=True)
         for _, process, *_ in running.values():
             process.terminate()
         for _, process, *_ in running.values():

@@ -107,7 +107,7 @@ def test_an_interrupt_of_the_terminal_reaches_a_cell_as_the_signal_after_which_i
     assert log.read_text() == "started\nerror: saved\n"
 
 
-def test_a_stop_signal_ends_all_cells(study, tmp_path):
+def test_a_stop_signal_ends_all_cells(study, tmp_path, capsys):
     cells = cells_of(read_study(study), tmp_path / "out", ROOT)
     started = []
 
@@ -121,4 +121,5 @@ def test_a_stop_signal_ends_all_cells(study, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         execute(cells, jobs=2, start=start)
     assert [process.returncode for process in started] == [-signal.SIGTERM] * 2
+    assert capsys.readouterr().err == "stopping 2 cells, which save first\n"
     assert signal.getsignal(signal.SIGTERM) is before
