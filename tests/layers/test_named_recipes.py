@@ -58,16 +58,16 @@ def test_settings_outside_of_the_recipe_are_valid(name):
 
 
 def test_the_default_has_the_gap_that_its_description_claims():
-    """At the size, texts and length of the table in docs/experiments/loss.md; two fifths without FP8."""
+    """At the size, texts and length of the table in docs/experiments/loss.md; a good third without FP8."""
     claim = "five pairs on two texts show no gap to bf16, and 1.4 % for `nvfp4`"
     assert claim in named_recipes()[DEFAULT_RECIPE].about
-    assert "two fifths of the gap of `nvfp4`" in named_recipes()["nvfp4-keep-positions"].about
+    assert "somewhat more than a third of the gap of `nvfp4`" in named_recipes()["nvfp4-keep-positions"].about
     results = json.loads((ROOT / "docs" / "results" / "default.json").read_text(encoding="utf-8"))
     place = {"size": "0.8M", "steps": 1500, "text": "all"}
     (group,) = (each for each in results["groups"] if place.items() <= each.items())
     gaps = {row["label"]: row["gaps"]["1500"] for row in group["rows"] if row["gaps"]}
     share = gaps["nvfp4-keep-positions"]["mean"] / gaps["nvfp4"]["mean"]
-    assert share == pytest.approx(0.4, abs=0.05)
+    assert 1 / 3 < share < 2 / 5
     assert gaps[DEFAULT_RECIPE]["low"] < 0 < gaps[DEFAULT_RECIPE]["high"]
     assert gaps[DEFAULT_RECIPE]["num_pairs"] == 5
     percent = {row["label"]: row["percent"]["mean"] for row in group["rows"] if row["percent"]}
