@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit.errors import UserError
+from megalowbit.processor import cpu_lines
 
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 # Tried in this order: not every compiler supports -march=native for its machine, or has OpenMP.
@@ -285,14 +286,6 @@ def _compiler() -> list[str]:
     if not command:
         raise UnavailableError("no C compiler found: install gcc, or set CC")
     return command
-
-
-def cpu_lines() -> list[str]:
-    """Lines that distinguish this CPU from others of its architecture that share the cache."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else [platform.processor()]
-    changing = ("processor", "cpu MHz", "core id", "apicid", "initial apicid", "physical id", "bogomips")
-    return sorted({line for line in lines if not line.startswith(changing)})
 
 
 def _run(command: list[str], deadline: float) -> str:

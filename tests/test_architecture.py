@@ -27,6 +27,7 @@ GROUND = {
     "derivative_checks",
     "labels",
     "one_line_parser",
+    "processor",
     "shipped_files",
     "standard_streams",
 }

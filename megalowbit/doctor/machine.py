@@ -29,11 +29,11 @@ from megalowbit.errors import UserError
 from megalowbit.pretrain.checks import this_device
 from megalowbit.pretrain.estimate.host_memory import host_memory
 from megalowbit.pretrain.estimate.memory import GIB
+from megalowbit.processor import cpu_name, cpu_units
 
 PACKAGES = ("torch", "deepspeed", "transformers", "triton", "numpy")
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY, LEAST_SHARED = Path("/dev/shm"), GIB  # NCCL's buffers between the processes of a host
-CPU_UNITS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "bf16", "sve")  # flags of /proc/cpuinfo
 APEX, NOT_APEX = "NVIDIA's", "another package"
 SECONDS = 20.0  # for a program that prints its version
 
@@ -164,26 +164,6 @@ def apex_kind() -> str:
     if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
         return NOT_APEX
     return f"{APEX}, with{'' if importlib.util.find_spec('amp_C') else 'out'} its kernels"
-
-
-def cpu_name() -> str:
-    """The model of the CPUs."""
-    return _of_cpuinfo("model name", "CPU part") or platform.processor() or platform.machine()
-
-
-def cpu_units() -> list[str]:
-    """Instructions of the CPUs that matter for matrix products, the best first."""
-    flags = set((_of_cpuinfo("flags", "Features") or "").split())
-    return [name for name in CPU_UNITS if name in flags]
-
-
-def _of_cpuinfo(*names: str) -> str | None:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in names:
-                return value.strip()
-    return None
 
 
 def driver_version() -> str:

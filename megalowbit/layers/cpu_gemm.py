@@ -28,10 +28,11 @@ from types import MappingProxyType
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megalowbit.c_library import cache_folder, cpu_lines
+from megalowbit.c_library import cache_folder
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import unknown_name
 from megalowbit.json_text import read_json_object
+from megalowbit.processor import cpu_lines
 
 VARIABLE = "MEGALOWBIT_CPU_GEMM"
 DTYPES = MappingProxyType({"bf16": torch.bfloat16, "fp32": torch.float32})

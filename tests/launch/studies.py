@@ -74,10 +74,10 @@ def study(tmp_path, monkeypatch):
 
 def fork_cells(folder, monkeypatch):
     """Let studies of this test fork their cells, with caches in this folder."""
-    env = environment(folder / "cache") | {"PYTHONPATH": str(ROOT)}
 
     def starter(tool, study_file):
         def start(cell, log):
+            env = environment(folder / "cache") | {"PYTHONPATH": str(ROOT)}
             arguments = (study_file, "--out", cell.folder, "--cell", cell.name)
             return ForkedCell(tool, *arguments, output=log, env=env)
 

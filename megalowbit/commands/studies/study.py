@@ -272,6 +272,7 @@ def _reproduce(options: argparse.Namespace) -> int:
         has_equal_losses,
         other_processor,
         unpack,
+        use_recorded_gemm,
     )
 
     results, name = Path(options.reproduce[0]), options.reproduce[1]
@@ -287,6 +288,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     facts = _write_texts(study, [cell])[cell.text]
     check_text(kept.content.texts[cell.text], facts)
     check_settings(kept, cell, facts)
+    use_recorded_gemm(recorded)
     raise_failures(_execute(study, [cell], study_file, 1))
     largest = 0.0
     print(f"  {'':<20}recorded  now")

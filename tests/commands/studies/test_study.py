@@ -24,7 +24,9 @@ def result(out, name):
 
 
 @pytest.mark.slow
-def test_a_study_runs_its_cells_once_and_one_is_reproduced_from_its_results(study, tmp_path, capsys):
+def test_a_study_runs_its_cells_once_and_one_is_reproduced_from_its_results(
+    study, tmp_path, capsys, monkeypatch
+):
     out = tmp_path / "out"
     done = call_main(TOOL, study, "--out", out, "--jobs", 2, capsys=capsys)
     assert done.returncode == 0, done.stderr
@@ -73,12 +75,15 @@ def test_a_study_runs_its_cells_once_and_one_is_reproduced_from_its_results(stud
         assert done.returncode == code, done.stderr
         assert message in done.stdout
         assert "It was made on" not in done.stdout
+    assert data["origins"][0]["gemm"] == "bf16"
     data["origins"][0]["processor"] = "Another CPU"
     (out / "other.json").write_text(json.dumps(data))
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", "fp32")  # a cell in bf16 would be run with the recorded one
     arguments = ("--reproduce", out / "other.json", "tiny,parts,8,nvfp4,2", "--out", tmp_path / "elsewhere")
     done = call_main(TOOL, *arguments, capsys=capsys)
     assert done.returncode == 1, done.stderr
-    assert "It was made on Another CPU, and this is" in done.stdout
+    assert "It was made on Another CPU, GEMMs in bf16, and this is" in done.stdout
+    assert ", GEMMs in fp32. They differ in the last bits" in done.stdout
 
 
 def test_a_job_script_has_a_task_for_each_unfinished_cell(study, tmp_path, capsys):

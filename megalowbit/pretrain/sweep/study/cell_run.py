@@ -19,6 +19,8 @@ from megalowbit.durable_files import complete_steps
 from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER
 from megalowbit.json_text import read_json_object
+from megalowbit.layers.cpu_gemm import cpu_gemm
+from megalowbit.pretrain.checks import this_device
 from megalowbit.pretrain.command_line import main as pretrain
 from megalowbit.pretrain.sweep.runs import RANK_VARIABLES, free_port
 from megalowbit.pretrain.sweep.study.cells import RESULT, SETTINGS, Cell, locked
@@ -100,7 +102,7 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
                 "diverged_at": diverged,
                 "heldout": losses,
                 "cost": cost,
-                "made_with": _joined(record.begun_with),
+                "made_with": {**_joined(record.begun_with), "gemm": _gemm()},
             },
         )
         tidy(cell)
@@ -142,6 +144,11 @@ def _joined(origins: Sequence[Origin]) -> dict[str, Any]:
     )
     is_known = any(each.commit for each in origins)
     return {**origins[-1].model_dump(), "commit": commits if is_known else None, "processor": processors}
+
+
+def _gemm() -> str | None:
+    """The dtype in which bf16 layers multiplied on a CPU: that of the checkpoint, if the cell was resumed."""
+    return cpu_gemm() if this_device().type == "cpu" else None
 
 
 def tidy(cell: Cell) -> None:

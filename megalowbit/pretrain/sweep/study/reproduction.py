@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError, unknown_name
+from megalowbit.layers.cpu_gemm import VARIABLE
 from megalowbit.pretrain.sweep.study.cells import Cell
 from megalowbit.pretrain.sweep.study.kept_results import KeptStudy, read_kept
 from megalowbit.pretrain.sweep.study.results import Result
@@ -69,6 +71,12 @@ def check_settings(kept: KeptStudy, cell: Cell, facts: TextFacts) -> None:
         )
 
 
+def use_recorded_gemm(recorded: Result) -> None:
+    """Let cells multiply in the recorded dtype, not in the faster one; MEGALOWBIT_CPU_GEMM has priority."""
+    if recorded.made_with.gemm is not None:
+        os.environ.setdefault(VARIABLE, recorded.made_with.gemm)
+
+
 def difference(before: float, now: float) -> float:
     """How far two numbers are apart; infinite if only one of them is NaN."""
     if math.isnan(before) or math.isnan(now):
@@ -102,10 +110,10 @@ def has_equal_losses(recorded: Result, cell: Cell) -> bool:
 
 def other_processor(recorded: Result, cell: Cell) -> str:
     """A line on why a cell that was made on another processor has other losses; empty if it was not."""
-    result, before = cell.result(), recorded.made_with.processor
-    if result is None or result.made_with.processor == before:
+    result, before = cell.result(), recorded.made_with
+    if result is None or result.made_with.same_place(before):
         return ""
     return (
-        f"It was made on {before}, and this is {result.made_with.processor}. They differ in the last bits, "
-        "which training amplifies: .02 nats are usual for a single run.\n"
+        f"It was made on {before.place()}, and this is {result.made_with.place()}. They differ in the last "
+        "bits, which training amplifies: .02 nats are usual for a single run.\n"
     )

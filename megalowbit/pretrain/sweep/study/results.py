@@ -26,6 +26,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megalowbit.errors import UserError
+from megalowbit.processor import cpu_name, cpu_units
 
 LONGEST_BLOCK = 25  # steps: a curve of 1,500 steps has 60 points
 DIGITS = 9  # of a mean, after the point; float32 has fewer
@@ -140,7 +141,18 @@ class Origin(Recorded):
     deepspeed: str | None = None
     machine: str
     processor: str
+    gemm: str | None = None  # the dtype in which bf16 layers multiply on a CPU; recorded later
     command: list[str]
+
+    def place(self) -> str:
+        """Where it was made, and how that multiplies. Different places differ in the last bits."""
+        gemm = "" if self.gemm is None else f", GEMMs in {self.gemm}"
+        return f"{self.processor or self.machine}{gemm}"
+
+    def same_place(self, other: Origin) -> bool:
+        """Whether both were of one kind of processor, with GEMMs in one dtype as far as that is known."""
+        same_gemm = None in (self.gemm, other.gemm) or self.gemm == other.gemm
+        return self.processor == other.processor and same_gemm
 
     def other_version(self, other: Origin) -> tuple[str, str, str] | None:
         """The first of `other_versions`; None if there is none."""
@@ -262,18 +274,14 @@ def commit(root: Path) -> str | None:
 
 
 def _processor() -> str:
-    """What a cell computes on: a GPU's name or that of the CPU."""
+    """What a cell computes on: a GPU's name, or that of the CPU and its best instructions for products."""
     import torch
 
     from megalowbit.pretrain.checks import this_device
 
     if this_device().type == "cuda":
         return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{cpu_name()} ({', '.join(cpu_units()[:1]) or 'no known units'})"
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 
+import pytest
 from programs import call_main
-from studies import NAMES, finish, report
+from studies import NAMES, RESULT, finish, report
 
-from megalowbit.pretrain.sweep.study.reproduction import difference
+from megalowbit.pretrain.sweep.study.reproduction import difference, use_recorded_gemm
+from megalowbit.pretrain.sweep.study.results import Result
 
 TOOL = "tools/study.py"
 FREE_PARTS = [  # of the file, which only a repetition reads
@@ -44,3 +47,17 @@ def test_a_repeated_run_that_diverges_is_not_reproduced():
     assert difference(2.0, 2.5) == 0.5
     assert difference(2.0, math.nan) == difference(math.nan, 2.0) == math.inf
     assert difference(math.nan, math.nan) == 0
+
+
+@pytest.mark.parametrize(
+    ("recorded", "named", "expected"), [("fp32", None, "fp32"), ("fp32", "bf16", "bf16"), (None, None, None)]
+)
+def test_a_repetition_multiplies_in_the_recorded_dtype_unless_one_is_named(
+    recorded, named, expected, monkeypatch
+):
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", named or "")  # is restored afterwards
+    if named is None:
+        monkeypatch.delenv("MEGALOWBIT_CPU_GEMM")
+    result = Result.model_validate({**RESULT, "made_with": {**RESULT["made_with"], "gemm": recorded}})
+    use_recorded_gemm(result)
+    assert os.environ.get("MEGALOWBIT_CPU_GEMM") == expected

@@ -127,6 +127,32 @@ def test_a_gpu_is_the_processor_of_a_cell_unless_the_run_leaves_it_unused(monkey
     assert made_with(ROOT)["processor"] == cpu
 
 
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        ({}, True),
+        ({"gemm": None}, True),  # of an earlier version, which did not record it
+        ({"gemm": "fp32"}, False),
+        ({"processor": "two"}, False),
+        ({"commit": None, "command": []}, True),
+    ],
+)
+def test_places_differ_by_the_processor_and_the_dtype_of_its_gemms(other, is_same):
+    origin = Origin.model_validate({**RESULT["made_with"], "gemm": "bf16"})
+    changed = origin.model_copy(update=other)
+    assert origin.same_place(changed) == changed.same_place(origin) == is_same
+    assert origin.place() == f"{RESULT['made_with']['processor']}, GEMMs in bf16"
+
+
+def test_the_instructions_of_a_cpu_are_part_of_its_name(monkeypatch, tmp_path):
+    names = []
+    for flags in ("avx2", "avx512f avx2", "sse"):
+        (tmp_path / "cpuinfo").write_text(f"model name: One name\nflags: {flags}\n")
+        monkeypatch.setattr("megalowbit.processor.CPUINFO", tmp_path / "cpuinfo")
+        names.append(made_with(ROOT)["processor"])
+    assert names == ["One name (avx2)", "One name (avx512f)", "One name (no known units)"]
+
+
 def test_versions_are_compared_without_the_build_and_if_both_have_them():
     origin = Origin.model_validate(RESULT["made_with"])  # without numpy and DeepSpeed
     present = Origin.model_validate(made_with(ROOT))

@@ -77,7 +77,7 @@ class Finished:
     def ran_like(self, other: Finished) -> bool:
         """Whether both ran on one kind of processor with equally many threads, so that times compare."""
         own, their = self.result, other.result
-        return (own.made_with.processor, own.cost.threads) == (their.made_with.processor, their.cost.threads)
+        return own.made_with.same_place(their.made_with) and own.cost.threads == their.cost.threads
 
 
 @dataclass(frozen=True)
@@ -259,8 +259,8 @@ class Group:
 
     @cached_property
     def num_mixed_pairs(self) -> int:
-        """Pairs of a recipe and the baseline whose cells were made on different processors."""
-        return sum(one.processor != other.processor for one, other in self._origins)
+        """Pairs of a recipe and the baseline whose cells were made in different places."""
+        return sum(not one.same_place(other) for one, other in self._origins)
 
     @cached_property
     def mixed_versions(self) -> dict[str, int]:

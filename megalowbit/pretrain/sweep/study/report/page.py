@@ -22,7 +22,7 @@ from megalowbit.pretrain.sweep.study.report.tables import (
     trend_note,
     trend_rows,
 )
-from megalowbit.pretrain.sweep.study.results import VERSIONS
+from megalowbit.pretrain.sweep.study.results import VERSIONS, Origin
 from megalowbit.report.drawing.document import document, paragraphs, part, table
 
 
@@ -119,7 +119,7 @@ def _machines(data: dict[str, Any]) -> str:
     for cell in data["cells"].values():
         made = data["origins"][cell["origin"]]
         versions = ", ".join(f"{name} {made[name]}" for name in ("python", *VERSIONS) if made[name])
-        place = made["processor"] or made["machine"]
+        place = Origin.model_validate(made).place()
         line = f"commit <code>{escape(str(made['commit']))}</code>, {escape(f'{versions}, {place}')}"
         counts[line] = counts.get(line, 0) + 1
     return "".join(f"<li>{count} cells: {line}</li>" for line, count in counts.items())
