@@ -174,6 +174,7 @@ def check_formats(plan: RunPlan, target: Target) -> list[Notice]:
             )
         )
     found += _without_kernels(recipe, target)
+    found += _slow_on_cpu(plan, target, formats)
     return found
 
 
@@ -223,6 +224,27 @@ def _without_kernels(recipe: Recipe, target: Target) -> list[Notice]:
             "megalowbit recipes lists others",
         )
     ]
+
+
+def _slow_on_cpu(plan: RunPlan, target: Target, formats: list[ProductFormat]) -> list[Notice]:
+    """Layers in half precision on CPUs that emulate it; products of low-bit layers take fp32 there."""
+    slow = [each for each in formats if each.unit == plan.precision != "fp32"]
+    if not target.is_cpu or not slow or _has_instructions(plan.precision):
+        return []
+    return [
+        note(
+            "gemm-slow",
+            f"the CPU has no {plan.precision} instructions: products in {plan.precision}, such as those of "
+            f"{slow[0].projection}, take several times as long as in fp32",
+            "--set megalowbit.precision=fp32",
+        )
+    ]
+
+
+def _has_instructions(precision: str) -> bool:
+    """Whether oneDNN multiplies in this half precision on the CPUs of this machine."""
+    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")
+    return bool(is_supported())
 
 
 def has_kernel(name: str) -> bool:

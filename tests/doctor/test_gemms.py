@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from launchers import ROOT
-from megalowbit.doctor.gemms import check_formats, has_kernel, product_formats
+from megalowbit.doctor.gemms import _has_instructions, check_formats, has_kernel, product_formats
 from megalowbit.doctor.target import TARGETS, cpu_target
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import product_counts
@@ -105,3 +105,29 @@ def test_bf16_on_a_gpu_without_its_units_is_a_problem(tiny):
     old = replace(TARGETS["a100"], name="t4", capability=(7, 5))
     codes = {(each.level, each.code) for each in check_formats(tiny(), old)}
     assert ("problem", "gemm-units") in codes
+
+
+@pytest.mark.parametrize(
+    ("precision", "recipe", "has_instructions", "is_slow"),
+    [
+        ("bf16", "bf16", False, True),
+        ("bf16", "nvfp4", False, True),  # lm_head alone
+        ("fp16", "bf16", False, True),
+        ("bf16", "bf16", True, False),
+        ("fp32", "nvfp4", False, False),
+    ],
+)
+def test_products_in_half_precision_are_slow_on_a_cpu_without_instructions(
+    tiny, monkeypatch, precision, recipe, has_instructions, is_slow
+):
+    monkeypatch.setattr("megalowbit.doctor.gemms._has_instructions", lambda precision: has_instructions)
+    plan = tiny(f"megalowbit.precision={precision}", f"megalowbit.recipe={recipe}")
+    found = [each for each in check_formats(plan, cpu_target(8.0)) if each.code == "gemm-slow"]
+    assert [each.level for each in found] == ["note"] * is_slow
+    assert all(f"no {precision} instructions" in each.text for each in found)
+    assert not [each for each in check_formats(plan, TARGETS["h100"]) if each.code == "gemm-slow"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_this_machine_says_whether_it_has_instructions(precision):
+    assert _has_instructions(precision) in (False, True)
