@@ -21,7 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -141,7 +141,7 @@ class Origin(Recorded):
     deepspeed: str | None = None
     machine: str
     processor: str
-    gemm: str | None = None  # the dtype in which bf16 layers multiply on a CPU; recorded later
+    gemm: Literal["bf16", "fp32"] | None = None  # in which bf16 layers multiply on a CPU; recorded later
     command: list[str]
 
     def place(self) -> str:

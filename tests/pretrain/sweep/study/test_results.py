@@ -94,6 +94,7 @@ DAMAGED = [
     ("cost", {**RESULT["cost"], "wall_seconds": -1.0}),
     ("made_with", {}),
     ("made_with", {**RESULT["made_with"], "torch": None}),
+    ("made_with", {**RESULT["made_with"], "gemm": "fp8"}),
 ]
 
 
