@@ -227,15 +227,15 @@ def _without_kernels(recipe: Recipe, target: Target) -> list[Notice]:
 
 
 def _slow_on_cpu(plan: RunPlan, target: Target, formats: list[ProductFormat]) -> list[Notice]:
-    """Layers in half precision on CPUs that emulate it; products of low-bit layers take fp32 there."""
+    """Layers in half precision on CPUs where torch's own loops multiply; low-bit layers take fp32 there."""
     slow = [each for each in formats if each.unit == plan.precision != "fp32"]
     if not target.is_cpu or not slow or _has_instructions(plan.precision):
         return []
     return [
         note(
             "gemm-slow",
-            f"the CPU has no {plan.precision} instructions: products in {plan.precision}, such as those of "
-            f"{slow[0].projection}, take several times as long as in fp32",
+            f"oneDNN does not multiply in {plan.precision} on this CPU: products in {plan.precision}, such "
+            f"as those of {slow[0].projection}, take several times as long as in fp32",
             "--set megalowbit.precision=fp32",
         )
     ]
@@ -243,8 +243,9 @@ def _slow_on_cpu(plan: RunPlan, target: Target, formats: list[ProductFormat]) ->
 
 def _has_instructions(precision: str) -> bool:
     """Whether oneDNN multiplies in this half precision on the CPUs of this machine."""
-    is_supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")
-    return bool(is_supported())
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{precision}_supported")())
 
 
 def has_kernel(name: str) -> bool:

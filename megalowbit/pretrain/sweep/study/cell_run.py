@@ -19,7 +19,8 @@ from megalowbit.durable_files import complete_steps
 from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER
 from megalowbit.json_text import read_json_object
-from megalowbit.layers.cpu_gemm import cpu_gemm
+from megalowbit.layers.cpu_gemm import VARIABLE, cpu_gemm
+from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.checks import this_device
 from megalowbit.pretrain.command_line import main as pretrain
 from megalowbit.pretrain.sweep.runs import RANK_VARIABLES, free_port
@@ -102,7 +103,7 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
                 "diverged_at": diverged,
                 "heldout": losses,
                 "cost": cost,
-                "made_with": {**_joined(record.begun_with), "gemm": _gemm()},
+                "made_with": _joined(record.begun_with),
             },
         )
         tidy(cell)
@@ -123,7 +124,9 @@ def _begin(cell: Cell) -> Parts:
         except ValidationError:
             raise UserError(f"{path} is damaged: remove {cell.path} to run the cell again") from None
     # now, not at the end: the checkout may change meanwhile
-    origin = Origin.model_validate(made_with(cell.program.parent.parent))
+    origin = Origin.model_validate(
+        {**made_with(cell.program.parent.parent), "gemm": _gemm(cell, record.begun_with)}
+    )
     for earlier in record.begun_with:
         if other := earlier.other_version(origin):
             name, before, now = other
@@ -137,18 +140,33 @@ def _begin(cell: Cell) -> Parts:
 
 
 def _joined(origins: Sequence[Origin]) -> dict[str, Any]:
-    """The origin of a result: the last part's, with all commits and processors of a cell that was resumed."""
-    commits, processors = (
-        " and ".join(dict.fromkeys(getattr(each, key) or "unknown" for each in origins))
-        for key in ("commit", "processor")
-    )
-    is_known = any(each.commit for each in origins)
-    return {**origins[-1].model_dump(), "commit": commits if is_known else None, "processor": processors}
+    """The origin of a result: the last part's, with all commits and processors if the cell was resumed."""
+    joined = {
+        key: " and ".join(dict.fromkeys(getattr(each, key) or "unknown" for each in origins))
+        for key in ("commit", "processor", "units")
+        if any(getattr(each, key) for each in origins)
+    }
+    return {**origins[-1].model_dump(), **joined}
 
 
-def _gemm() -> str | None:
-    """The dtype in which bf16 layers multiplied on a CPU: that of the checkpoint, if the cell was resumed."""
-    return cpu_gemm() if this_device().type == "cpu" else None
+def _gemm(cell: Cell, begun_with: Sequence[Origin]) -> str | None:
+    """The dtype in which low-bit layers of a cell multiply; None if that is no choice.
+
+    Raises:
+        UserError: `MEGALOWBIT_CPU_GEMM` names another one than an earlier part had.
+    """
+    is_choice = this_device().type == "cpu" and cell.config.parts.settings.precision == "bf16"
+    if not is_choice or not recipe(cell.config.recipe).quantizes:
+        return None
+    before = next((each.gemm for each in begun_with if each.gemm), None)
+    if before is None:
+        return cpu_gemm()
+    if (named := os.environ.get(VARIABLE)) and named != before:
+        raise UserError(
+            f"{cell.name} was begun with {VARIABLE}={before}, and now it is {named}: set it to {before}, or "
+            f"remove {cell.path} to run the cell again"
+        )
+    return before
 
 
 def tidy(cell: Cell) -> None:

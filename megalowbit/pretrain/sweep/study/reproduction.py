@@ -73,8 +73,8 @@ def check_settings(kept: KeptStudy, cell: Cell, facts: TextFacts) -> None:
 
 def use_recorded_gemm(recorded: Result) -> None:
     """Let cells multiply in the recorded dtype, not in the faster one; MEGALOWBIT_CPU_GEMM has priority."""
-    if recorded.made_with.gemm is not None:
-        os.environ.setdefault(VARIABLE, recorded.made_with.gemm)
+    if recorded.made_with.gemm is not None and not os.environ.get(VARIABLE):
+        os.environ[VARIABLE] = recorded.made_with.gemm
 
 
 def difference(before: float, now: float) -> float:
@@ -109,11 +109,13 @@ def has_equal_losses(recorded: Result, cell: Cell) -> bool:
 
 
 def other_processor(recorded: Result, cell: Cell) -> str:
-    """A line on why a cell that was made on another processor has other losses; empty if it was not."""
+    """A line on why a cell has other losses that was, or may have been, multiplied otherwise; else empty."""
     result, before = cell.result(), recorded.made_with
-    if result is None or result.made_with.same_place(before):
+    is_same = None if result is None else result.made_with.same_place(before)
+    if result is None or is_same:
         return ""
+    differ = "differ" if is_same is False else "may differ, as no instructions were recorded,"
     return (
-        f"It was made on {before.place()}, and this is {result.made_with.place()}. They differ in the last "
+        f"It was made on {before.place()}, and this is {result.made_with.place()}. They {differ} in the last "
         "bits, which training amplifies: .02 nats are usual for a single run.\n"
     )

@@ -31,6 +31,7 @@ from megalowbit.processor import cpu_name, cpu_units
 LONGEST_BLOCK = 25  # steps: a curve of 1,500 steps has 60 points
 DIGITS = 9  # of a mean, after the point; float32 has fewer
 # Their numbers may change with a version: initial weights, order of data, arithmetic.
+CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # limit the instructions that are used
 VERSIONS = ("torch", "transformers", "numpy", "deepspeed")
 
 # how pydantic calls them in the place of an error
@@ -141,18 +142,26 @@ class Origin(Recorded):
     deepspeed: str | None = None
     machine: str
     processor: str
-    gemm: Literal["bf16", "fp32"] | None = None  # in which bf16 layers multiply on a CPU; recorded later
+    units: str | None = None  # the CPU's instructions for products, and what limits them; recorded later
+    gemm: Literal["bf16", "fp32"] | None = None  # of low-bit layers in bf16 on a CPU; recorded later
     command: list[str]
 
     def place(self) -> str:
-        """Where it was made, and how that multiplies. Different places differ in the last bits."""
+        """What it was computed on, and how that multiplies."""
+        units = "" if self.units is None else f" ({self.units})"
         gemm = "" if self.gemm is None else f", GEMMs in {self.gemm}"
-        return f"{self.processor or self.machine}{gemm}"
+        return f"{self.processor or self.machine}{units}{gemm}"
 
-    def same_place(self, other: Origin) -> bool:
-        """Whether both were of one kind of processor, with GEMMs in one dtype as far as that is known."""
-        same_gemm = None in (self.gemm, other.gemm) or self.gemm == other.gemm
-        return self.processor == other.processor and same_gemm
+    def same_place(self, other: Origin) -> bool | None:
+        """Whether both were multiplied alike: if not, they differ in the last bits.
+
+        None: one of both has not recorded its instructions, and nothing else differs.
+        """
+        if self.processor != other.processor or (self.gemm != other.gemm and self.gemm and other.gemm):
+            return False
+        if self.units == other.units:
+            return True
+        return None if None in (self.units, other.units) else False
 
     def other_version(self, other: Origin) -> tuple[str, str, str] | None:
         """The first of `other_versions`; None if there is none."""
@@ -242,7 +251,7 @@ def made_with(root: Path) -> dict[str, Any]:
         "numpy": numpy.__version__,
         "deepspeed": importlib.metadata.version("deepspeed"),
         "machine": platform.machine(),
-        "processor": _processor(),
+        **_place(),
         "command": command_of(sys.argv, root),
     }
 
@@ -273,15 +282,16 @@ def commit(root: Path) -> str | None:
     return done.stdout.strip() or None if done.returncode == 0 else None
 
 
-def _processor() -> str:
-    """What a cell computes on: a GPU's name, or that of the CPU and its best instructions for products."""
+def _place() -> dict[str, str | None]:
+    """What a cell computes on: a GPU's name, or that of the CPU with its best instructions for products."""
     import torch
 
     from megalowbit.pretrain.checks import this_device
 
     if this_device().type == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{cpu_name()} ({', '.join(cpu_units()[:1]) or 'no known units'})"
+        return {"processor": torch.cuda.get_device_name(), "units": None}
+    limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
+    return {"processor": cpu_name(), "units": ", ".join([*(cpu_units() or ["unknown"])[:1], *limits])}
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from programs import call_main
 from studies import RESULT
 
@@ -148,3 +149,21 @@ def test_a_cell_that_another_process_runs_is_left_to_it(study, tmp_path):
         holder.kill()
         holder.wait()
     assert not cell.path.exists()
+
+
+def test_only_low_bit_layers_on_a_cpu_have_a_dtype_of_gemms_and_keep_it(study, tmp_path, monkeypatch):
+    cells = cells_of(read_study(study), tmp_path / "out", ROOT / "launch" / "pretrain.py")
+    bf16, nvfp4 = cells[:2]
+    assert (bf16.label, nvfp4.label) == ("bf16", "nvfp4")
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", "fp32")
+    assert cell_run._gemm(bf16, []) is None
+    assert cell_run._gemm(nvfp4, []) == "fp32"
+    begun = [Origin(**RESULT["made_with"]), Origin(**{**RESULT["made_with"], "gemm": "bf16"})]
+    with pytest.raises(
+        UserError, match="was begun with MEGALOWBIT_CPU_GEMM=bf16, and now it is fp32: set it"
+    ):
+        cell_run._gemm(nvfp4, begun)
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", "")
+    assert cell_run._gemm(nvfp4, begun) == "bf16"  # the checkpoint has it, whatever is faster here
+    monkeypatch.setattr(cell_run, "this_device", lambda: torch.device("cuda"))
+    assert cell_run._gemm(nvfp4, begun) is None

@@ -61,7 +61,7 @@ def test_a_report_of_kept_results_is_that_of_the_runs(study, tmp_path, capsys):
     assert again["cells"] == both["cells"]
     page = (out / "study.html").read_text()
     assert f"2 cells: commit <code>{'a' * 40}</code>" in page
-    assert "The two cells of 1 pairs were made on different processors" in page
+    assert "The two cells of 1 pair are not known to be of one kind of processor" in page
 
 
 @pytest.mark.slow
@@ -72,7 +72,8 @@ def test_a_study_goes_on_from_the_results_of_another_folder(study, tmp_path, cap
     assert done.returncode == 0, done.stderr
     kept = json.loads((first / "study.json").read_text())
     assert (set(kept["cells"]), kept["unfinished"]) == (set(NAMES[:2]), 2)
-    kept["origins"][0].update(commit="of-another-machine", processor="of another machine")
+    for origin in kept["origins"]:
+        origin.update(commit="of-another-machine", processor="of another machine")
     (tmp_path / "kept.json").write_text(json.dumps(kept))
     files = ("--from", tmp_path / "kept.json")
     done = call_main(TOOL, study, "--out", second, "--jobs", 2, *files, capsys=capsys)
@@ -257,3 +258,24 @@ def test_kept_results_with_longer_blocks_than_the_window_are_named_in_a_report(s
     changed_study = read_study(study)
     with pytest.raises(UserError, match=f"{NAMES[0]} has means of 2 steps: make `window`"):
         groups_of(changed_study, cells_of(changed_study, tmp_path / "b", ROOT / "launch" / "pretrain.py"))
+
+
+@pytest.mark.parametrize(
+    ("own", "mixed", "cpu"),
+    [
+        ({}, 0, 2.0),
+        ({"gemm": "fp32"}, 0, 2.0),  # the baseline has no low-bit layers
+        ({"units": "another"}, 2, None),
+        ({"units": None}, 2, None),  # of an earlier version
+    ],
+)
+def test_pairs_of_other_instructions_are_mixed_and_have_no_ratio_of_times(
+    study, tmp_path, capsys, own, mixed, cpu
+):
+    out = tmp_path / "out"
+    finish(study, out, *NAMES[::2])
+    finish(study, out, *NAMES[1::2], **own)
+    data, _ = report(study, out, capsys)
+    (group,) = data["groups"]
+    assert group["mixed_pairs"] == mixed
+    assert group["rows"][0]["cpu"] == cpu

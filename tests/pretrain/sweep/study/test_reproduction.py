@@ -8,7 +8,7 @@ import pytest
 from programs import call_main
 from studies import NAMES, RESULT, finish, report
 
-from megalowbit.pretrain.sweep.study.reproduction import difference, use_recorded_gemm
+from megalowbit.pretrain.sweep.study.reproduction import difference, other_processor, use_recorded_gemm
 from megalowbit.pretrain.sweep.study.results import Result
 
 TOOL = "tools/study.py"
@@ -50,14 +50,32 @@ def test_a_repeated_run_that_diverges_is_not_reproduced():
 
 
 @pytest.mark.parametrize(
-    ("recorded", "named", "expected"), [("fp32", None, "fp32"), ("fp32", "bf16", "bf16"), (None, None, None)]
+    ("recorded", "named", "expected"), [("fp32", "", "fp32"), ("fp32", "bf16", "bf16"), (None, "", "")]
 )
 def test_a_repetition_multiplies_in_the_recorded_dtype_unless_one_is_named(
     recorded, named, expected, monkeypatch
 ):
-    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", named or "")  # is restored afterwards
-    if named is None:
-        monkeypatch.delenv("MEGALOWBIT_CPU_GEMM")
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", named)
     result = Result.model_validate({**RESULT, "made_with": {**RESULT["made_with"], "gemm": recorded}})
     use_recorded_gemm(result)
-    assert os.environ.get("MEGALOWBIT_CPU_GEMM") == expected
+    assert os.environ["MEGALOWBIT_CPU_GEMM"] == expected
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        ({}, ""),
+        (
+            {"units": "avx512f"},
+            "It was made on one (avx2), and this is one (avx512f). They differ in the last",
+        ),
+        ({"units": None}, "this is one. They may differ, as no instructions were recorded, in the last"),
+        ({"gemm": "fp32"}, ""),  # the other one has no low-bit layers
+    ],
+)
+def test_a_repetition_says_why_losses_differ(study, tmp_path, now, expected):
+    before = {**RESULT["made_with"], "units": "avx2"}
+    (cell,) = finish(study, tmp_path / "a", NAMES[0], **{**before, **now})
+    line = other_processor(Result.model_validate({**RESULT, "made_with": before}), cell)
+    assert expected in line
+    assert bool(line) == bool(expected)

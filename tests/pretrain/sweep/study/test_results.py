@@ -132,26 +132,43 @@ def test_a_gpu_is_the_processor_of_a_cell_unless_the_run_leaves_it_unused(monkey
     ("other", "is_same"),
     [
         ({}, True),
-        ({"gemm": None}, True),  # of an earlier version, which did not record it
+        ({"gemm": None}, True),  # of a baseline without low-bit layers
         ({"gemm": "fp32"}, False),
+        ({"gemm": "fp32", "units": None}, False),
+        ({"units": "avx2"}, False),
+        ({"units": None}, None),  # of an earlier version, which did not record them
         ({"processor": "two"}, False),
+        ({"processor": "two", "units": None}, False),
         ({"commit": None, "command": []}, True),
     ],
 )
-def test_places_differ_by_the_processor_and_the_dtype_of_its_gemms(other, is_same):
-    origin = Origin.model_validate({**RESULT["made_with"], "gemm": "bf16"})
+def test_places_differ_by_the_processor_its_instructions_and_the_dtype_of_gemms(other, is_same):
+    origin = Origin.model_validate({**RESULT["made_with"], "gemm": "bf16", "units": "avx512f"})
     changed = origin.model_copy(update=other)
-    assert origin.same_place(changed) == changed.same_place(origin) == is_same
-    assert origin.place() == f"{RESULT['made_with']['processor']}, GEMMs in bf16"
+    assert origin.same_place(changed) is is_same
+    assert changed.same_place(origin) is is_same
+    assert origin.place() == "one (avx512f), GEMMs in bf16"
 
 
-def test_the_instructions_of_a_cpu_are_part_of_its_name(monkeypatch, tmp_path):
-    names = []
-    for flags in ("avx2", "avx512f avx2", "sse"):
+def test_results_of_earlier_versions_are_compared_by_the_processor_alone():
+    origin = Origin.model_validate(RESULT["made_with"])
+    assert origin.same_place(origin.model_copy()) is True
+    assert origin.place() == "one"
+
+
+def test_instructions_are_recorded_with_what_limits_them(monkeypatch, tmp_path):
+    monkeypatch.setattr("megalowbit.processor.CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    for limit, flags, expected in (
+        ("", "avx2", "avx2"),
+        ("", "avx512f avx2", "avx512f"),
+        ("", "sse", "unknown"),
+        ("avx2", "avx512f avx2", "avx512f, ONEDNN_MAX_CPU_ISA=avx2"),
+    ):
         (tmp_path / "cpuinfo").write_text(f"model name: One name\nflags: {flags}\n")
-        monkeypatch.setattr("megalowbit.processor.CPUINFO", tmp_path / "cpuinfo")
-        names.append(made_with(ROOT)["processor"])
-    assert names == ["One name (avx2)", "One name (avx512f)", "One name (no known units)"]
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+        made = made_with(ROOT)
+        assert (made["processor"], made["units"]) == ("One name", expected)
 
 
 def test_versions_are_compared_without_the_build_and_if_both_have_them():

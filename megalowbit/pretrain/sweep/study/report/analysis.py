@@ -75,9 +75,9 @@ class Finished:
         return cost.cpu_seconds / steps if steps and cost.steps == steps and cost.cpu_seconds else math.nan
 
     def ran_like(self, other: Finished) -> bool:
-        """Whether both ran on one kind of processor with equally many threads, so that times compare."""
+        """Whether times compare: one kind of processor, equal GEMMs and threads."""
         own, their = self.result, other.result
-        return own.made_with.same_place(their.made_with) and own.cost.threads == their.cost.threads
+        return own.made_with.same_place(their.made_with) is True and own.cost.threads == their.cost.threads
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Row:
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
-        cpu: CPU time of a step, relative to the reference's: the median of pairs from one processor, with
-            equally many threads.
+        cpu: CPU time of a step, relative to the reference's: the median of pairs that
+            ran alike.
         curve: step → mean gap, for a picture.
     """
 
@@ -259,8 +259,8 @@ class Group:
 
     @cached_property
     def num_mixed_pairs(self) -> int:
-        """Pairs of a recipe and the baseline whose cells were made in different places."""
-        return sum(not one.same_place(other) for one, other in self._origins)
+        """Pairs of a recipe and the baseline whose cells are not known to be multiplied alike."""
+        return sum(one.same_place(other) is not True for one, other in self._origins)
 
     @cached_property
     def mixed_versions(self) -> dict[str, int]:

@@ -88,8 +88,9 @@ def _of_noise(group: Group) -> list[str]:
         found.append(f"Standard deviation of {group.study.baseline} over seeds: {deviation:.4f}.")
     if group.num_mixed_pairs:
         found.append(
-            f"The two cells of {group.num_mixed_pairs} pairs were made on different processors, or with "
-            "GEMMs in different dtypes, which differ in the last bits; this adds noise as that of replicas."
+            f"The two cells of {counted(group.num_mixed_pairs, 'pair')} are not known to be of one kind of "
+            "processor, with GEMMs in one dtype. Others differ in the last bits, which adds noise as that of "
+            "replicas."
         )
     for package, count in group.mixed_versions.items():
         found.append(
