@@ -150,7 +150,9 @@ def _joined(origins: Sequence[Origin]) -> dict[str, Any]:
 
 
 def _gemm(cell: Cell, begun_with: Sequence[Origin]) -> str | None:
-    """The dtype in which low-bit layers of a cell multiply; None if that is no choice.
+    """The dtype in which low-bit layers of a cell multiply; None if that is no choice, or not known.
+
+    A cell that continues keeps the dtype of its checkpoint, which earlier versions did not record here.
 
     Raises:
         UserError: `MEGALOWBIT_CPU_GEMM` names another one than an earlier part had.
@@ -158,10 +160,10 @@ def _gemm(cell: Cell, begun_with: Sequence[Origin]) -> str | None:
     is_choice = this_device().type == "cpu" and cell.config.parts.settings.precision == "bf16"
     if not is_choice or not recipe(cell.config.recipe).quantizes:
         return None
-    before = next((each.gemm for each in begun_with if each.gemm), None)
-    if before is None:
+    if not begun_with:
         return cpu_gemm()
-    if (named := os.environ.get(VARIABLE)) and named != before:
+    before, named = begun_with[0].gemm, os.environ.get(VARIABLE)
+    if before and named and named != before:
         raise UserError(
             f"{cell.name} was begun with {VARIABLE}={before}, and now it is {named}: set it to {before}, or "
             f"remove {cell.path} to run the cell again"

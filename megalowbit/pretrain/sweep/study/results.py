@@ -30,8 +30,8 @@ from megalowbit.processor import cpu_name, cpu_units
 
 LONGEST_BLOCK = 25  # steps: a curve of 1,500 steps has 60 points
 DIGITS = 9  # of a mean, after the point; float32 has fewer
-# Their numbers may change with a version: initial weights, order of data, arithmetic.
 CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # limit the instructions that are used
+# Their numbers may change with a version: initial weights, order of data, arithmetic.
 VERSIONS = ("torch", "transformers", "numpy", "deepspeed")
 
 # how pydantic calls them in the place of an error

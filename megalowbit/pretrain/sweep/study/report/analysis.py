@@ -94,8 +94,7 @@ class Row:
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
-        cpu: CPU time of a step, relative to the reference's: the median of pairs that
-            ran alike.
+        cpu: CPU time of a step, relative to the reference's: the median of pairs that ran alike.
         curve: step → mean gap, for a picture.
     """
 
