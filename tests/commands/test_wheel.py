@@ -14,7 +14,7 @@ from distribution import built, checked, copied
 from environments import environment_with
 
 import megalowbit as package
-from launchers import ROOT, free_port
+from launchers import ROOT, free_port, make_cache
 
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 OFFLINE = ["--no-deps", "--no-build-isolation", "--no-index"]
@@ -51,7 +51,7 @@ def megalowbit(installed, tmp_path):
     """The installed command, in an empty folder."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())}
-    env |= {"MEGALOWBIT_CACHE": str(tmp_path / "cache")}
+    env |= {"MEGALOWBIT_CACHE": str(make_cache(tmp_path / "cache"))}
     (tmp_path / "empty").mkdir()
 
     def start(*words):

@@ -37,7 +37,7 @@ from pathlib import Path
 
 from golden_matrix import RUNS, write_inputs
 
-from launchers import SPEEDS, free_port
+from launchers import SPEEDS, free_port, make_cache
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 300  # that one program may take
@@ -290,7 +290,7 @@ class Version:
     def fork(self, script, folder, arguments, processes):
         """Exit code of a program on some ranks, and what rank 0 has printed."""
         fork, port = multiprocessing.get_context("fork"), free_port()
-        common = {"MEGALOWBIT_CACHE": str(self.work / "cache"), "PYTHONPATH": str(self.tree)}
+        common = {"MEGALOWBIT_CACHE": str(make_cache(self.work / "cache")), "PYTHONPATH": str(self.tree)}
         logs = [folder / f"output-{secrets.token_hex(4)}.txt" for _ in range(processes)]
         ranks = []
         for rank, log in enumerate(logs):

@@ -76,10 +76,16 @@ def copy_libraries(source, target):
             shutil.copy2(library, target / library.name)
 
 
+def make_cache(folder):
+    """A cache in which nothing but compiled kernels is found; compiling them takes ten seconds."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    copy_libraries(Path(built_libraries().name), folder)
+    return folder
+
+
 def environment(cache):
-    """Of a launched process: a cache of its own, so that nothing but compiled kernels is found in it."""
-    cache.mkdir(mode=0o700, exist_ok=True)
-    copy_libraries(Path(built_libraries().name), cache)
+    """Of a launched process, with a cache of its own."""
+    make_cache(cache)
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return {
         **inherited,

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from launchers import ROOT, built_libraries, copy_libraries, environment
+from launchers import ROOT, built_libraries, copy_libraries, make_cache
 
 SOAK = ROOT / "tests" / "launch" / "kill_soak.py"
 
 
 def soak(folder, *arguments):
     """What a soak says; fails with it if a run was not alike, or ended in another way than runs may."""
-    environment(folder / "cache")  # puts compiled kernels there
+    make_cache(folder / "cache")
     command = [sys.executable, SOAK, "--folder", folder, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     copy_libraries(folder / "cache", Path(built_libraries().name))

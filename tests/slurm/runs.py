@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster import OVER, Cluster, Job
-from launchers import ROOT, metrics, write_config
+from launchers import ROOT, make_cache, metrics, write_config
 
 SUBMIT = ROOT / "launch" / "slurm" / "submit.py"
 STEPS = 80
@@ -111,8 +111,7 @@ class Workspace:
             "telemetry": {"log_every": 1, "tensorboard": False},
         }
         self.config = write_config(folder, block=block, zero_optimization={"stage": 1})
-        cache = folder / "cache"
-        cache.mkdir(mode=0o700)
+        cache = make_cache(folder / "cache")
         shared = {"MEGALOWBIT_CACHE": cache, "TORCH_EXTENSIONS_DIR": cache, "PYTHONPATH": ROOT}
         settings = {
             "nodes": 2,

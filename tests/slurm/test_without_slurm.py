@@ -8,7 +8,7 @@ from pathlib import Path
 import cpu_products
 import pytest
 
-from launchers import ROOT, SCRIPT, metrics, write_config
+from launchers import ROOT, SCRIPT, make_cache, metrics, write_config
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 BIN = Path(sys.executable).parent
@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("runs")
     block = {"run": {"steps": STEPS}, "checkpoint": {"every": 4, "keep": None, "export_hf": False}}
     write_config(made, block=block, zero_optimization={"stage": 1})
-    (made / "cache").mkdir(mode=0o700)
+    make_cache(made / "cache")
     return made
 
 
