@@ -23,10 +23,12 @@ from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
+from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.recipe import Recipe, named_recipes
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.config import PretrainConfig, load_config
-from megalowbit.quantize.backends import backend_of
+from megalowbit.quantize.backends import backend_of, load_kernels
+from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
@@ -163,7 +165,7 @@ def describe_kernels(recipe: Recipe, device: torch.device) -> str:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Check that this machine can run the recipe and the backend.
+    """Check that this machine can run the recipe and the backend, and load the C kernels that it needs.
 
     Raises:
         UserError: it cannot; the message names the device and the remedy.
@@ -173,3 +175,7 @@ def check_kernels(recipe: Recipe) -> None:
     reason = why_not(recipe, device)
     if reason:
         raise UserError(f'{reason}; set gemm to "bf16" in the recipe, which computes the same products')
+    for each in recipe.variants:
+        for quantization in quantizations_of(each):
+            if isinstance(quantization.quantizer, BlockQuantizer):
+                load_kernels(quantization.quantizer.encoding.format, device)

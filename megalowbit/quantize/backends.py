@@ -279,6 +279,17 @@ def _say_not_plain(kind: type[Tensor]) -> None:
     logger.info("%s that is traced or not plain memory: quantised with plain torch operations", kind.__name__)
 
 
+def load_kernels(format: BlockFormat, device: torch.device) -> None:
+    """Compile and load the C library of a format, which otherwise happens in the first call.
+
+    A first step that compiles looks like a hung one. Triton compiles in the first call in any case.
+
+    Raises:
+        UserError: `MEGALOWBIT_BACKEND` names a backend that cannot be used.
+    """
+    _kernels(_backend_for(device, os.environ.get(BACKEND_VARIABLE, "")), format)
+
+
 def _kernels(backend: str, format: BlockFormat) -> Kernels | None:
     if backend == "c" and kernels_cpu_8bit.is_for(format):
         return _kernels_8bit(os.environ.get(BACKEND_VARIABLE, ""))

@@ -4,6 +4,8 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import Recipe, recipe
 from megalowbit.pretrain.checks import check_kernels, describe_kernels, this_device, why_not
+from megalowbit.quantize import backends
+from megalowbit.quantize.cpu import fp32_scales
 
 CPU = torch.device("cpu")
 FP4 = Recipe.from_dict({"base": "nvfp4", "layout": "per_gemm", "gemm": "fp4"})
@@ -29,6 +31,16 @@ def test_a_run_without_a_usable_gemm_is_rejected_with_a_remedy():
     check_kernels(FP8)
     with pytest.raises(UserError, match=r'gemm "fp4" cannot run on cpu.*set gemm to "bf16"'):
         check_kernels(FP4)
+
+
+@pytest.mark.parametrize(("name", "has_8bit"), [("nvfp4", False), ("nvfp4-first-block-fp8", True)])
+def test_the_c_kernels_of_all_layers_are_loaded_before_the_first_step(monkeypatch, name, has_8bit):
+    """Those of FP8 too, which only one block uses."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delitem(vars(fp32_scales.LIBRARY), "_loaded", raising=False)
+    backends._kernels_8bit.cache_clear()
+    check_kernels(recipe(name))
+    assert ("_loaded" in vars(fp32_scales.LIBRARY)) == has_8bit
 
 
 @pytest.mark.parametrize(("accelerator", "device"), [("cpu", CPU), ("cuda", torch.device("cuda"))])
