@@ -178,7 +178,6 @@ def _(step: Tensor) -> None:
     del step
 
 
-@torch.compiler.assume_constant_result
 def may_be_captured(handle: int, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether a layer may run in a CUDA graph, as far as its recipe and the input decide.
 
@@ -195,6 +194,10 @@ def may_be_captured(handle: int, device: torch.device, dtype: torch.dtype) -> bo
     return all(
         isinstance(each, BlockQuantizer) and has_random_kernel(each.encoding, device) for each in drawn
     )
+
+
+# What `torch.compiler.assume_constant_result` does, which imports the compiler: 2 s of every command.
+vars(may_be_captured)["_dynamo_marked_constant"] = True
 
 
 def _drawn_roles(recipe: Recipe) -> list[str]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.compiled import _forward, _layer
+from megalowbit.layers.compiled import _forward, _layer, may_be_captured
 from megalowbit.layers.conversion.convert import (
     bit_layers,
     cache_weights,
@@ -190,6 +190,13 @@ def test_a_model_compiles_into_one_graph_without_a_break():
 
 
 @pytest.mark.slow
+def test_an_answer_that_does_not_change_is_marked_as_torch_marks_it():
+    def answer():
+        return True
+
+    assert vars(may_be_captured) == vars(torch.compiler.assume_constant_result(answer)) != {}
+
+
 def test_a_resumed_stream_continues_in_a_compiled_model():
     model = block()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -1,6 +1,8 @@
 """All entry points reject the same values with the same messages."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from bad_values import overrides
@@ -89,6 +91,17 @@ def test_a_value_is_rejected_by_an_entry_point_as_by_the_check(
 def test_all_entry_points_reject_a_value_with_the_same_message(is_every_value, config, tmp_path, capsys):
     for override, word in list(overrides())[:: 1 if is_every_value else 40]:
         check_rejection(override, word, config, tmp_path / "run", capsys, ENTRY_POINTS)
+
+
+def test_a_check_imports_neither_models_nor_the_compiler(config):
+    """Each takes seconds, of `submit` for example."""
+    code = (
+        "import pathlib, sys; from megalowbit.pretrain.checks import load_checked_config; "
+        "load_checked_config(pathlib.Path(sys.argv[1]), [], world_size=1); "
+        "print({'torch._dynamo', 'transformers.modeling_utils'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, config], capture_output=True, text=True, cwd=ROOT)
+    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 def test_trackio_without_its_package_is_refused_before_a_model_is_built(config, monkeypatch):
