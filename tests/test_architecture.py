@@ -22,6 +22,7 @@ GROUND = {
     "durable_files",
     "json_text",
     "c_library",
+    "collector",
     "values",
     "cuda_graphs",
     "derivative_checks",

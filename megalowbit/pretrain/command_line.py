@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalowbit.collector import collector_paused
 from megalowbit.distributed.process_group import ProcessIdentity, identify, local_size
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import (
@@ -37,7 +38,6 @@ from megalowbit.errors import (
     shown,
 )
 from megalowbit.one_line_parser import OneLineParser
-from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.stopping.launcher import LauncherWatch, is_launched
 from megalowbit.pretrain.stopping.signals import STOP_SIGNALS, StartSignals, block_stop_signals
 from megalowbit.shipped_files import find_config, to_stderr
@@ -403,22 +403,25 @@ def _pretrain(
     start: StartSignals,
     launcher: LauncherWatch | None,
 ) -> None:
-    from megalowbit.engine.process_start import import_deepspeed, stop_process_group
+    with ExitStack() as starting:
+        starting.enter_context(collector_paused())
+        starting.callback(start.stop)
+        from megalowbit.engine.process_start import import_deepspeed, stop_process_group
 
-    import_deepspeed(is_checked=False)  # before any other import of deepspeed, because this one sets it up
-    from megalowbit.pretrain.run import pretrain
+        import_deepspeed(is_checked=False)  # before any other import of deepspeed: this one sets it up
+        from megalowbit.pretrain.run import pretrain
 
-    pretrain(
-        config,
-        identity,
-        run_dir=options.run_dir,
-        is_resume=options.resume == "auto",
-        is_restart=options.restart,
-        report=lambda error: _report(error, identity),
-        at_first_step=start.stop,
-        has_launcher_ended=None if launcher is None else lambda: launcher.has_ended,
-        ui=options.ui,
-    )
+        pretrain(
+            config,
+            identity,
+            run_dir=options.run_dir,
+            is_resume=options.resume == "auto",
+            is_restart=options.restart,
+            report=lambda error: _report(error, identity),
+            at_first_step=starting.close,
+            has_launcher_ended=None if launcher is None else lambda: launcher.has_ended,
+            ui=options.ui,
+        )
     stop_process_group(timedelta(seconds=SHUTDOWN_SECONDS))  # all work is done: other ranks arrive soon
 
 

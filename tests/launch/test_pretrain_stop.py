@@ -21,7 +21,6 @@ from launchers import (
     free_port,
     kill,
     metrics,
-    run,
     start,
     wait_for_step,
     write_config,
@@ -99,7 +98,7 @@ def test_sigterm_to_the_launcher_also_saves_and_the_run_resumes_later(signalled,
     assert f"stopped after step {step} on request" in output
     assert (folder / "resumed" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     more = ["--set", f"megalowbit.run.steps={step + 1}"]
-    done = run("torchrun", *arguments, *more, cwd=folder, processes=2, seconds=SECONDS)
+    done = run_ranks(*arguments, *more, cwd=folder, processes=2)
     assert done.code == 0, done.output
     assert [row["step"] for row in metrics(folder / "resumed")] == list(range(1, step + 2))
     assert json.loads((folder / "resumed" / "DONE").read_text()) == {"step": step + 1}

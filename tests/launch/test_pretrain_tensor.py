@@ -1,18 +1,17 @@
 """The command line with two tensor-parallel ranks: the same run as one process, recorded and exported."""
 
 import json
-import subprocess
-import sys
 
-import cpu_products
 import pytest
 import torch
 from forked_ranks import run_ranks, variables
+from forks import Forked
 from transformers import AutoModelForCausalLM
 
-from launchers import ROOT, free_port, metrics, training_text, write_config
+from launchers import ROOT, environment, free_port, metrics, training_text, write_config
 
 pytestmark = pytest.mark.slow  # in make test: the same of two pipeline stages, and of engines
+MEGALOWBIT = ROOT / "megalowbit" / "__main__.py"
 KEYS = ("step", "loss", "lr", "loss_scale", "tokens", "skipped_steps")
 NEAREST = {"base": "nvfp4-first-block-fp8", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 BLOCK = {
@@ -88,17 +87,13 @@ def test_a_padded_vocabulary_of_two_tensor_ranks_is_evaluated_and_exported(tmp_p
 def evaluated(folder, path, config, *options, processes=1):
     """The loss that `python -m megalowbit evaluate` finds on so many ranks."""
     port, output = free_port(), folder / "out.json"
-    words = ["-m", "megalowbit", "evaluate", folder / path, "--ds-config", config, "--output", output]
-    variable = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder)}
-    variable |= cpu_products.variables()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *map(str, words), *options],
-            env={**variable, **variables(rank, processes, port)},
-        )
-        for rank in range(processes)
-    ]
-    assert [rank.wait(240) for rank in ranks] == [0] * processes
+    words = ["evaluate", folder / path, "--ds-config", config, "--output", output, *options]
+    shared = environment(folder / "cache") | {"PYTHONPATH": str(ROOT)}
+    ranks = []
+    for rank in range(processes):
+        env = {**shared, **variables(rank, processes, port)}
+        ranks.append(Forked(MEGALOWBIT, *words, env=env, cwd=folder, output=folder / f"evaluated-{rank}.log"))
+    assert [rank.wait() for rank in ranks] == [0] * processes
     return json.loads(output.read_text())["validation/loss"]
 
 

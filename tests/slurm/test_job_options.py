@@ -14,7 +14,7 @@ def test_a_run_survives_its_time_limit(workspace):
     Two minutes leave a slow machine at least 70 s for the first step.
     """
     long = ("megalowbit.run.steps=100000", "megalowbit.checkpoint.every=0")
-    run = workspace.submit("limit", "time=2", "signal_seconds=20", sets=long)
+    run = workspace.submit("limit", "nodes=1", "time=2", "signal_seconds=20", sets=long)
     run.reach(attempts=2, step=1)
     run.job.cancel()
     assert run.end() == "CANCELLED", run.log

@@ -17,10 +17,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from megalowbit.collector import collector_paused
 from megalowbit.errors import UserError, shown, unknown_name
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 from megalowbit.pretrain.command_line import prepare_environment
-from megalowbit.pretrain.estimate.collector import collector_paused
 from megalowbit.pretrain.estimate.host_memory import host_memory
 
 if TYPE_CHECKING:

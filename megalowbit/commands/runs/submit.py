@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megalowbit.cluster.script import STATE, JobRequest, all_overrides, render, template_names
 from megalowbit.cluster.settings import ClusterSettings, load_cluster
+from megalowbit.collector import collector_paused
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_text
@@ -82,6 +83,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     options = build_parser().parse_args(arguments)
+    with collector_paused():
+        return _submit(options)
+
+
+def _submit(options: argparse.Namespace) -> int:
     options.ds_config = find_config(options.ds_config)
     settings = load_cluster(options.cluster, options.slurm)
     if options.container is not None:

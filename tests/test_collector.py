@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from megalowbit.pretrain.estimate.collector import collector_paused
+from megalowbit.collector import collector_paused
 
 
 @pytest.fixture
