@@ -1,4 +1,6 @@
-"""What recipes and speculation promise in loss: three runs, one in bf16.
+"""What recipes and speculation promise in loss after 500 steps: three runs, one in bf16.
+
+Gaps at the end of longer training, over seeds and texts, are in docs/experiments/loss.md.
 
 On a CPU without AVX-512 all of them, the one called `bf16` too, train in fp32: it takes a tenth of the time.
 """
@@ -19,6 +21,7 @@ from megalowbit.pretrain.sweep.runs import LEAN, Run, execute, folder_name
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "gpt2_tiny_quality.json"
+LAYERS = 2  # half of the shipped model's, and of the time
 
 pytestmark = pytest.mark.slow
 
@@ -29,14 +32,23 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("runs")
 
 
-def write_config(folder, **settings):
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The model's file, one for all runs too."""
+    shipped = json.loads((ROOT / "configs" / "models" / "gpt2_tiny.json").read_text(encoding="utf-8"))
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(shipped | {"n_layer": LAYERS}), encoding="utf-8")
+    return path
+
+
+def write_config(folder, model, **settings):
     """The configuration under its own name, which a run in bf16 must share as well to be used again."""
     config = json.loads(CONFIG.read_text(encoding="utf-8"))
     config["megalowbit"] |= settings
     if not cpu_products.has_fast_bf16():
         warnings.warn("the reference `bf16` trains in fp32, because this CPU has no AVX-512", stacklevel=1)
         config["megalowbit"]["precision"] = "fp32"
-    config["megalowbit"]["model"]["config"] = str(ROOT / "configs" / "models" / "gpt2_tiny.json")
+    config["megalowbit"]["model"]["config"] = str(model)
     path = folder / CONFIG.name
     path.write_text(json.dumps(config), encoding="utf-8")
     return path
@@ -46,8 +58,8 @@ def losses(folder, name):
     return statistics.mean(mean_loss(folder / f"{name}-seed-{seed}") for seed in SEEDS)
 
 
-def test_nvfp4_is_within_half_a_percent_of_bf16(folder, tmp_path):
-    config = write_config(tmp_path)
+def test_nvfp4_is_within_half_a_percent_of_bf16(folder, model, tmp_path):
+    config = write_config(tmp_path, model)
     runs = [
         Run(
             label=name,
@@ -64,9 +76,9 @@ def test_nvfp4_is_within_half_a_percent_of_bf16(folder, tmp_path):
     assert losses(folder, "nvfp4") < 1.005 * losses(folder, "bf16")
 
 
-def test_speculation_at_its_defaults_costs_at_most_three_thousandths_of_the_loss(folder, tmp_path):
+def test_speculation_at_its_defaults_costs_at_most_three_thousandths_of_the_loss(folder, model, tmp_path):
     """With at least 70 % of products in 8 bits or fewer, over the run."""
-    config = write_config(tmp_path, recipe="speculative-int8", speculation={})
+    config = write_config(tmp_path, model, recipe="speculative-int8", speculation={})
     seeds = [f"--seed={seed}" for seed in SEEDS]
     tool = [sys.executable, "tools/calibrate_speculation.py", "--ds-config", config, "--out", folder]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
