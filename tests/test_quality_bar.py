@@ -21,7 +21,7 @@ from megalowbit.pretrain.sweep.runs import LEAN, Run, execute, folder_name
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "gpt2_tiny_quality.json"
-LAYERS = 2  # half of the shipped model's, and of the time
+LAYERS = 2  # half the time of the shipped model's; from bf16, nvfp4 was +.22 % and speculation -.03 %
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The model's file, one for all runs too."""
+    """The model's configuration, the same file for all runs."""
     shipped = json.loads((ROOT / "configs" / "models" / "gpt2_tiny.json").read_text(encoding="utf-8"))
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(shipped | {"n_layer": LAYERS}), encoding="utf-8")

@@ -1,7 +1,7 @@
 """What this host has: devices and their units, libraries and their versions, compiler, caches.
 
 Facts are plain text by name, which the ranks of a job compare. Each is looked up without changing anything:
-the C kernels and a Triton kernel of one line are compiled, as the first step of a run would.
+the C kernels and a Triton kernel of one line are compiled, as a run would.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `load_config` makes the checks that take a second. This module checks the recipe, DeepSpeed's own blocks and
 the model's configuration. Runs, `--dry-run`, `--prepare-data`, `submit.py` and sweeps all call
 `check_config`, so all accept the same configurations. `check_kernels` checks that this machine can run the
-recipe; the run calls it before it writes anything. Not covered: the data.
+recipe, and loads the C kernels; the run calls it before it writes anything. Not covered: the data.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import read_config
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
-from megalowbit.layers.matmul.quantizations import quantizations_of
 from megalowbit.layers.recipe import Recipe, named_recipes
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.config import PretrainConfig, load_config
 from megalowbit.quantize.backends import backend_of, load_kernels
-from megalowbit.quantize.quantizer import BlockQuantizer
 from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
@@ -165,7 +163,7 @@ def describe_kernels(recipe: Recipe, device: torch.device) -> str:
 
 
 def check_kernels(recipe: Recipe) -> None:
-    """Check that this machine can run the recipe and the backend, and load the C kernels that it needs.
+    """Check that this machine can run the recipe and the backend, and load the C kernels of a low-bit recipe.
 
     Raises:
         UserError: it cannot; the message names the device and the remedy.
@@ -175,7 +173,5 @@ def check_kernels(recipe: Recipe) -> None:
     reason = why_not(recipe, device)
     if reason:
         raise UserError(f'{reason}; set gemm to "bf16" in the recipe, which computes the same products')
-    for each in recipe.variants:
-        for quantization in quantizations_of(each):
-            if isinstance(quantization.quantizer, BlockQuantizer):
-                load_kernels(quantization.quantizer.encoding.format, device)
+    if recipe.quantizes:  # 8-bit formats may also come from speculation and from factors of splits
+        load_kernels(device)

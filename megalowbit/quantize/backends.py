@@ -279,15 +279,17 @@ def _say_not_plain(kind: type[Tensor]) -> None:
     logger.info("%s that is traced or not plain memory: quantised with plain torch operations", kind.__name__)
 
 
-def load_kernels(format: BlockFormat, device: torch.device) -> None:
-    """Compile and load the C library of a format, which otherwise happens in the first call.
+def load_kernels(device: torch.device) -> None:
+    """Compile and load the C libraries of all formats if a device uses them, which a first call would do.
 
     A first step that compiles looks like a hung one. Triton compiles in the first call in any case.
 
     Raises:
         UserError: `MEGALOWBIT_BACKEND` names a backend that cannot be used.
     """
-    _kernels(_backend_for(device, os.environ.get(BACKEND_VARIABLE, "")), format)
+    forced = os.environ.get(BACKEND_VARIABLE, "")
+    if _backend_for(device, forced) == "c":
+        _kernels_8bit(forced)
 
 
 def _kernels(backend: str, format: BlockFormat) -> Kernels | None:

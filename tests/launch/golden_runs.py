@@ -233,7 +233,7 @@ class Version:
         self.tree, self.work, self.sets = tree, work, tuple(sets)
         self.folders = ((str(work), "<work>"), (str(tree), "<tree>"))
         self.masks = Masks(self.folders)
-        (work / "cache").mkdir(mode=0o700)
+        make_cache(work / "cache")
 
     def train(self, name):
         """Facts of a run that starts; the run folder is `work/name/run`."""
@@ -290,7 +290,7 @@ class Version:
     def fork(self, script, folder, arguments, processes):
         """Exit code of a program on some ranks, and what rank 0 has printed."""
         fork, port = multiprocessing.get_context("fork"), free_port()
-        common = {"MEGALOWBIT_CACHE": str(make_cache(self.work / "cache")), "PYTHONPATH": str(self.tree)}
+        common = {"MEGALOWBIT_CACHE": str(self.work / "cache"), "PYTHONPATH": str(self.tree)}
         logs = [folder / f"output-{secrets.token_hex(4)}.txt" for _ in range(processes)]
         ranks = []
         for rank, log in enumerate(logs):

@@ -77,14 +77,14 @@ def copy_libraries(source, target):
 
 
 def make_cache(folder):
-    """A cache in which nothing but compiled kernels is found; compiling them takes ten seconds."""
+    """Make a cache that has compiled kernels only: copying them saves ten seconds of compiling."""
     folder.mkdir(mode=0o700, exist_ok=True)
     copy_libraries(Path(built_libraries().name), folder)
     return folder
 
 
 def environment(cache):
-    """Of a launched process, with a cache of its own."""
+    """The environment of a launched process; its cache has compiled kernels only."""
     make_cache(cache)
     inherited = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return {

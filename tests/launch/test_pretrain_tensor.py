@@ -85,15 +85,21 @@ def test_a_padded_vocabulary_of_two_tensor_ranks_is_evaluated_and_exported(tmp_p
 
 
 def evaluated(folder, path, config, *options, processes=1):
-    """The loss that `python -m megalowbit evaluate` finds on so many ranks."""
+    """The loss that `megalowbit evaluate` finds on so many ranks."""
     port, output = free_port(), folder / "out.json"
     words = ["evaluate", folder / path, "--ds-config", config, "--output", output, *options]
     shared = environment(folder / "cache") | {"PYTHONPATH": str(ROOT)}
-    ranks = []
-    for rank in range(processes):
+    logs, ranks = [folder / f"evaluated-{rank}.log" for rank in range(processes)], []
+    for rank, log in enumerate(logs):
         env = {**shared, **variables(rank, processes, port)}
-        ranks.append(Forked(MEGALOWBIT, *words, env=env, cwd=folder, output=folder / f"evaluated-{rank}.log"))
-    assert [rank.wait() for rank in ranks] == [0] * processes
+        log.write_text("")
+        ranks.append(Forked(MEGALOWBIT, *words, env=env, cwd=folder, output=log))
+    try:
+        codes = [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert codes == [0] * processes, "\n".join(log.read_text() for log in logs)
     return json.loads(output.read_text())["validation/loss"]
 
 

@@ -1,6 +1,7 @@
 """The shipped tiny configuration learns: to the loss that the README promises.
 
-On a CPU without AVX-512 it trains in fp32, in a third of the time.
+On a CPU without AVX-512 it trains in fp32, in a third of the time. There the promise itself, which is for
+bf16, is not tested.
 """
 
 import warnings
@@ -20,9 +21,10 @@ def mean_loss(rows):
 
 
 def test_the_whole_run_falls_below_the_promised_loss(tmp_path, monkeypatch):
-    monkeypatch.delenv("MEGALOWBIT_CPU_GEMM")  # the run chooses what is faster, as a user's does
     arguments = ["--ds-config", CONFIG, "--run-dir", tmp_path / "run"]
-    if not cpu_products.has_fast_bf16():
+    if cpu_products.has_fast_bf16():
+        monkeypatch.delenv("MEGALOWBIT_CPU_GEMM")  # the run chooses what is faster, as a user's does
+    else:
         warnings.warn("trains in fp32, because this CPU has no AVX-512", stacklevel=1)
         arguments += ["--set", "megalowbit.precision=fp32"]
     done = run("deepspeed", *arguments, cwd=tmp_path, processes=2, seconds=840)

@@ -189,14 +189,14 @@ def test_a_model_compiles_into_one_graph_without_a_break():
     assert explanation.graph_break_count == 0
 
 
-@pytest.mark.slow
-def test_an_answer_that_does_not_change_is_marked_as_torch_marks_it():
+def test_may_be_captured_is_marked_constant_as_torch_marks_it():
     def answer():
         return True
 
     assert vars(may_be_captured) == vars(torch.compiler.assume_constant_result(answer)) != {}
 
 
+@pytest.mark.slow
 def test_a_resumed_stream_continues_in_a_compiled_model():
     model = block()
     run = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -94,7 +94,7 @@ def test_all_entry_points_reject_a_value_with_the_same_message(is_every_value, c
 
 
 def test_a_check_imports_neither_models_nor_the_compiler(config):
-    """Each takes seconds, of `submit` for example."""
+    """Either import takes seconds, in `submit` for example."""
     code = (
         "import pathlib, sys; from megalowbit.pretrain.checks import load_checked_config; "
         "load_checked_config(pathlib.Path(sys.argv[1]), [], world_size=1); "

@@ -33,14 +33,17 @@ def test_a_run_without_a_usable_gemm_is_rejected_with_a_remedy():
         check_kernels(FP4)
 
 
-@pytest.mark.parametrize(("name", "has_8bit"), [("nvfp4", False), ("nvfp4-first-block-fp8", True)])
-def test_the_c_kernels_of_all_layers_are_loaded_before_the_first_step(monkeypatch, name, has_8bit):
-    """Those of FP8 too, which only one block uses."""
+@pytest.mark.parametrize(
+    ("name", "backend", "is_loaded"), [("nvfp4", "", True), ("nvfp4", "torch", False), ("bf16", "", False)]
+)
+def test_the_c_kernels_of_all_formats_are_loaded_before_the_first_step(monkeypatch, name, backend, is_loaded):
+    """Those of 8-bit formats too: speculation may choose one in the first step."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("MEGALOWBIT_BACKEND", backend)
     monkeypatch.delitem(vars(fp32_scales.LIBRARY), "_loaded", raising=False)
     backends._kernels_8bit.cache_clear()
     check_kernels(recipe(name))
-    assert ("_loaded" in vars(fp32_scales.LIBRARY)) == has_8bit
+    assert ("_loaded" in vars(fp32_scales.LIBRARY)) == is_loaded
 
 
 @pytest.mark.parametrize(("accelerator", "device"), [("cpu", CPU), ("cuda", torch.device("cuda"))])

@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import pytest
 
 from launchers import ROOT, write_config
 from megalowbit.data.token_files.megatron import MegatronWriter
+from megalowbit.errors import UserError
 from megalowbit.pretrain import command_line
 from megalowbit.pretrain.command_line import METIS_FLAGS, WITHOUT_COUNTERPART, build_parser, main
 from megalowbit.standard_streams import run_until_unread
@@ -235,6 +237,23 @@ def test_ctrl_c_says_what_was_not_done_and_whether_it_can_continue(
             monkeypatch.setenv(name, value)
         assert main(config) == 130
         assert capsys.readouterr() == ("", "")  # only the main rank speaks
+
+
+@pytest.mark.parametrize("reaches_step", [True, False])
+def test_the_garbage_collector_pauses_until_the_first_step_or_an_error(tmp_path, monkeypatch, reaches_step):
+    seen = []
+
+    def pretrain(*_, at_first_step, **__):
+        seen.append(gc.isenabled())
+        if not reaches_step:
+            raise UserError("x")
+        at_first_step()
+        seen.append(gc.isenabled())
+
+    monkeypatch.setattr("megalowbit.pretrain.run.pretrain", pretrain)
+    code = main(["--ds-config", str(write_config(tmp_path)), "--run-dir", str(tmp_path / "run")])
+    assert code == (0 if reaches_step else 2)
+    assert [*seen, gc.isenabled()] == ([False, True, True] if reaches_step else [False, True])
 
 
 def test_a_flag_of_metis_points_to_the_page_that_translates_it(capsys):

@@ -23,7 +23,7 @@ def undisturbed(workspace):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_signal_then_killed_main_rank_under_further_launchers(workspace, undisturbed, launcher):
+def test_signal_then_killed_main_rank_under_other_launchers(workspace, undisturbed, launcher):
     run = workspace.submit(f"signal-{launcher}", f"launcher={launcher}")
     run.reach(step=4)
     run.job.signal_script("USR1")
@@ -56,7 +56,7 @@ def test_a_network_cut_ends_the_attempt_in_time_names_the_node_and_the_run_resum
         run.reach(step=SAVE_EVERY + 2)
         first, lost = run.nodes()
         cluster.hosts.cut(lost)
-        end = time.monotonic() + 1.5 * timeout + 10  # the last on a busy machine
+        end = time.monotonic() + 1.5 * timeout + 10  # 10 s more for a busy machine
         while time.monotonic() < end and any(processes(cluster, node) for node in (first, lost)):
             time.sleep(0.2)
         assert [processes(cluster, node) for node in (first, lost)] == [[], []], run.log

@@ -41,7 +41,7 @@ def requeue(run):
 
 
 def kill_a_rank(run):
-    run.kill_rank(run.nodes()[1])
+    run.kill_rank(run.nodes()[0])  # of the main process
 
 
 def power_off_a_node(run):

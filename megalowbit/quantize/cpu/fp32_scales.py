@@ -50,8 +50,7 @@ def _answers(library: ctypes.CDLL) -> dict[str, int]:
     )
 
 
-# Separate from the library of `fp4`, and compiled when the first of these formats is used: a run with FP4
-# only does not wait for it.
+# Separate from the library of `fp4`: code that uses FP4 only does not wait for it. Runs load both first.
 LIBRARY = KernelLibrary(
     Path(__file__).with_suffix(".c"),
     ("elements.h", "tasks.h", "codes.h", "lanes.h"),
