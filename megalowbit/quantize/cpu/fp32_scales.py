@@ -50,7 +50,8 @@ def _answers(library: ctypes.CDLL) -> dict[str, int]:
     )
 
 
-# Separate from the library of `fp4`: code that uses FP4 only does not wait for it. Runs load both first.
+# Separate from the library of `fp4`: code that uses FP4 only does not wait for it. Runs of low-bit recipes
+# load both before the first step.
 LIBRARY = KernelLibrary(
     Path(__file__).with_suffix(".c"),
     ("elements.h", "tasks.h", "codes.h", "lanes.h"),
