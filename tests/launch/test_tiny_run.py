@@ -1,7 +1,7 @@
 """The shipped tiny configuration learns: to the loss that the README promises.
 
-On a CPU without AVX-512 it trains in fp32, in a third of the time. There the promise itself, which is for
-bf16, is not tested.
+On a CPU without AVX-512 it trains in fp32, in three quarters of the time. There the promise itself, which is
+for bf16, is not tested.
 """
 
 import warnings
