@@ -251,6 +251,8 @@ def test_the_garbage_collector_pauses_until_the_first_step_or_an_error(tmp_path,
         seen.append(gc.isenabled())
 
     monkeypatch.setattr("megalowbit.pretrain.run.pretrain", pretrain)
+    # the process group of this worker's other tests stays
+    monkeypatch.setattr("megalowbit.engine.process_start.stop_process_group", lambda _: None)
     code = main(["--ds-config", str(write_config(tmp_path)), "--run-dir", str(tmp_path / "run")])
     assert code == (0 if reaches_step else 2)
     assert [*seen, gc.isenabled()] == ([False, True, True] if reaches_step else [False, True])
