@@ -196,7 +196,7 @@ def may_be_captured(handle: int, device: torch.device, dtype: torch.dtype) -> bo
     )
 
 
-# Same as `torch.compiler.assume_constant_result`; that call imports the compiler, 2 s of every command.
+# Same as `torch.compiler.assume_constant_result`; that call imports the compiler, which takes 2 s.
 vars(may_be_captured)["_dynamo_marked_constant"] = True
 
 

@@ -282,14 +282,14 @@ def _say_not_plain(kind: type[Tensor]) -> None:
 def load_kernels(device: torch.device) -> None:
     """Compile and load the C libraries of all formats if a device uses them, which a first call would do.
 
-    A first step that compiles looks like a hung one. Triton compiles in the first call in any case.
+    A first step that compiles looks like a hung one. Triton compiles in the first call in any case. A library
+    of 8-bit formats that cannot be compiled is reported when such a format is used.
 
     Raises:
         UserError: `MEGALOWBIT_BACKEND` names a backend that cannot be used.
     """
-    forced = os.environ.get(BACKEND_VARIABLE, "")
-    if _backend_for(device, forced) == "c":
-        _kernels_8bit(forced)
+    if _backend_for(device, os.environ.get(BACKEND_VARIABLE, "")) == "c":
+        kernels_cpu_8bit.LIBRARY.why_unavailable()
 
 
 def _kernels(backend: str, format: BlockFormat) -> Kernels | None:

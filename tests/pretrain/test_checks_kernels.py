@@ -4,7 +4,6 @@ import torch
 from megalowbit.errors import UserError
 from megalowbit.layers.recipe import Recipe, recipe
 from megalowbit.pretrain.checks import check_kernels, describe_kernels, this_device, why_not
-from megalowbit.quantize import backends
 from megalowbit.quantize.cpu import fp32_scales
 
 CPU = torch.device("cpu")
@@ -41,9 +40,15 @@ def test_the_c_kernels_of_all_formats_are_loaded_before_the_first_step(monkeypat
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("MEGALOWBIT_BACKEND", backend)
     monkeypatch.delitem(vars(fp32_scales.LIBRARY), "_loaded", raising=False)
-    backends._kernels_8bit.cache_clear()
     check_kernels(recipe(name))
     assert ("_loaded" in vars(fp32_scales.LIBRARY)) == is_loaded
+
+
+def test_a_library_that_a_recipe_does_not_need_may_be_missing(monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("MEGALOWBIT_BACKEND", "c")
+    monkeypatch.setitem(vars(fp32_scales.LIBRARY), "_loaded", (None, "no C compiler found"))
+    check_kernels(recipe("nvfp4"))
 
 
 @pytest.mark.parametrize(("accelerator", "device"), [("cpu", CPU), ("cuda", torch.device("cuda"))])
