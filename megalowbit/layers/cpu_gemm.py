@@ -1,8 +1,9 @@
-"""The dtype in which bf16 layers multiply on a CPU: bf16, or fp32 where that is faster.
+"""The dtype in which bf16 models multiply on a CPU: bf16, or fp32 where that is faster.
 
-CPUs without bf16 instructions emulate bf16 GEMMs, and fp32 takes about half the time there. Operands have the
-same numbers in both dtypes (fp32 or mixed ones are rounded to bf16), and sums are fp32 in both. But results
-differ in the last digit, so a run must not depend on how a measurement turns out:
+CPUs without bf16 instructions emulate bf16 GEMMs. With AVX-512, fp32 takes about half the time there; with
+AVX2 alone, a tenth. Operands have the same numbers in both dtypes (fp32 or mixed ones of low-bit layers are
+rounded to bf16), sums are fp32 in both, and the result is rounded to bf16. But results differ in the last
+digit, so a run must not depend on how a measurement turns out:
 
 - `MEGALOWBIT_CPU_GEMM` (`bf16`, `fp32`) sets the dtype.
 - Otherwise it is measured once a machine and logged. The result is kept beside the compiled kernels, for this
@@ -11,6 +12,9 @@ differ in the last digit, so a run must not depend on how a measurement turns ou
 
 A process has one choice, for all its models. fp32 is chosen only if it saves 15 % of the time of the GEMM,
 because its operands and products have twice the bytes.
+
+Low-bit layers always follow the choice. Torch multiplies the rest of a model: its head, attention, layers
+that are not converted. `use_cpu_gemm` lets torch's operators follow the choice too.
 """
 
 from __future__ import annotations
@@ -21,11 +25,16 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.library import Library, get_kernel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megalowbit.c_library import cache_folder
@@ -40,12 +49,28 @@ UNRECORDED = "bf16"  # the dtype of checkpoints that record none
 WORTHWHILE = 0.85  # fp32 is chosen below this share of the time of bf16
 SIZES = (512, 768, 768)  # of the measured GEMM: about 5 ms on one core
 ROUNDS = 7
+
+# Operators of torch that multiply on a CPU: how many leading operands they multiply, and which of them has
+# the rows. `nn.Linear`, `torch.matmul` and their gradients consist of the first four operators,
+# `scaled_dot_product_attention` and its gradient of the last two.
+OPERATORS = MappingProxyType(
+    {
+        "mm": (2, 0),
+        "addmm": (3, 1),
+        "bmm": (2, 0),
+        "baddbmm": (3, 1),
+        "_scaled_dot_product_flash_attention_for_cpu": (3, 0),
+        "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 0),
+    }
+)
+FEWEST_ROWS = 4  # with fewer, as when text is generated, copying the weights takes longer than the product
 logger = logging.getLogger("megalowbit")
 
 
 @dataclass
 class _Choice:
     name: str | None = None
+    library: Library | None = field(default=None, repr=False)  # what replaces torch's operators
 
 
 @functools.lru_cache(maxsize=1)
@@ -70,7 +95,10 @@ def cpu_gemm() -> str:
 
 
 def use_cpu_gemm(name: str) -> None:
-    """Use rank 0's choice, or that of a checkpoint; `MEGALOWBIT_CPU_GEMM` has priority, with a warning."""
+    """Use rank 0's choice, or that of a checkpoint, for low-bit layers and for torch's operators on a CPU.
+
+    `MEGALOWBIT_CPU_GEMM` has priority, with a warning.
+    """
     _checked("recorded dtype of products", name)
     named = os.environ.get(VARIABLE)
     if named and named != name:
@@ -80,7 +108,49 @@ def use_cpu_gemm(name: str) -> None:
             named,
             name,
         )
-    _of_process().name = name
+    choice = _of_process()
+    choice.name = name
+    if cpu_gemm() == "fp32" and choice.library is None:
+        choice.library = _replaced_operators()
+
+
+def _replaced_operators() -> Library:
+    """Let torch multiply bf16 operands in fp32 on a CPU, for as long as that is the choice of the process.
+
+    Operators are replaced below autograd, which saves the bf16 operands as before, and below `torch.compile`:
+    products that inductor generates do not follow. Only one product at a time has fp32 copies of operands.
+    """
+    library = Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of every replaced operator
+        for name in OPERATORS:
+            library.impl(name, _following_choice(name), "CPU", with_keyset=True)
+    return library
+
+
+def _following_choice(name: str) -> Callable[..., object]:
+    original = get_kernel(f"aten::{name}", "CPU")
+    operands, left = OPERATORS[name]
+
+    def multiply(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        is_bf16 = all(each.dtype == torch.bfloat16 for each in arguments[:operands])
+        if not is_bf16 or arguments[left].shape[-2] < FEWEST_ROWS or cpu_gemm() != "fp32":
+            return original.call_boxed(keys, *arguments, **options)
+        wide = {key: _wide(value) for key, value in options.items()}
+        result = original.call_boxed(keys, *map(_wide, arguments), **wide)
+        if isinstance(result, Tensor):
+            return result.bfloat16()
+        if name.endswith("_backward"):
+            return tuple(gradient.bfloat16() for gradient in result)
+        attention, logsumexp = result  # logsumexp is fp32 in both
+        return attention.bfloat16(), logsumexp
+
+    return multiply
+
+
+def _wide(value: Any) -> Any:
+    """A bf16 tensor in fp32, anything else as it is."""
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
 
 def _checked(what: str, name: str) -> str:
@@ -100,7 +170,7 @@ def _of_machine() -> str:
     times = measure()
     name = "fp32" if times["fp32"] < WORTHWHILE * times["bf16"] else "bf16"
     logger.info(
-        "bf16 layers multiply in %s on this CPU: a GEMM takes %.3g ms in bf16 and %.3g ms in fp32 "
+        "bf16 models multiply in %s on this CPU: a GEMM takes %.3g ms in bf16 and %.3g ms in fp32 "
         "(measured once; %s=bf16 or fp32 sets it)",
         name,
         times["bf16"],

@@ -2,9 +2,11 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
+from torch.nn import functional
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
@@ -43,7 +45,7 @@ def test_the_faster_dtype_is_chosen_if_it_is_clearly_faster(fresh, monkeypatch, 
         assert cpu_gemm.cpu_gemm() == expected
         assert cpu_gemm.cpu_gemm() == expected
     (line,) = [record.getMessage() for record in caplog.records if "multiply in" in record.getMessage()]
-    assert line.startswith(f"bf16 layers multiply in {expected} on this CPU")
+    assert line.startswith(f"bf16 models multiply in {expected} on this CPU")
     assert cpu_gemm.VARIABLE in line
 
 
@@ -205,3 +207,123 @@ def test_weight_gradients_are_added_in_fp32_where_products_are_fp32(monkeypatch)
         layer(torch.randn(64, 48).to(BF16)).float().sum().backward()
         sums = layer.weight.main_grad
         assert torch.equal(sums, sums.to(BF16).float()) == is_rounded
+
+
+@pytest.fixture
+def replaced(monkeypatch):
+    """Torch's operators follow the choice, as in an engine; afterwards they are torch's own again."""
+    cpu_gemm._of_process.cache_clear()
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "fp32")
+    cpu_gemm.use_cpu_gemm("fp32")
+    yield
+    cpu_gemm._of_process.cache_clear()
+
+
+def bf16_tensors(*shapes):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(BF16) for shape in shapes]
+
+
+PRODUCTS = {
+    "mm": (torch.mm, [(40, 70), (70, 24)]),
+    "addmm": (partial(torch.addmm, beta=0.5, alpha=2.0), [(24,), (40, 70), (70, 24)]),
+    "bmm": (torch.bmm, [(3, 40, 70), (3, 70, 24)]),
+    "baddbmm": (partial(torch.baddbmm, beta=0.5, alpha=2.0), [(3, 40, 24), (3, 40, 70), (3, 70, 24)]),
+    "linear": (functional.linear, [(2, 20, 70), (24, 70), (24,)]),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_torch_are_those_of_fp32_rounded_once(replaced, name):
+    multiply, shapes = PRODUCTS[name]
+    operands = bf16_tensors(*shapes)
+    got = multiply(*operands)
+    assert got.dtype == BF16
+    assert torch.equal(got, multiply(*(each.float() for each in operands)).to(BF16))
+    exact = multiply(*(each.double() for each in operands))
+    assert ((got.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-4).all()
+
+
+def attention_and_gradients(dtype, *, is_causal, has_mask):
+    """Of fused attention, at operands whose numbers are bf16."""
+    query, key, value, grad = (each.to(dtype) for each in bf16_tensors(*4 * [(2, 3, 16, 8)]))
+    mask = bf16_tensors((16, 16))[0].to(dtype) if has_mask else None
+    inputs = [each.requires_grad_() for each in (query, key, value)]
+    output = functional.scaled_dot_product_attention(*inputs, attn_mask=mask, is_causal=is_causal)
+    return output, *torch.autograd.grad(output, inputs, grad)
+
+
+@pytest.mark.parametrize(("is_causal", "has_mask"), [(True, False), (False, False), (False, True)])
+def test_attention_and_its_gradients_are_as_near_to_fp64_as_bf16_allows(replaced, is_causal, has_mask):
+    settings = {"is_causal": is_causal, "has_mask": has_mask}
+    exact = attention_and_gradients(torch.float64, **settings)
+    for got, want in zip(attention_and_gradients(BF16, **settings), exact, strict=True):
+        assert got.dtype == BF16
+        assert (got.double() - want).norm() <= 2.0**-7.5 * want.norm()
+
+
+def test_attention_is_that_of_fp32_rounded_once(replaced):
+    query, key, value = bf16_tensors(*3 * [(2, 3, 16, 8)])
+    got = functional.scaled_dot_product_attention(query, key, value)
+    wide = functional.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    assert torch.equal(got, wide.to(BF16))
+
+
+def test_gradients_of_a_linear_layer_are_those_of_fp32_rounded_once(replaced):
+    x, weight, grad = bf16_tensors((40, 70), (24, 70), (40, 24))
+    inputs = [x.requires_grad_(), weight.requires_grad_()]
+    gradients = torch.autograd.grad(functional.linear(*inputs), inputs, grad)
+    wide = [grad.float() @ weight.float(), grad.float().t() @ x.float()]
+    for got, want in zip(gradients, wide, strict=True):
+        assert torch.equal(got, want.to(BF16))
+
+
+def test_torch_multiplies_as_ever_unless_the_choice_is_fp32(monkeypatch, fresh):
+    a, b = bf16_tensors((40, 700), (700, 24))
+    before = a @ b
+    measured(monkeypatch, 10.0, 5.0)
+    cpu_gemm.use_cpu_gemm(cpu_gemm.cpu_gemm())
+    during = a @ b
+    assert torch.equal(during, (a.float() @ b.float()).to(BF16))
+    cpu_gemm.use_cpu_gemm("bf16")  # a checkpoint of another machine
+    assert torch.equal(a @ b, before)
+    cpu_gemm.use_cpu_gemm("fp32")
+    assert torch.equal(a @ b, during)
+    monkeypatch.setenv(cpu_gemm.VARIABLE, "bf16")
+    assert torch.equal(a @ b, before)
+
+
+def test_the_choice_alone_leaves_torch_as_it_is(monkeypatch, fresh):
+    """A layer in a user's own loop measures, and changes nothing outside itself."""
+    a, b = bf16_tensors((40, 700), (700, 24))
+    before = a @ b
+    measured(monkeypatch, 10.0, 5.0)
+    mlb.BitLinear(48, 32, recipe=NEAREST, dtype=BF16)(torch.ones(64, 48, dtype=BF16))
+    assert cpu_gemm.cpu_gemm() == "fp32"
+    assert torch.equal(a @ b, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int32])
+def test_products_of_other_dtypes_are_torchs_own(replaced, dtype):
+    a, b = ((10 * each).to(dtype) for each in bf16_tensors((40, 70), (70, 24)))
+    got = a @ b
+    cpu_gemm._of_process.cache_clear()
+    assert torch.equal(got, a @ b)
+
+
+def test_few_rows_are_multiplied_in_bf16(replaced):
+    """A step of generation would copy all weights."""
+    (a, b), step = bf16_tensors((3, 700), (700, 24)), bf16_tensors((1, 700))[0]
+    got = [a @ b, step @ b]
+    cpu_gemm._of_process.cache_clear()
+    assert [torch.equal(each, other @ b) for each, other in zip(got, (a, step), strict=True)] == [True, True]
+
+
+def test_operands_of_unequal_dtype_are_still_an_error(replaced):
+    with pytest.raises(RuntimeError, match="same dtype"):
+        torch.ones(8, 8, dtype=BF16) @ torch.ones(8, 8)
+
+
+def test_a_traced_model_has_the_bits_of_eager(replaced):
+    a, b = bf16_tensors((40, 70), (70, 24))
+    assert torch.equal(torch.compile(lambda: (a @ b).relu(), backend="aot_eager")(), (a @ b).relu())

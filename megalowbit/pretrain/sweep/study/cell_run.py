@@ -20,7 +20,6 @@ from megalowbit.errors import UserError
 from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.cpu_gemm import VARIABLE, cpu_gemm
-from megalowbit.layers.recipe import recipe
 from megalowbit.pretrain.checks import this_device
 from megalowbit.pretrain.command_line import main as pretrain
 from megalowbit.pretrain.sweep.runs import RANK_VARIABLES, free_port
@@ -150,7 +149,7 @@ def _joined(origins: Sequence[Origin]) -> dict[str, Any]:
 
 
 def _gemm(cell: Cell, begun_with: Sequence[Origin]) -> str | None:
-    """The dtype in which low-bit layers of a cell multiply; None if that is no choice, or not known.
+    """The dtype in which a cell multiplies; None if that is no choice, or not known.
 
     A cell that continues keeps the dtype of its checkpoint, which earlier versions did not record here.
 
@@ -158,7 +157,7 @@ def _gemm(cell: Cell, begun_with: Sequence[Origin]) -> str | None:
         UserError: `MEGALOWBIT_CPU_GEMM` names another one than an earlier part had.
     """
     is_choice = this_device().type == "cpu" and cell.config.parts.settings.precision == "bf16"
-    if not is_choice or not recipe(cell.config.recipe).quantizes:
+    if not is_choice:
         return None
     if not begun_with:
         return cpu_gemm()

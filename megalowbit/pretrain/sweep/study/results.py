@@ -143,7 +143,7 @@ class Origin(Recorded):
     machine: str
     processor: str
     units: str | None = None  # the CPU's instructions for products, and what limits them; recorded later
-    gemm: Literal["bf16", "fp32"] | None = None  # of low-bit layers in bf16 on a CPU; recorded later
+    gemm: Literal["bf16", "fp32"] | None = None  # of bf16 models on a CPU; recorded later
     command: list[str]
 
     def place(self) -> str:
