@@ -24,6 +24,7 @@ import torch
 from megalowbit.doctor.notices import Notice, note, problem, warning
 from megalowbit.doctor.plan import Projection, RunPlan
 from megalowbit.doctor.target import BF16, FP4, FP8, Target
+from megalowbit.layers.cpu_gemm import cpu_gemm
 from megalowbit.layers.layer_recipe import OPERAND_FIELDS, PRODUCTS, operand_quantizers
 from megalowbit.layers.matmul.fp4 import SIZE_MULTIPLE
 from megalowbit.layers.matmul.fp8 import may_fit
@@ -83,7 +84,8 @@ def product_format(
 ) -> ProductFormat:
     """The format of one product."""
     if not projection.is_lowbit:
-        return ProductFormat(projection.name, product, plan.precision)
+        is_choice = target.is_cpu and plan.precision == "bf16"
+        return ProductFormat(projection.name, product, cpu_gemm() if is_choice else plan.precision)
     recipe = recipe.of_layer(projection.layer)
     operands = operand_quantizers(recipe, product)
     is_quantized = any(not quantizer(name).is_identity for name in operands)
@@ -227,7 +229,7 @@ def _without_kernels(recipe: Recipe, target: Target) -> list[Notice]:
 
 
 def _slow_on_cpu(plan: RunPlan, target: Target, formats: list[ProductFormat]) -> list[Notice]:
-    """Layers in half precision on CPUs where torch's own loops multiply; low-bit layers take fp32 there."""
+    """Products in half precision on CPUs where torch's own loops multiply, unless a bf16 model takes fp32."""
     slow = [each for each in formats if each.unit == plan.precision != "fp32"]
     if not target.is_cpu or not slow or _has_instructions(plan.precision):
         return []

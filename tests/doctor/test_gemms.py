@@ -113,26 +113,38 @@ def test_bf16_on_a_gpu_without_its_units_is_a_problem(tiny):
 
 
 @pytest.mark.parametrize(
-    ("precision", "recipe", "has_instructions", "is_slow"),
+    ("precision", "recipe", "gemm", "has_instructions", "is_slow"),
     [
-        ("bf16", "bf16", False, True),
-        ("bf16", "nvfp4", False, True),  # lm_head alone
-        ("fp16", "bf16", False, True),
-        ("bf16", "bf16", True, False),
-        ("fp32", "nvfp4", False, False),
+        ("bf16", "bf16", "bf16", False, True),
+        ("bf16", "nvfp4", "bf16", False, True),
+        ("bf16", "bf16", "fp32", False, False),
+        ("bf16", "nvfp4", "fp32", False, False),
+        ("fp16", "bf16", "fp32", False, True),
+        ("bf16", "bf16", "bf16", True, False),
+        ("fp32", "nvfp4", "bf16", False, False),
     ],
 )
 def test_products_in_half_precision_are_slow_on_a_cpu_without_instructions(
-    tiny, monkeypatch, precision, recipe, has_instructions, is_slow
+    tiny, monkeypatch, precision, recipe, gemm, has_instructions, is_slow
 ):
     monkeypatch.setattr("megalowbit.doctor.gemms._has_instructions", lambda precision: has_instructions)
-    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", "fp32")  # of low-bit layers
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", gemm)
     plan = tiny(f"megalowbit.precision={precision}", f"megalowbit.recipe={recipe}")
     found = [each for each in check_formats(plan, cpu_target(8.0)) if each.code == "gemm-slow"]
     assert [each.level for each in found] == ["note"] * is_slow
-    first = "lm_head" if recipe == "nvfp4" else "transformer.h.*.attn.c_attn"
+    first = "transformer.h.*.attn.c_attn"
     assert all(f"in {precision}, such as those of {first}, take" in each.text for each in found)
     assert not [each for each in check_formats(plan, TARGETS["h100"]) if each.code == "gemm-slow"]
+
+
+@pytest.mark.parametrize("gemm", ["bf16", "fp32"])
+def test_on_a_cpu_the_products_outside_low_bit_layers_have_the_dtype_of_the_choice(tiny, monkeypatch, gemm):
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", gemm)
+    plan = tiny("megalowbit.precision=bf16")
+    formats = product_formats(plan, cpu_target(8.0), plan.recipe)
+    assert {each.unit for each in formats if each.projection == "lm_head"} == {gemm}
+    formats = product_formats(plan, TARGETS["h100"], plan.recipe)
+    assert {each.unit for each in formats if each.projection == "lm_head"} == {"bf16"}
 
 
 @pytest.mark.skipif(not X86, reason="knows the instructions of x86")

@@ -1,12 +1,5 @@
-"""The shipped tiny configuration learns: to the loss that the README promises.
+"""The shipped tiny configuration learns: to the loss that the README promises."""
 
-On a CPU without AVX-512 it trains in fp32, in three quarters of the time. There the promise itself, which is
-for bf16, is not tested.
-"""
-
-import warnings
-
-import cpu_products
 import pytest
 
 from launchers import ROOT, metrics, run
@@ -22,11 +15,7 @@ def mean_loss(rows):
 
 def test_the_whole_run_falls_below_the_promised_loss(tmp_path, monkeypatch):
     arguments = ["--ds-config", CONFIG, "--run-dir", tmp_path / "run"]
-    if cpu_products.has_fast_bf16():
-        monkeypatch.delenv("MEGALOWBIT_CPU_GEMM")  # the run chooses what is faster, as a user's does
-    else:
-        warnings.warn("trains in fp32, because this CPU has no AVX-512", stacklevel=1)
-        arguments += ["--set", "megalowbit.precision=fp32"]
+    monkeypatch.delenv("MEGALOWBIT_CPU_GEMM")  # the run chooses what is faster, as a user's does
     done = run("deepspeed", *arguments, cwd=tmp_path, processes=2, seconds=840)
     assert done.code == 0, done.output
     rows = metrics(tmp_path / "run")
