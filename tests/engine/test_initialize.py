@@ -54,6 +54,17 @@ def test_every_precision_trains(precision):
     assert engine.skipped_steps == 0
 
 
+@pytest.mark.parametrize("choice", ["bf16", "fp32"])
+def test_with_an_engine_the_products_of_torch_have_the_dtype_of_the_choice(monkeypatch, choice):
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", choice)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(32, 700, generator=generator).to(torch.bfloat16) for _ in range(2))
+    own = torch.mm(a, b.t(), out=torch.empty(32, 32, dtype=torch.bfloat16))  # this variant is not replaced
+    initialize(model=model(), config=config())
+    expected = own if choice == "bf16" else (a.float() @ b.float().t()).to(torch.bfloat16)
+    assert torch.equal(a @ b.t(), expected)
+
+
 def test_masters_are_the_initial_weights_exactly():
     original = model()
     expected = [p.detach().clone() for p in original.parameters()]
