@@ -229,7 +229,7 @@ def _without_kernels(recipe: Recipe, target: Target) -> list[Notice]:
 
 
 def _slow_on_cpu(plan: RunPlan, target: Target, formats: list[ProductFormat]) -> list[Notice]:
-    """Products in half precision on CPUs where torch's own loops multiply, unless a bf16 model takes fp32."""
+    """Products in half precision on CPUs that emulate it, unless the run multiplies in fp32."""
     slow = [each for each in formats if each.unit == plan.precision != "fp32"]
     if not target.is_cpu or not slow or _has_instructions(plan.precision):
         return []

@@ -63,7 +63,7 @@ from megalowbit.engine.run_checks.ranks_agree import (
 )
 from megalowbit.engine.tensor_parallel.same_batch import check_first_batch
 from megalowbit.hf.start.weights import StartWeights
-from megalowbit.layers.cpu_gemm import cpu_gemm, use_cpu_gemm
+from megalowbit.layers.cpu_gemm import cpu_gemm, let_torch_follow, use_cpu_gemm
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.precision.autocast import attach_autocast
@@ -188,6 +188,8 @@ def initialize(
         _warn_of_first_rate(wrapped)
     if engine.device.type == "cpu":
         use_cpu_gemm(agree(cpu_gemm))
+        if parts.settings.precision == "bf16":
+            let_torch_follow()
     _attach(engine, parts.settings, start.regularizer, grid)
     succeed_together(check_prepared, engine, prepared)
     release_full_model(engine.module)

@@ -14,7 +14,7 @@ A process has one choice, for all its models. fp32 is chosen only if it saves 15
 because its operands and products have twice the bytes.
 
 Low-bit layers always follow the choice. Torch multiplies the rest of a model: its head, attention, layers
-that are not converted. `use_cpu_gemm` lets torch's operators follow the choice too.
+that are not converted. `let_torch_follow` lets torch's operators follow the choice too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,9 +50,9 @@ WORTHWHILE = 0.85  # fp32 is chosen below this share of the time of bf16
 SIZES = (512, 768, 768)  # of the measured GEMM: about 5 ms on one core
 ROUNDS = 7
 
-# Operators of torch that multiply on a CPU: how many leading operands they multiply, and which of them has
-# the rows. `nn.Linear`, `torch.matmul` and their gradients consist of the first four operators,
-# `scaled_dot_product_attention` and its gradient of the last two.
+# Operators of torch that multiply on a CPU: how many leading arguments must be bf16, and which of them has
+# the rows of the product; the next one has its columns. `nn.Linear`, `torch.matmul` and their gradients
+# consist of the first four operators, `scaled_dot_product_attention` and its gradient of the last two.
 OPERATORS = MappingProxyType(
     {
         "mm": (2, 0),
@@ -63,13 +63,15 @@ OPERATORS = MappingProxyType(
         "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 0),
     }
 )
-FEWEST_ROWS = 4  # with fewer, as when text is generated, copying the weights takes longer than the product
+# With fewer, as when text is generated, copying the other operand takes longer than the product.
+FEWEST_ROWS_AND_COLUMNS = 8
 logger = logging.getLogger("megalowbit")
 
 
 @dataclass
 class _Choice:
     name: str | None = None
+    torch_follows: bool = False
     library: Library | None = field(default=None, repr=False)  # what replaces torch's operators
 
 
@@ -95,10 +97,7 @@ def cpu_gemm() -> str:
 
 
 def use_cpu_gemm(name: str) -> None:
-    """Use rank 0's choice, or that of a checkpoint, for low-bit layers and for torch's operators on a CPU.
-
-    `MEGALOWBIT_CPU_GEMM` has priority, with a warning.
-    """
+    """Use rank 0's choice, or that of a checkpoint; `MEGALOWBIT_CPU_GEMM` has priority, with a warning."""
     _checked("recorded dtype of products", name)
     named = os.environ.get(VARIABLE)
     if named and named != name:
@@ -110,6 +109,18 @@ def use_cpu_gemm(name: str) -> None:
         )
     choice = _of_process()
     choice.name = name
+    if choice.torch_follows:
+        let_torch_follow()
+
+
+def let_torch_follow() -> None:
+    """Let torch's operators follow the choice of this process, too, and later changes of it.
+
+    Only the operators in `OPERATORS`: not convolutions, products with `out=` or in place, and those of models
+    that inductor compiles.
+    """
+    choice = _of_process()
+    choice.torch_follows = True
     if cpu_gemm() == "fp32" and choice.library is None:
         choice.library = _replaced_operators()
 
@@ -117,8 +128,8 @@ def use_cpu_gemm(name: str) -> None:
 def _replaced_operators() -> Library:
     """Let torch multiply bf16 operands in fp32 on a CPU, for as long as that is the choice of the process.
 
-    Operators are replaced below autograd, which saves the bf16 operands as before, and below `torch.compile`:
-    products that inductor generates do not follow. Only one product at a time has fp32 copies of operands.
+    Operators are replaced below autograd, which saves the bf16 operands as before. Only one product at a time
+    has fp32 copies of its operands.
     """
     library = Library("aten", "IMPL")
     with warnings.catch_warnings():
@@ -128,16 +139,16 @@ def _replaced_operators() -> Library:
     return library
 
 
-def _following_choice(name: str) -> Callable[..., object]:
-    original = get_kernel(f"aten::{name}", "CPU")
-    operands, left = OPERATORS[name]
+def _following_choice(name: str) -> Callable[..., Any]:
+    compute = _attention(name) if "attention" in name else _product(name)
+    leading, rows = OPERATORS[name]
 
     def multiply(keys: torch.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
-        is_bf16 = all(each.dtype == torch.bfloat16 for each in arguments[:operands])
-        if not is_bf16 or arguments[left].shape[-2] < FEWEST_ROWS or cpu_gemm() != "fp32":
-            return original.call_boxed(keys, *arguments, **options)
-        wide = {key: _wide(value) for key, value in options.items()}
-        result = original.call_boxed(keys, *map(_wide, arguments), **wide)
+        is_bf16 = all(each.dtype == torch.bfloat16 for each in arguments[:leading])
+        if not is_bf16 or not _is_large(*arguments[rows : rows + 2]) or cpu_gemm() != "fp32":
+            return compute(keys, *arguments, **options)
+        wide_options = {key: _wide(value) for key, value in options.items()}
+        result = compute(keys, *map(_wide, arguments), **wide_options)
         if isinstance(result, Tensor):
             return result.bfloat16()
         if name.endswith("_backward"):
@@ -146,6 +157,28 @@ def _following_choice(name: str) -> Callable[..., object]:
         return attention.bfloat16(), logsumexp
 
     return multiply
+
+
+def _product(name: str) -> Callable[..., Tensor]:
+    """The operator that writes into a given tensor; it is not replaced, and other threads run meanwhile."""
+    operator = getattr(torch.ops.aten, name).out
+    _, rows = OPERATORS[name]
+
+    def compute(_keys: torch.DispatchKeySet, *arguments: Tensor, **options: Any) -> Tensor:
+        return cast(Tensor, operator(*arguments, **options, out=arguments[rows].new_empty(0)))
+
+    return compute
+
+
+def _attention(name: str) -> Callable[..., Any]:
+    """The replaced operator itself, as no other one computes the same: it keeps other threads waiting."""
+    return get_kernel(f"aten::{name}", "CPU").call_boxed
+
+
+def _is_large(left: Tensor, right: Tensor) -> bool:
+    if left.dim() < 2 or right.dim() < 2:  # an error, which torch reports
+        return False
+    return min(left.shape[-2], right.shape[-1]) >= FEWEST_ROWS_AND_COLUMNS
 
 
 def _wide(value: Any) -> Any:

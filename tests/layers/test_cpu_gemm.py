@@ -2,6 +2,8 @@
 
 import json
 import logging
+import threading
+import time
 from functools import partial
 
 import pytest
@@ -17,6 +19,7 @@ from megalowbit.quantize.names import quantizer
 
 NEAREST = {"base": "nvfp4", "name": "nearest", "q_backward_outputgrad": "nvfp4e2m1bnosr"}
 BF16 = torch.bfloat16
+PRODUCTS_IN_A_ROW = 8
 
 
 @pytest.fixture
@@ -211,12 +214,27 @@ def test_weight_gradients_are_added_in_fp32_where_products_are_fp32(monkeypatch)
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """Torch's operators follow the choice, as in an engine; afterwards they are torch's own again."""
+    """Torch's operators follow the choice, fp32; afterwards they are torch's own again."""
     cpu_gemm._of_process.cache_clear()
     monkeypatch.setenv(cpu_gemm.VARIABLE, "fp32")
-    cpu_gemm.use_cpu_gemm("fp32")
+    cpu_gemm.let_torch_follow()
     yield
     cpu_gemm._of_process.cache_clear()
+
+
+@pytest.fixture
+def widened(monkeypatch):
+    """The shapes of bf16 tensors that were copied to fp32. The bits of a product do not always tell."""
+    found = []
+
+    def wide(value):
+        if isinstance(value, torch.Tensor) and value.dtype == BF16:
+            found.append(tuple(value.shape))
+            return value.float()
+        return value
+
+    monkeypatch.setattr(cpu_gemm, "_wide", wide)
+    return found
 
 
 def bf16_tensors(*shapes):
@@ -230,16 +248,21 @@ PRODUCTS = {
     "bmm": (torch.bmm, [(3, 40, 70), (3, 70, 24)]),
     "baddbmm": (partial(torch.baddbmm, beta=0.5, alpha=2.0), [(3, 40, 24), (3, 40, 70), (3, 70, 24)]),
     "linear": (functional.linear, [(2, 20, 70), (24, 70), (24,)]),
+    "transposed": (lambda a, b: a.t() @ b.t(), [(70, 40), (24, 70)]),
 }
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_products_of_torch_are_those_of_fp32_rounded_once(replaced, name):
+def test_products_of_torch_are_those_of_fp32_rounded_once(replaced, widened, name):
     multiply, shapes = PRODUCTS[name]
     operands = bf16_tensors(*shapes)
     got = multiply(*operands)
-    assert got.dtype == BF16
-    assert torch.equal(got, multiply(*(each.float() for each in operands)).to(BF16))
+    assert len(widened) == len(shapes)
+    cpu_gemm._of_process.cache_clear()  # torch's own operators
+    own, wide = multiply(*operands), multiply(*(each.float() for each in operands))
+    assert len(widened) == len(shapes)
+    assert (got.dtype, got.shape, got.stride()) == (BF16, own.shape, own.stride())
+    assert torch.equal(got, wide.to(BF16))
     exact = multiply(*(each.double() for each in operands))
     assert ((got.double() - exact).abs() <= 2.0**-8 * exact.abs() + 1e-4).all()
 
@@ -254,12 +277,17 @@ def attention_and_gradients(dtype, *, is_causal, has_mask):
 
 
 @pytest.mark.parametrize(("is_causal", "has_mask"), [(True, False), (False, False), (False, True)])
-def test_attention_and_its_gradients_are_as_near_to_fp64_as_bf16_allows(replaced, is_causal, has_mask):
+def test_attention_and_its_gradients_are_as_near_to_fp64_as_bf16_allows(
+    replaced, widened, is_causal, has_mask
+):
     settings = {"is_causal": is_causal, "has_mask": has_mask}
+    found = attention_and_gradients(BF16, **settings)
+    assert len(widened) == 3 + 5 + 2 * has_mask  # forward, backward, the mask in both
     exact = attention_and_gradients(torch.float64, **settings)
-    for got, want in zip(attention_and_gradients(BF16, **settings), exact, strict=True):
-        assert got.dtype == BF16
-        assert (got.double() - want).norm() <= 2.0**-7.5 * want.norm()
+    cpu_gemm._of_process.cache_clear()
+    for got, want, own in zip(found, exact, attention_and_gradients(BF16, **settings), strict=True):
+        assert (got.dtype, got.shape, got.stride()) == (BF16, own.shape, own.stride())
+        assert (got.double() - want).norm() <= 2.0**-8 * want.norm()
 
 
 def test_attention_is_that_of_fp32_rounded_once(replaced):
@@ -269,59 +297,126 @@ def test_attention_is_that_of_fp32_rounded_once(replaced):
     assert torch.equal(got, wide.to(BF16))
 
 
-def test_gradients_of_a_linear_layer_are_those_of_fp32_rounded_once(replaced):
+def test_gradients_of_a_linear_layer_are_those_of_fp32_rounded_once(replaced, widened):
     x, weight, grad = bf16_tensors((40, 70), (24, 70), (40, 24))
     inputs = [x.requires_grad_(), weight.requires_grad_()]
     gradients = torch.autograd.grad(functional.linear(*inputs), inputs, grad)
+    assert len(widened) == 3 * 2
     wide = [grad.float() @ weight.float(), grad.float().t() @ x.float()]
     for got, want in zip(gradients, wide, strict=True):
         assert torch.equal(got, want.to(BF16))
 
 
-def test_torch_multiplies_as_ever_unless_the_choice_is_fp32(monkeypatch, fresh):
-    a, b = bf16_tensors((40, 700), (700, 24))
-    before = a @ b
+def test_torch_multiplies_in_bf16_unless_the_choice_is_fp32(monkeypatch, fresh, widened):
+    a, b = bf16_tensors((40, 70), (70, 24))
+
+    def is_fp32():
+        widened.clear()
+        a @ b
+        return bool(widened)
+
     measured(monkeypatch, 10.0, 5.0)
     cpu_gemm.use_cpu_gemm(cpu_gemm.cpu_gemm())
-    during = a @ b
-    assert torch.equal(during, (a.float() @ b.float()).to(BF16))
+    assert not is_fp32()  # an engine in fp32
+    cpu_gemm.let_torch_follow()
+    assert is_fp32()
     cpu_gemm.use_cpu_gemm("bf16")  # a checkpoint of another machine
-    assert torch.equal(a @ b, before)
+    assert not is_fp32()
     cpu_gemm.use_cpu_gemm("fp32")
-    assert torch.equal(a @ b, during)
+    assert is_fp32()
     monkeypatch.setenv(cpu_gemm.VARIABLE, "bf16")
-    assert torch.equal(a @ b, before)
+    assert not is_fp32()
 
 
-def test_the_choice_alone_leaves_torch_as_it_is(monkeypatch, fresh):
+def test_a_later_choice_of_fp32_replaces_the_operators(monkeypatch, fresh, widened):
+    measured(monkeypatch, 5.0, 10.0)
+    cpu_gemm.let_torch_follow()
+    a, b = bf16_tensors((40, 70), (70, 24))
+    a @ b
+    assert not widened
+    cpu_gemm.use_cpu_gemm("fp32")
+    a @ b
+    assert widened == [(40, 70), (70, 24)]
+
+
+def test_the_choice_alone_leaves_torch_as_it_is(monkeypatch, fresh, widened):
     """A layer in a user's own loop measures, and changes nothing outside itself."""
-    a, b = bf16_tensors((40, 700), (700, 24))
-    before = a @ b
     measured(monkeypatch, 10.0, 5.0)
     mlb.BitLinear(48, 32, recipe=NEAREST, dtype=BF16)(torch.ones(64, 48, dtype=BF16))
     assert cpu_gemm.cpu_gemm() == "fp32"
-    assert torch.equal(a @ b, before)
+    a, b = bf16_tensors((40, 70), (70, 24))
+    a @ b
+    assert not widened
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int32])
 def test_products_of_other_dtypes_are_torchs_own(replaced, dtype):
     a, b = ((10 * each).to(dtype) for each in bf16_tensors((40, 70), (70, 24)))
-    got = a @ b
+    c = torch.ones(24, dtype=dtype)
+    got = [a @ b, torch.addmm(c, a, b, beta=2, alpha=3)]
     cpu_gemm._of_process.cache_clear()
-    assert torch.equal(got, a @ b)
+    for one, other in zip(got, [a @ b, torch.addmm(c, a, b, beta=2, alpha=3)], strict=True):
+        assert one.dtype == dtype
+        assert torch.equal(one, other)
 
 
-def test_few_rows_are_multiplied_in_bf16(replaced):
+@pytest.mark.parametrize(("rows", "columns", "expected"), [(7, 24, 0), (8, 8, 2), (40, 7, 0), (0, 24, 0)])
+def test_few_rows_or_columns_are_multiplied_in_bf16(replaced, widened, rows, columns, expected):
     """A step of generation would copy all weights."""
-    (a, b), step = bf16_tensors((3, 700), (700, 24)), bf16_tensors((1, 700))[0]
-    got = [a @ b, step @ b]
+    a, b = bf16_tensors((rows, 70), (70, columns))
+    assert (a @ b).shape == (rows, columns)
+    assert len(widened) == expected
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "dtypes"),
+    [
+        (torch.mm, [(8, 8), (8, 8)], [BF16, torch.float32]),
+        (torch.mm, [(8, 8), (9, 8)], [BF16, BF16]),
+        (torch.mm, [(8,), (8, 8)], [BF16, BF16]),
+        (torch.mm, [(8, 8), (8,)], [BF16, BF16]),
+        (torch.bmm, [(8, 8), (1, 8, 8)], [BF16, BF16]),
+        (torch.addmm, [(9,), (8, 8), (8, 8)], [BF16, BF16, BF16]),
+    ],
+    ids=str,
+)
+def test_wrong_operands_are_the_same_error_as_ever(replaced, operator, shapes, dtypes):
+    operands = [torch.ones(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+
+    def message():
+        with pytest.raises(RuntimeError) as failure:
+            operator(*operands)
+        return str(failure.value)
+
+    found = message()
     cpu_gemm._of_process.cache_clear()
-    assert [torch.equal(each, other @ b) for each, other in zip(got, (a, step), strict=True)] == [True, True]
+    assert found == message()
 
 
-def test_operands_of_unequal_dtype_are_still_an_error(replaced):
-    with pytest.raises(RuntimeError, match="same dtype"):
-        torch.ones(8, 8, dtype=BF16) @ torch.ones(8, 8)
+def test_other_threads_run_during_a_product(replaced):
+    """A heartbeat must not stop because a product takes long."""
+    a, is_finished, ticks = torch.ones(1000, 1000), threading.Event(), []
+
+    def tick():
+        while not is_finished.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        products = []
+        for operand in (a, a.to(BF16)):
+            start = time.perf_counter()
+            for _ in range(PRODUCTS_IN_A_ROW):
+                operand @ operand
+            products.append((start, time.perf_counter()))
+    finally:
+        is_finished.set()
+        thread.join()
+    for start, end in products:
+        # a product that keeps other threads waiting allows one or two
+        assert sum(start < each < end for each in ticks) > 4 * PRODUCTS_IN_A_ROW
 
 
 def test_a_traced_model_has_the_bits_of_eager(replaced):

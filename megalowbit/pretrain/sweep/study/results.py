@@ -159,9 +159,10 @@ class Origin(Recorded):
         """
         if self.processor != other.processor or (self.gemm != other.gemm and self.gemm and other.gemm):
             return False
-        if self.units == other.units:
-            return True
-        return None if None in (self.units, other.units) else False
+        if None in (self.units, other.units):
+            return True if self.units == other.units else None
+        # earlier, the dtype was only recorded for low-bit recipes; others multiplied in bf16
+        return self.units == other.units and (self.gemm or "bf16") == (other.gemm or "bf16")
 
     def other_version(self, other: Origin) -> tuple[str, str, str] | None:
         """The first of `other_versions`; None if there is none."""

@@ -150,6 +150,16 @@ def test_places_differ_by_the_processor_its_instructions_and_the_dtype_of_gemms(
     assert origin.place() == "one (avx512f), GEMMs in bf16"
 
 
+@pytest.mark.parametrize(
+    ("units", "gemm", "is_same"), [("avx2", "bf16", True), ("avx2", "fp32", False), (None, "fp32", None)]
+)
+def test_a_cell_in_high_precision_without_a_recorded_dtype_was_multiplied_in_bf16(units, gemm, is_same):
+    earlier = Origin.model_validate({**RESULT["made_with"], "units": "avx2"})
+    later = earlier.model_copy(update={"gemm": gemm, "units": units})
+    assert earlier.same_place(later) is is_same
+    assert later.same_place(earlier) is is_same
+
+
 def test_results_of_earlier_versions_are_compared_by_the_processor_alone():
     origin = Origin.model_validate(RESULT["made_with"])
     assert origin.same_place(origin.model_copy()) is True
