@@ -264,7 +264,8 @@ def test_kept_results_with_longer_blocks_than_the_window_are_named_in_a_report(s
     ("own", "mixed", "cpu"),
     [
         ({}, 0, 2.0),
-        ({"gemm": "fp32"}, 0, 2.0),  # the baseline has no low-bit layers
+        ({"gemm": "bf16"}, 0, 2.0),
+        ({"gemm": "fp32"}, 2, None),  # the baseline records none: it was multiplied in bf16
         ({"units": "another"}, 2, None),
         ({"units": None}, 2, None),  # of an earlier version
     ],

@@ -70,7 +70,8 @@ def test_a_repetition_multiplies_in_the_recorded_dtype_unless_one_is_named(
             "It was made on one (avx2), and this is one (avx512f). They differ in the last",
         ),
         ({"units": None}, "this is one. They may differ, as no instructions were recorded, in the last"),
-        ({"gemm": "fp32"}, ""),  # the other one has no low-bit layers
+        ({"gemm": "fp32"}, "this is one (avx2), GEMMs in fp32. They differ in the last"),
+        ({"gemm": "bf16"}, ""),  # the recorded one, too: a cell in high precision
     ],
 )
 def test_a_repetition_says_why_losses_differ(study, tmp_path, now, expected):
