@@ -7,7 +7,8 @@ add no cost.
 
 With each heartbeat, a rank also reads that of one other rank, the next one that has not left training
 (`NeighbourWatch`). NCCL does not notice that a peer is gone, so a lost rank is found here, and a lost node by
-the rank before its first one. A rank that has lost the store itself raises the alarm, too.
+the rank before its first one. A rank that has lost the main process's store raises the alarm, too. The loss
+of a launcher's store is only recorded: the ranks may be well.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class HeartbeatThread:
 
     Attributes:
         lost: why the connection to the store was closed; None while it is open.
+        lost_at: when that was noticed (`time.monotonic`).
         silent: the rank whose silence has raised the alarm, if any.
     """
 
@@ -95,7 +97,7 @@ class HeartbeatThread:
             interval: seconds between heartbeats.
             seconds_to_answer: after which a request to the store has failed; at least two intervals.
             on_alarm: called in the thread, once, when another rank has raised an alarm or is silent, or the
-                connection to the store is lost.
+                connection to the main process's store is lost.
             neighbour_watch: looks for a silent rank with each heartbeat; None: nothing does.
         """
         self.store = store
@@ -106,6 +108,7 @@ class HeartbeatThread:
         self._busy_since: float | None = None
         self.silent: int | None = None
         self.lost: str | None = None
+        self.lost_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="megalowbit-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -162,8 +165,9 @@ class HeartbeatThread:
         try:
             work()
         except RuntimeError as error:
-            self.lost = _first_line(error)
-            self._alarm()
+            self.lost_at, self.lost = time.monotonic(), _first_line(error)
+            if not self.store.is_of_launcher:
+                self._alarm()
         finally:
             self._busy_since = None
 

@@ -160,6 +160,11 @@ class HeartbeatStore:
         """Whether the store ends with this process."""
         return self._rank == 0 and (self.address is None or self.address.is_main_process)
 
+    @property
+    def is_of_launcher(self) -> bool:
+        """Whether the store ends with the launcher rather than with a rank."""
+        return self.address is not None and not self.address.is_main_process
+
     def publish(self, heartbeat: Heartbeat) -> None:
         self._store.set(_key_of(self._rank), heartbeat.to_text())
 

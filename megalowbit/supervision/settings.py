@@ -41,9 +41,9 @@ class WatchdogSettings(SettingsModel):
     # launchers send SIGKILL 30 seconds after SIGTERM
     termination_seconds: Annotated[float, Field(ge=1.0, le=LONGEST_TIMEOUT)] = Field(
         default=20.0,
-        description="how long a step may continue after SIGTERM before the process ends without a "
-        "checkpoint. Set it a few seconds below the time that the launcher waits before SIGKILL. A save that "
-        "has begun may take until `timeout`",
+        description="how long a step may continue after SIGTERM, or after the store has ended with a killed "
+        "launcher, before the process ends without a checkpoint. Set it a few seconds below the time that "
+        "the launcher waits before SIGKILL. A save that has begun may take until `timeout`",
         json_schema_extra=unit("seconds"),
     )
     stop_with_launcher: bool | None = Field(

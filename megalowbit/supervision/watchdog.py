@@ -6,7 +6,8 @@ the other ranks. The watchdog thread in this file needs no network. It ends the 
 
 - the training loop has made no progress for 1.1 timeouts,
 - another rank has raised the alarm or is silent, and the main thread does not return on its own,
-- the store does not answer, or
+- the store does not answer, or has ended with the main process,
+- the store has ended with the launcher, and no step ends: a killed launcher leaves healthy ranks, or
 - SIGTERM is pending and no step ends. Without a timeout this is the only check, and there is no heartbeat.
 
 If a collective raises an error, the `with` block raises a `TransientError` with the diagnosis instead. A rank
@@ -194,6 +195,7 @@ class Watchdog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._leaving.set()  # first: the thread may be about to end this process for an earlier alarm
         try:
             self._leave(error)
         finally:
@@ -218,7 +220,6 @@ class Watchdog:
             self._publish_failure(error)
             return
         self._place = trace_of_error(error).text
-        self._leaving.set()
         diagnosis = self._diagnose()
         if diagnosis.is_open:
             diagnosis = diagnosis.with_note(_one_line(error))
@@ -237,7 +238,6 @@ class Watchdog:
     def _publish_failure(self, error: BaseException) -> None:
         """Report to the other ranks why this rank ends."""
         assert self._heartbeat_thread is not None
-        self._leaving.set()
         failure = FailureReport(
             rank=self._rank,
             host=self._host,
@@ -308,13 +308,15 @@ class Watchdog:
                 self._end_without_progress()
             elif self._is_termination_overdue():
                 self._end_by_signal()
+            elif self._is_overdue_without_launcher():
+                self._end_after_alarm()
 
     def _arm_backstop(self, seconds: float) -> None:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
     def _is_alarmed(self) -> bool:
-        """Whether another rank has failed or is silent, or the store is lost or silent.
+        """Whether another rank has failed or is silent, or the main process's store is lost or any is silent.
 
         After SIGTERM a lost store is no alarm: the signal ends the main process, and soon this one.
         """
@@ -346,6 +348,14 @@ class Watchdog:
         if self._sigterm is None or self._sigterm.mark is not mark:
             self._sigterm = _Termination(mark, time.monotonic(), self._first_heartbeats())
         seconds = time.monotonic() - self._sigterm.time
+        return not mark.is_save and seconds > self._settings.termination_seconds
+
+    def _is_overdue_without_launcher(self) -> bool:
+        """Whether the launcher's store is lost and the loop has not reached its next check in time."""
+        thread, mark = self._heartbeat_thread, self._mark
+        if thread is None or thread.lost_at is None or not thread.store.is_of_launcher:
+            return False
+        seconds = time.monotonic() - max(mark.time, thread.lost_at)
         return not mark.is_save and seconds > self._settings.termination_seconds
 
     def _first_heartbeats(self) -> dict[int, Heartbeat] | None:

@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -201,9 +202,11 @@ def orphans():
     libc.prctl(subreaper, 0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_ranks_whose_launcher_is_killed_save_the_same_step(tmp_path, orphans, launcher):
-    write_config(tmp_path, block={"run": {"steps": 5000}})
+# torchrun's store ends with it: ranks must finish a step of many seconds without one
+@pytest.mark.parametrize(("launcher", "accumulated"), [("torchrun", 2), ("torchrun", 40), ("deepspeed", 2)])
+def test_ranks_whose_launcher_is_killed_save_the_same_step(tmp_path, orphans, launcher, accumulated):
+    block = {"run": {"steps": 5000}, "watchdog": {"termination_seconds": 200}}
+    write_config(tmp_path, block=block, gradient_accumulation_steps=accumulated)
     arguments = ["--ds-config", "tiny.json", "--run-dir", "run", "--resume", "auto"]
     process = start(launcher, *arguments, cwd=tmp_path, processes=2)
     wait_for_step(tmp_path / "run", 2, process)
@@ -224,12 +227,28 @@ def test_ranks_whose_launcher_is_killed_save_the_same_step(tmp_path, orphans, la
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, step + 2))
 
 
-def test_ranks_continue_without_their_launcher_if_configured(tmp_path, orphans):
-    write_config(tmp_path, block={"run": {"steps": 400}, "watchdog": {"stop_with_launcher": False}})
-    process = start("torchrun", "--ds-config", "tiny.json", "--run-dir", "run", cwd=tmp_path)
+def test_a_rank_that_waits_without_its_launcher_ends_in_time(tmp_path, orphans):
+    write_config(tmp_path, block={"run": {"steps": 5000}, "watchdog": {"termination_seconds": 5}})
+    process = start("torchrun", "--ds-config", "tiny.json", "--run-dir", "run", cwd=tmp_path, processes=2)
     wait_for_step(tmp_path / "run", 2, process)
-    [rank] = ranks_of(process).values()
+    ranks = ranks_of(process)
+    ranks[1].suspend()
     process.kill()
-    assert rank.wait(SECONDS) == 0
+    code = ranks[0].wait(100)  # gloo waits for 600 s
+    ranks[1].kill()
     kill(process)
-    assert json.loads((tmp_path / "run" / "DONE").read_text()) == {"step": 400}
+    output = process.stdout.read()
+    assert code == 75, output
+    assert re.search(r"error: the launcher's store \(at \S+\) has ended: .*; rank 0 .* waited \d+ s ", output)
+
+
+def test_ranks_continue_without_their_launcher_if_configured(tmp_path, orphans):
+    write_config(tmp_path, block={"run": {"steps": 100}, "watchdog": {"stop_with_launcher": False}})
+    process = start("torchrun", "--ds-config", "tiny.json", "--run-dir", "run", cwd=tmp_path, processes=2)
+    wait_for_step(tmp_path / "run", 2, process)
+    ranks = ranks_of(process)
+    process.kill()
+    codes = {rank: each.wait(SECONDS) for rank, each in ranks.items()}
+    kill(process)
+    assert codes == {0: 0, 1: 0}, process.stdout.read()
+    assert json.loads((tmp_path / "run" / "DONE").read_text()) == {"step": 100}

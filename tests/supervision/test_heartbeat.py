@@ -101,11 +101,18 @@ def test_a_late_heartbeat_goes_before_requests_that_wait(monkeypatch):
     thread.stop(is_done=True)
 
 
-def test_a_broken_connection_ends_the_heartbeats_and_is_reported(pair):
-    thread, other, _ = pair
+@pytest.mark.parametrize("is_of_launcher", [False, True])
+def test_a_broken_connection_ends_the_heartbeats_and_is_an_alarm_unless_of_the_launcher(
+    pair, monkeypatch, is_of_launcher
+):
+    thread, other, alarmed = pair
+    address = thread.store.address._replace(is_main_process=not is_of_launcher)
+    monkeypatch.setattr(thread.store, "address", address)
 
     def fail(store):
         raise RuntimeError("Broken pipe\nand a long stack")
+
+    assert thread.lost_at is None
 
     with pytest.raises(StoreSilentError, match=r"^Broken pipe$"):
         thread.execute(fail)
@@ -115,6 +122,8 @@ def test_a_broken_connection_ends_the_heartbeats_and_is_reported(pair):
         thread.execute(lambda store: store.heartbeats())
     time.sleep(3 * INTERVAL)
     assert other.heartbeats()[0].count == last
+    assert alarmed.is_set() != is_of_launcher
+    assert 0 < time.monotonic() - thread.lost_at < 600
 
 
 def watching(monkeypatch, counts, *, limit=10.0, done=()):

@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalowbit.distributed.agreement import raised_on_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import TransientError
+from megalowbit.supervision import watchdog as watchdog_module
+from megalowbit.supervision.diagnosis import Diagnosis
 from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.supervision.watchdog import Watchdog, print_error
 
@@ -30,6 +33,30 @@ def test_one_rank_needs_no_process_group_and_nothing_is_left_behind():
         assert threads() == {"megalowbit-watchdog"}
         watched.mark("step 1")
     assert not threads()  # one that outlived the block might end a process that has left it
+
+
+@pytest.mark.slow
+def test_a_thread_about_to_end_the_process_lets_an_error_of_all_ranks_pass(monkeypatch):
+    start_process_group()
+    reported = []
+    monkeypatch.setattr(watchdog_module.os, "_exit", lambda code: None)  # comes after the report
+    settings = WatchdogSettings(timeout=60.0, silence=None)
+    watched = Watchdog(settings, ProcessIdentity(), report=reported.append)
+    error = raised_on_all_ranks("saved", is_transient=True)
+
+    def leave_late():
+        with watched:
+            watched._heartbeat_thread = watched._new_heartbeat_thread()  # as with several ranks
+            watched._heartbeat_thread.start()
+            watched._diagnosis = Diagnosis("rank 1 does not answer")
+            watched._alarmed.set()
+            time.sleep(3.5)  # the thread looks every 2.5 s, and then waits for 2.5 s
+            raise error
+
+    with pytest.raises(TransientError) as seen:
+        leave_late()
+    assert seen.value is error
+    assert reported == []
 
 
 def test_without_a_timeout_one_thread_handles_sigterm_and_groups_keep_their_timeouts():
