@@ -17,7 +17,6 @@ ranks publish heartbeats between the readings, and everything else may take as l
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -51,7 +50,6 @@ INTERVALS_BETWEEN_READINGS = 2.5
 ANSWERS_TO_READ = 0.75  # for noticing a published diagnosis; together with the readings
 ANSWERS_FOR_READERS = 1.25
 POLLS_AN_INTERVAL = 4
-SECONDS_TO_CONNECT = 2.0
 SHOWN_PLACES = 4  # if ranks wait in different places
 SHOWN_RANGES = 8
 SHOWN_HOSTS = 4
@@ -104,7 +102,9 @@ def diagnose_together(thread: HeartbeatThread, describe: Callable[[], Heartbeat]
         return _read(thread, describe, rank)
     except StoreSilentError as silence:
         who, what = _describe_silent_store(thread, str(silence), describe().host)
-        return Diagnosis(f"{who} {what}; {describe_rank(rank, describe())}", fault=LOST, culprit=who)
+        line = f"{who} {what}; {describe_rank(rank, describe())}"
+        # the ranks have gone on without the launcher: something else may have failed since
+        return Diagnosis(line, fault=LOST, culprit=who, is_open=thread.has_lost_launcher)
 
 
 def wait_for_readers(thread: HeartbeatThread) -> None:
@@ -178,8 +178,11 @@ def _describe_silent_store(thread: HeartbeatThread, silence: str, host: str) -> 
     is_main = address.is_main_process
     who = f"the main process (rank 0, at {address})" if is_main else f"the launcher's store (at {address})"
     try:
-        socket.create_connection((address.number, address.port), SECONDS_TO_CONNECT).close()
+        address.connect()
     except ConnectionRefusedError:
+        if thread.has_lost_launcher and thread.lost_at is not None:
+            seconds = time.monotonic() - thread.lost_at
+            return who, f"ended {seconds:.0f} s ago: its port refuses connections"
         return who, "has ended: its port refuses connections"
     except OSError as error:
         return who, (

@@ -7,8 +7,8 @@ add no cost.
 
 With each heartbeat, a rank also reads that of one other rank, the next one that has not left training
 (`NeighbourWatch`). NCCL does not notice that a peer is gone, so a lost rank is found here, and a lost node by
-the rank before its first one. A rank that has lost the main process's store raises the alarm, too. The loss
-of a launcher's store is only recorded: the ranks may be well.
+the rank before its first one. A rank that has lost the store raises the alarm, too, unless the store has
+ended with the launcher: the ranks of a killed launcher may be healthy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10 has 
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from megalowbit.supervision.heartbeat_store import Heartbeat, HeartbeatStore
+from megalowbit.supervision.heartbeat_store import SECONDS_TO_CLOSE, Heartbeat, HeartbeatStore
 
 T = TypeVar("T")
 Request = tuple[Callable[[HeartbeatStore], Any], "Future[Any]"]
@@ -76,6 +76,7 @@ class HeartbeatThread:
     Attributes:
         lost: why the connection to the store was closed; None while it is open.
         lost_at: when that was noticed (`time.monotonic`).
+        has_lost_launcher: the store was the launcher's and has ended with it.
         silent: the rank whose silence has raised the alarm, if any.
     """
 
@@ -97,7 +98,7 @@ class HeartbeatThread:
             interval: seconds between heartbeats.
             seconds_to_answer: after which a request to the store has failed; at least two intervals.
             on_alarm: called in the thread, once, when another rank has raised an alarm or is silent, or the
-                connection to the main process's store is lost.
+                connection to the store is lost, unless the launcher has ended.
             neighbour_watch: looks for a silent rank with each heartbeat; None: nothing does.
         """
         self.store = store
@@ -109,6 +110,7 @@ class HeartbeatThread:
         self.silent: int | None = None
         self.lost: str | None = None
         self.lost_at: float | None = None
+        self.has_lost_launcher = False
         self._thread = threading.Thread(target=self._run, name="megalowbit-heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -166,7 +168,10 @@ class HeartbeatThread:
             work()
         except RuntimeError as error:
             self.lost_at, self.lost = time.monotonic(), _first_line(error)
-            if not self.store.is_of_launcher:
+            address = self.store.address
+            if address is not None and not address.is_main_process:
+                self.has_lost_launcher = address.closes_within(SECONDS_TO_CLOSE)
+            if not self.has_lost_launcher:
                 self._alarm()
         finally:
             self._busy_since = None

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ IS_STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 # a retry would repeat a mistake; an interrupt was requested; a defect or loss may be gone at the next attempt
 KINDS = DEFECT, MISTAKE, INTERRUPT, LOSS = "defect", "mistake", "interrupt", "loss"
 KEYS_A_REQUEST = 256
+SECONDS_TO_CONNECT = SECONDS_TO_CLOSE = 2.0
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -135,6 +137,33 @@ class StoreAddress(NamedTuple):
     port: int
     is_main_process: bool
 
+    def connect(self) -> None:
+        """Connect once.
+
+        Raises:
+            OSError: the port refuses connections, or the machine cannot be reached in `SECONDS_TO_CONNECT`.
+        """
+        socket.create_connection((self.number, self.port), SECONDS_TO_CONNECT).close()
+
+    def closes_within(self, seconds: float) -> bool:
+        """Whether the port refuses connections, because its process has ended; waits for it to end.
+
+        The connections of a process that ends may close before its port does.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                self.connect()
+            except ConnectionRefusedError:
+                return True
+            except ConnectionError:
+                pass  # it is closing
+            except OSError:
+                return False
+            if time.monotonic() >= end:
+                return False
+            time.sleep(SECONDS_TO_CLOSE / 20)
+
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
 
@@ -159,11 +188,6 @@ class HeartbeatStore:
     def is_hosted_here(self) -> bool:
         """Whether the store ends with this process."""
         return self._rank == 0 and (self.address is None or self.address.is_main_process)
-
-    @property
-    def is_of_launcher(self) -> bool:
-        """Whether the store ends with the launcher rather than with a rank."""
-        return self.address is not None and not self.address.is_main_process
 
     def publish(self, heartbeat: Heartbeat) -> None:
         self._store.set(_key_of(self._rank), heartbeat.to_text())

@@ -41,15 +41,17 @@ class WatchdogSettings(SettingsModel):
     # launchers send SIGKILL 30 seconds after SIGTERM
     termination_seconds: Annotated[float, Field(ge=1.0, le=LONGEST_TIMEOUT)] = Field(
         default=20.0,
-        description="how long a step may continue after SIGTERM, or after the store has ended with a killed "
-        "launcher, before the process ends without a checkpoint. Set it a few seconds below the time that "
-        "the launcher waits before SIGKILL. A save that has begun may take until `timeout`",
+        description="how long a step may continue after SIGTERM before the process ends without a "
+        "checkpoint, and without the store of a killed launcher (then 3 usual steps at least). Set it a few "
+        "seconds below the time that the launcher waits before SIGKILL. A save that has begun may take until "
+        "`timeout`",
         json_schema_extra=unit("seconds"),
     )
     stop_with_launcher: bool | None = Field(
         default=None,
         description="save and end when the process that launched this one has ended. `null`: true under "
-        "torchrun, the DeepSpeed launcher and megalowbit's job scripts, false under a shell",
+        "torchrun, the DeepSpeed launcher and megalowbit's job scripts, false under a shell. `false`: train "
+        "on, under torchrun without the store, so that lost ranks are no longer named",
     )
 
     @property

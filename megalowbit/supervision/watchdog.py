@@ -7,7 +7,7 @@ the other ranks. The watchdog thread in this file needs no network. It ends the 
 - the training loop has made no progress for 1.1 timeouts,
 - another rank has raised the alarm or is silent, and the main thread does not return on its own,
 - the store does not answer, or has ended with the main process,
-- the store has ended with the launcher, and no step ends: a killed launcher leaves healthy ranks, or
+- the store has ended with the launcher, and no step ends (the ranks of a killed launcher may be healthy), or
 - SIGTERM is pending and no step ends. Without a timeout this is the only check, and there is no heartbeat.
 
 If a collective raises an error, the `with` block raises a `TransientError` with the diagnosis instead. A rank
@@ -72,6 +72,7 @@ INTERVALS_TO_UNWIND = 0.5
 ANSWERS_TO_END = 3.0  # `wait_for_readers` takes 2.25 if the store stops answering; the rest is for printing
 BEGINNING = "the start"
 STEPS_REMEMBERED, STEPS_NEEDED = 50, 10
+STEPS_WITHOUT_LAUNCHER = 3.0  # times the median: how long a step may continue after its launcher has ended
 LONGEST_LINE = 300  # characters of another rank's error
 
 
@@ -309,16 +310,17 @@ class Watchdog:
             elif self._is_termination_overdue():
                 self._end_by_signal()
             elif self._is_overdue_without_launcher():
-                self._end_after_alarm()
+                self._end_without_launcher()
 
     def _arm_backstop(self, seconds: float) -> None:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
 
     def _is_alarmed(self) -> bool:
-        """Whether another rank has failed or is silent, or the main process's store is lost or any is silent.
+        """Whether another rank has failed or is silent, or the store does not answer or is lost.
 
-        After SIGTERM a lost store is no alarm: the signal ends the main process, and soon this one.
+        A store that has ended with the launcher is no alarm. After SIGTERM no lost store is: the signal
+        ends the main process, and soon this one.
         """
         thread, silence = self._heartbeat_thread, self._settings.silence
         if thread is None or (thread.lost is not None and signal.SIGTERM in signal.sigpending()):
@@ -351,12 +353,28 @@ class Watchdog:
         return not mark.is_save and seconds > self._settings.termination_seconds
 
     def _is_overdue_without_launcher(self) -> bool:
-        """Whether the launcher's store is lost and the loop has not reached its next check in time."""
+        """Whether the store has ended with the launcher and the loop does not reach its next check in time.
+
+        A run that is to go on without its launcher has until `timeout`, as with one.
+        """
         thread, mark = self._heartbeat_thread, self._mark
-        if thread is None or thread.lost_at is None or not thread.store.is_of_launcher:
+        if thread is None or thread.lost_at is None or not thread.has_lost_launcher:
             return False
-        seconds = time.monotonic() - max(mark.time, thread.lost_at)
-        return not mark.is_save and seconds > self._settings.termination_seconds
+        if mark.is_save or self._settings.stop_with_launcher is False:
+            return False
+        usual = statistics.median(self._steps) if self._steps else 0.0
+        limit = max(self._settings.termination_seconds, STEPS_WITHOUT_LAUNCHER * usual)
+        return time.monotonic() - max(mark.time, thread.lost_at) > limit
+
+    def _end_without_launcher(self) -> None:
+        """End after the loss of the launcher's store, unless the loop goes on in the meantime."""
+        mark, diagnosis = self._mark, self._diagnose()
+        if self._leaving.wait(INTERVALS_TO_UNWIND * self._settings.interval):
+            return
+        if self._mark is mark:
+            self._end(diagnosis)
+        with self._diagnosis_lock:
+            self._diagnosis = None  # it is of an earlier step
 
     def _first_heartbeats(self) -> dict[int, Heartbeat] | None:
         """All heartbeats on the one rank that will report the state of the ranks; None on the others."""
@@ -374,6 +392,9 @@ class Watchdog:
         self._arm_backstop(ANSWERS_TO_END * self._settings.seconds_to_answer)
         since = f"no step has ended for {self._settings.termination_seconds:g} s"
         what = self._state_since(self._sigterm.heartbeats or {})
+        if self._leaving.is_set() or self._mark is not self._sigterm.mark:
+            faulthandler.cancel_dump_traceback_later()  # the loop went on in the meantime
+            return
         error = TransientError(f"ended by SIGTERM without a checkpoint: {since}; {what}", fault=OVERDUE)
         error.is_reported = self._sigterm.heartbeats is None
         self._report(error)

@@ -1,3 +1,7 @@
+import socket
+import threading
+import time
+
 import pytest
 from small_stores import heartbeat, stores
 
@@ -100,3 +104,22 @@ def test_store_entries_end_with_the_main_process_unless_the_launcher_serves_them
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     first, _ = stores(2, monkeypatch)
     assert not first.is_hosted_here
+
+
+@pytest.mark.parametrize(("closes_after", "is_closed"), [(0.0, True), (0.5, True), (60.0, False)])
+def test_a_port_that_closes_after_its_connections_counts_as_closed(monkeypatch, closes_after, is_closed):
+    address = stores(1, monkeypatch)[0].address
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        other = address._replace(number="127.0.0.1", port=server.getsockname()[1])
+        closing = threading.Timer(closes_after, server.close)
+        closing.start()
+        began = time.monotonic()
+        assert other.closes_within(2.0) == is_closed
+        closing.cancel()
+    assert is_closed or time.monotonic() - began >= 2.0
+    assert other.closes_within(0.0)
+
+
+def test_a_machine_that_cannot_be_reached_is_no_closed_port(monkeypatch):
+    address = stores(1, monkeypatch)[0].address._replace(number="255.255.255.255")  # no host's
+    assert not address.closes_within(60.0)

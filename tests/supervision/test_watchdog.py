@@ -14,7 +14,6 @@ from megalowbit.distributed.agreement import raised_on_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import TransientError
-from megalowbit.supervision import watchdog as watchdog_module
 from megalowbit.supervision.diagnosis import Diagnosis
 from megalowbit.supervision.settings import WatchdogSettings
 from megalowbit.supervision.watchdog import Watchdog, print_error
@@ -35,28 +34,86 @@ def test_one_rank_needs_no_process_group_and_nothing_is_left_behind():
     assert not threads()  # one that outlived the block might end a process that has left it
 
 
-@pytest.mark.slow
-def test_a_thread_about_to_end_the_process_lets_an_error_of_all_ranks_pass(monkeypatch):
+def with_ranks(settings, **more):
+    """A watchdog with a heartbeat thread that has not begun, as if there were several ranks."""
     start_process_group()
-    reported = []
-    monkeypatch.setattr(watchdog_module.os, "_exit", lambda code: None)  # comes after the report
-    settings = WatchdogSettings(timeout=60.0, silence=None)
-    watched = Watchdog(settings, ProcessIdentity(), report=reported.append)
+    watched = Watchdog(settings, ProcessIdentity(), **more)
+    watched._heartbeat_thread = watched._new_heartbeat_thread()
+    return watched
+
+
+def test_a_thread_about_to_end_the_process_lets_an_error_of_all_ranks_pass(monkeypatch):
+    ends, is_diagnosed = [], threading.Event()
+
+    def diagnose():
+        is_diagnosed.set()
+        return Diagnosis("rank 1 does not answer")
+
     error = raised_on_all_ranks("saved", is_transient=True)
+    watched = with_ranks(WatchdogSettings(timeout=60.0, silence=None))
+    monkeypatch.setattr(watched, "_diagnose", diagnose)
+    monkeypatch.setattr(watched, "_end", ends.append)
 
     def leave_late():
         with watched:
-            watched._heartbeat_thread = watched._new_heartbeat_thread()  # as with several ranks
             watched._heartbeat_thread.start()
-            watched._diagnosis = Diagnosis("rank 1 does not answer")
             watched._alarmed.set()
-            time.sleep(3.5)  # the thread looks every 2.5 s, and then waits for 2.5 s
-            raise error
+            assert is_diagnosed.wait(100)
+            raise error  # within 2.5 seconds, which the thread waits before it ends the process
 
     with pytest.raises(TransientError) as seen:
         leave_late()
     assert seen.value is error
-    assert reported == []
+    assert ends == []
+
+
+LIMIT = WatchdogSettings().termination_seconds
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_overdue"),
+    [
+        ({}, True),
+        ({"lost": LIMIT - 5}, False),
+        ({"lost": None}, False),
+        ({"began": LIMIT - 5}, False),  # a new step begins after the loss
+        ({"is_save": True}, False),
+        ({"has_lost_launcher": False}, False),
+        ({"settings": {"stop_with_launcher": True}}, True),
+        ({"settings": {"stop_with_launcher": False}}, False),
+        ({"settings": {"termination_seconds": LIMIT + 20}}, False),
+        ({"steps": [1.0, 1.0, 60.0]}, True),
+        ({"steps": [LIMIT]}, False),
+        ({"steps": [LIMIT / 2, LIMIT / 2, 1.0]}, False),
+    ],
+)
+def test_a_step_is_overdue_without_the_launcher_after_a_time(changes, is_overdue):
+    case = {"lost": LIMIT + 5, "began": LIMIT + 7, "is_save": False, "has_lost_launcher": True, **changes}
+    watched = with_ranks(WatchdogSettings(**case.get("settings", {})))
+    now, thread = time.monotonic(), watched._heartbeat_thread
+    thread.lost_at = None if case["lost"] is None else now - case["lost"]
+    thread.has_lost_launcher = case["has_lost_launcher"]
+    watched._steps.extend(case.get("steps", []))
+    watched._mark = watched._mark._replace(time=now - case["began"], is_save=case["is_save"])
+    assert watched._is_overdue_without_launcher() == is_overdue
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_step_that_ends_while_it_is_described_does_not_end_the_process(monkeypatch, goes_on):
+    watched, ends = with_ranks(WatchdogSettings(timeout=6.0)), []
+    monkeypatch.setattr(watched, "_end", ends.append)
+    found = Diagnosis("the launcher's store ended")
+
+    def diagnose():
+        watched._diagnosis = found
+        if goes_on:
+            watched.mark("the save of step 7", is_save=True)
+        return found
+
+    monkeypatch.setattr(watched, "_diagnose", diagnose)
+    watched._end_without_launcher()
+    assert ends == ([] if goes_on else [found])
+    assert watched._diagnosis is None
 
 
 def test_without_a_timeout_one_thread_handles_sigterm_and_groups_keep_their_timeouts():
