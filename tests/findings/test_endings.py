@@ -98,7 +98,9 @@ def without_a_store(address, lost=None):
     def execute(request):
         raise StoreSilentError("no answer for 9 s")
 
-    thread = SimpleNamespace(execute=execute, store=SimpleNamespace(address=address), lost=lost)
+    thread = SimpleNamespace(
+        execute=execute, store=SimpleNamespace(address=address), lost=lost, has_lost_launcher=False
+    )
     return diagnose_together(thread, lambda: heartbeat(1), rank=1)
 
 

@@ -141,14 +141,13 @@ def silenced(thread, store, address=None):
 
     with pytest.raises(RuntimeError):
         thread.execute(end)
-    while thread.lost is None:
-        time.sleep(0.01)
-    return diagnose_together(thread, lambda: heartbeat(0, host="n2"), rank=1).line
+    thread._thread.join(20)  # it ends when it knows why
+    return diagnose_together(thread, lambda: heartbeat(0, host="n2"), rank=1)
 
 
 def test_a_lost_store_names_the_main_process(start):
     hearts, opened = start(2, beating=(1,))
-    line = silenced(hearts[1], opened[1])
+    line = silenced(hearts[1], opened[1]).line
     assert line == (
         f"the main process (rank 0, at {opened[1].address}) has ended: it has closed its connections; "
         f"rank 1 (host n2) waited 20 s in {REDUCE} since step 7"
@@ -158,16 +157,29 @@ def test_a_lost_store_names_the_main_process(start):
 def test_a_refused_connection_means_that_the_process_has_ended(start):
     hearts, opened = start(2, beating=(1,))
     address = opened[1].address._replace(port=1)  # nobody listens there
-    line = silenced(hearts[1], opened[1], address)
+    line = silenced(hearts[1], opened[1], address).line
     assert line.startswith(
         "the main process (rank 0, at 127.0.0.1:1) has ended: its port refuses connections; "
     )
 
 
+def test_the_end_of_the_launcher_is_dated_and_leaves_the_cause_open(start):
+    hearts, opened = start(2, beating=(1,))
+    address = opened[1].address._replace(port=1, is_main_process=False)
+    found = silenced(hearts[1], opened[1], address)
+    assert found.line == (
+        "the launcher's store (at 127.0.0.1:1) ended 0 s ago: its port refuses connections; "
+        f"rank 1 (host n2) waited 20 s in {REDUCE} since step 7"
+    )
+    assert found.is_open  # the error that was raised follows in the line
+    hearts[1].lost_at -= 30
+    assert "ended 30 s ago" in diagnose_together(hearts[1], lambda: heartbeat(0), rank=1).line
+
+
 def test_an_unreachable_host_means_a_network_cut(start):
     hearts, opened = start(2, beating=(1,))
     address = opened[1].address._replace(number="255.255.255.255", is_main_process=False)  # no host's
-    line = silenced(hearts[1], opened[1], address)
+    line = silenced(hearts[1], opened[1], address).line
     assert line.startswith("the launcher's store (at 127.0.0.1:")
     assert "cannot be reached (" in line
     assert "): this machine (host n2) or that one is down or cut off the network; rank 1 " in line
