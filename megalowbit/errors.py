@@ -33,9 +33,9 @@ TRANSIENT_ERRNOS = {
 }
 # Kinds of faults that end a run; stable, they are in attempts.jsonl. A rank does not answer; its main thread
 # does not move, moves too slowly, or has left training; all ranks wait in one collective, or in several
-# places; a rank has raised an exception; SIGTERM came and no step ended.
-FAULTS = LOST, HUNG, SLOW, LEFT, NO_DATA, NO_PROGRESS, FAILED, OVERDUE = (
-    "lost", "hung", "slow", "left", "no data", "no progress", "failed", "overdue",
+# places; a rank has raised an exception; SIGTERM came and no step ended; the launcher has ended.
+FAULTS = LOST, HUNG, SLOW, LEFT, NO_DATA, NO_PROGRESS, FAILED, OVERDUE, LAUNCHER = (
+    "lost", "hung", "slow", "left", "no data", "no progress", "failed", "overdue", "launcher",
 )  # fmt: skip
 LONGEST_REASON = 400  # characters of another library's message
 LONGEST_VALUE = 80  # characters of a value quoted in a message
@@ -212,6 +212,11 @@ def _invalid_key(
         return UserError(f"{key} is missing: {_describe(model, path) or 'set it'}")
     if found["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_type(found, key)
+    if found["type"] == "model_type":
+        names = [name for each in _models_at(model, path) for name in each.model_fields]
+        return UserError(
+            f"{key} = {shown(found['input'])} is not valid: it is a block of keys, such as {key}.{names[0]}"
+        )
     reason = found["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return UserError(f"{key} = {shown(found['input'])} is not valid: {reason}")
 
@@ -274,10 +279,16 @@ def _has_tags(annotation: Any) -> bool:
 
 def _sibling_fields(model: type[BaseModel], path: list[str]) -> dict[str, FieldInfo]:
     """All fields that the section of the last key of `path` may have."""
-    models = [model]
-    for part in path[:-1]:
-        models = _below(models, part)
+    models = _models_at(model, path[:-1])
     return {name: field for each in models for name, field in each.model_fields.items()}
+
+
+def _models_at(model: type[BaseModel], path: list[str]) -> list[type[BaseModel]]:
+    """The models that the section at `path` may have."""
+    models = [model]
+    for part in path:
+        models = _below(models, part)
+    return models
 
 
 def _sibling_keys(model: type[BaseModel], path: list[str], where: str) -> list[str]:

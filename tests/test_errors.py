@@ -74,6 +74,10 @@ class Outer(BaseModel, extra="forbid", frozen=True):
         ({"steps": 1, "scaler": {"initial_scale": -2}}, "block.scaler.initial_scale = -2 is not valid: "),
         ({"steps": "x" * 10_000}, "block.steps = 'xxx"),
         ({"steps": 1, "recipe": 3}, "block.recipe = 3 is not valid: "),
+        (
+            {"steps": 1, "scaler": "dynamic"},
+            "block.scaler = 'dynamic' is not valid: it is a block of keys, such as block.scaler.growth",
+        ),
     ],
 )
 def test_a_validation_error_becomes_one_line_with_key_value_and_remedy(data, message):

@@ -98,9 +98,9 @@ def _failure_of_all(failure: Exception | None, group: dist.ProcessGroup | None) 
     return _error_of_all(kind, message)
 
 
-def raised_on_all_ranks(message: str, *, is_transient: bool = False) -> UserError:
-    """An error that every rank raises; rank 0 alone prints it."""
-    error = (TransientError if is_transient else UserError)(message)
+def raised_on_all_ranks(message: str, *, is_transient: bool = False, fault: str | None = None) -> UserError:
+    """An error that every rank raises; rank 0 alone prints it. `fault`: that of a transient error."""
+    error = TransientError(message, fault=fault) if is_transient else UserError(message)
     error.is_on_all_ranks = True
     return error
 

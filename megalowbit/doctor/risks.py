@@ -25,6 +25,7 @@ HOUR = 3600.0
 NODE_MTBF = 6334 * HOUR
 UNSAVED = HOUR  # a run that takes longer should save
 MANY_STEPS = 1000  # the same, if the time of a step is unknown
+LEAST_LOST = 60.0  # seconds of a run that are worth a change
 MOST_LOST = 0.05  # of the training time, by a save interval, before another is suggested
 SLOW_BETA2 = 0.98  # language models are trained with 0.95 (arXiv:2005.14165, appendix B; 2302.13971)
 
@@ -174,15 +175,15 @@ def _checkpoints(
     interval = min(every, plan.steps) * step
     lost = save / interval + interval / 2 / mtbf  # saves, and work since the last one
     least = save / (best * step) + best * step / 2 / mtbf
-    if lost > MOST_LOST and lost > 1.5 * least:
+    if lost > MOST_LOST and lost > 1.5 * least and lost * seconds > LEAST_LOST:
         how_long = clock_text(interval) if interval >= 10 else f"{interval:.2g} s"
         yield warning(
             "checkpoint-interval",
             f"a checkpoint every {counted(every, 'step')} ({how_long}) costs about {lost:.0%} of the "
             f"time: a save takes some {save:,.1f} s, and {hosts} host{'s fail' if hosts > 1 else ' fails'} "
             f"every {clock_text(mtbf)} at Llama 3's rate",
-            f"{setting('megalowbit.checkpoint.every', best)} (docs/scaling.md; megalowbit goodput simulates "
-            "it)",
+            f"{setting('megalowbit.checkpoint.every', min(best, plan.steps))} (docs/scaling.md; megalowbit "
+            "goodput simulates it)",
         )
 
 

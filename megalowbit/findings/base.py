@@ -19,6 +19,7 @@ GRADIENTS, LOSS = "non-finite gradients", "non-finite loss"
 ROSE, JUMPED = "loss rose", "loss jumped"
 SLOW_RANK, REPLICAS = "slow rank", "replicas differ"
 LOST_RANK, KILLED, HANG, NETWORK = "lost rank", "killed", "hang", "network"
+LAUNCHER = "launcher lost"
 MEMORY, DISK, DEFECT, REFUSED, TRANSIENT = (
     "out of memory", "disk full", "error", "user error", "transient error",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megalowbit.errors import FAILED, HUNG, LEFT, LOST, NO_DATA, NO_PROGRESS, OVERDUE, SLOW
+from megalowbit.errors import FAILED, HUNG, LAUNCHER, LEFT, LOST, NO_DATA, NO_PROGRESS, OVERDUE, SLOW
 from megalowbit.findings import base
 from megalowbit.findings.base import Evidence, Finding
 from megalowbit.findings.run_files import RunFiles
@@ -35,6 +35,7 @@ MEMORY = re.compile(
     re.IGNORECASE,
 )
 RANKS = r"(?P<ranks>ranks? \d[\d, …-]*(?: ?\([^)]*\))*)"
+LAUNCHER_LOST = "the launcher ended while its ranks trained; they saved and ended"
 # what supervision has found to be at fault: the finding's name, its title and role
 OF_FAULTS: Mapping[str, tuple[str, str, base.Role]] = MappingProxyType(
     {
@@ -46,6 +47,7 @@ OF_FAULTS: Mapping[str, tuple[str, str, base.Role]] = MappingProxyType(
         NO_PROGRESS: (base.HANG, "no rank made progress", "symptom"),
         FAILED: (base.DEFECT, "an exception on {culprit} ended the run", "cause"),
         OVERDUE: (base.OVERDUE, "SIGTERM came, and no step ended in time to save", "cause"),
+        LAUNCHER: (base.LAUNCHER, LAUNCHER_LOST, "cause"),
     }
 )
 # Of other endings, and of all in records of versions without `fault`, the message decides: in this order,
@@ -62,6 +64,7 @@ LINES: tuple[tuple[re.Pattern[str], str, str], ...] = (
     (re.compile(rf"{RANKS} ha(?:s|ve) been working"), base.HANG, "{ranks} did not finish in time"),
     (re.compile(r"all ranks answer and have waited"), base.NETWORK, "no data passed between the ranks"),
     (re.compile(r"has lost another rank"), base.LOST_RANK, "a rank was lost at the start or end"),
+    (re.compile(r"the launcher has ended before its ranks: saved"), base.LAUNCHER, LAUNCHER_LOST),
     (re.compile(r"ended by SIGTERM without a checkpoint"), base.OVERDUE,
      "SIGTERM came, and no step ended in time to save"),
     (re.compile(r"was deleted or moved while the run wrote"), base.FOLDER,
@@ -82,6 +85,10 @@ REMEDIES = {
     base.OVERDUE: (
         RESUME,
         "give a stop more time: --set megalowbit.watchdog.termination_seconds=SECONDS, below KillWait",
+    ),
+    base.LAUNCHER: (
+        RESUME, "see what ended it: a closed session (start runs with nohup, in tmux or as a job), kill -9, "
+        "or a lack of memory (dmesg -T | grep -i 'killed process')",
     ),
     base.FOLDER: ("put a moved folder back, or continue from the checkpoint that was saved: --resume auto",),
     base.GUARD: (),

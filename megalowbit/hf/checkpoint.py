@@ -411,7 +411,8 @@ def checkpoint_of(settings: ModelSettings) -> Path:
 def _config_file(folder: Path) -> Path:
     if not folder.is_dir():
         raise UserError(
-            f"checkpoint {folder} is not a folder: name a Hugging Face folder or a training checkpoint"
+            f"checkpoint {folder} is not a folder: name a Hugging Face folder or a training checkpoint; "
+            "download a model of the Hub first (hf download NAME --local-dir FOLDER)"
         )
     refuse_irregular_files("checkpoint", folder, TEMPLATES)
     if not (folder / CONFIG_FILE).is_file():

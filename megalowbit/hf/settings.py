@@ -49,6 +49,6 @@ class ModelSettings(SettingsModel):
         if (self.config is None) == (self.checkpoint is None):
             raise UserError(
                 "model needs either config (a config.json: random weights) or checkpoint (a folder): "
-                f"{'neither is' if self.config is None else 'both are'} given"
+                f"{'neither is given' if self.config is None else 'both are given, set one to null'}"
             )
         return self

@@ -29,13 +29,14 @@ from megalowbit.engine.run_checks.ranks_agree import (
     configuration_facts,
     installation_facts,
 )
-from megalowbit.errors import LOST, TransientError, UserError, file_system_error
+from megalowbit.errors import LAUNCHER, LOST, TransientError, UserError, file_system_error
 from megalowbit.hf.folders.model_card import model_card
 from megalowbit.hf.generation import store_generation, stored_generation
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.conversion.convert import added_counts, product_counts
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import check_config, check_kernels
+from megalowbit.pretrain.components.late_switch import LateSwitchSettings, kept_switch
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.loop import Ending, train
@@ -120,7 +121,7 @@ def pretrain(
         begin = partial(attempt.begin, is_resumed=is_resumed, facts=facts)
         if job.step >= config.settings.run.steps and has_summary:
             succeed_together(begin)
-            console.print(f"nothing left to do: raise megalowbit.run.steps above {job.step} to continue")
+            console.print(_how_to_continue(config, job.step))
         else:
             recorder = Recorder(job, console, is_main=identity.is_main, is_resume=is_resume)
             succeed_together(begin)  # nothing is written before all records are open
@@ -132,6 +133,12 @@ def pretrain(
         export(job, console)
         watchdog.finish()
         agree(lambda: folder.mark_done(job.step))
+
+
+def _how_to_continue(config: PretrainConfig, step: int) -> str:
+    settings = config.settings
+    switch = kept_switch(settings.of(LateSwitchSettings), settings.run.steps)
+    return f"nothing left to do: raise megalowbit.run.steps above {step} to continue{switch}"
 
 
 def _end_by_watchdog(
@@ -184,6 +191,7 @@ def _raise_if_launcher_ended(has_ended: Callable[[], bool] | None, step: int) ->
         raise raised_on_all_ranks(
             f"the launcher has ended before its ranks: saved after step {step}, continue with --resume auto",
             is_transient=True,
+            fault=LAUNCHER,
         )
 
 

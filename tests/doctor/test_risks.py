@@ -149,6 +149,13 @@ def test_an_interval_of_less_than_a_second_is_not_zero(good, step, shown):
     assert f"a checkpoint every 1 step ({shown}) costs" in text
 
 
+def test_saves_of_a_run_of_seconds_are_no_matter(good):
+    plan = good("megalowbit.checkpoint.every=1")
+    assert codes(plan, seconds=plan.steps * 1e-6) == set()
+    (found,) = check_risks(plan, H100, plan.steps * 0.04, 1.0)
+    assert int(found.fix.split("every=")[1].split()[0]) <= plan.steps
+
+
 def test_many_ranks_need_a_watchdog_that_outlasts_a_save(good, large):
     assert "watchdog-off" not in codes(good("megalowbit.watchdog.timeout=null"))
     off = good("megalowbit.watchdog.timeout=null", processes=16)

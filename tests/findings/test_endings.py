@@ -178,6 +178,15 @@ def ended_by(records, folder, error):
     return read_run(folder)
 
 
+@pytest.mark.parametrize("fault", ["launcher", None])  # versions before `fault` recorded only the line
+def test_the_end_of_the_launcher_is_a_cause_of_its_own(records, tmp_path, fault):
+    line = "the launcher has ended before its ranks: saved after step 8, continue with --resume auto"
+    (found,) = findings(ended_by(records, tmp_path / "run", TransientError(line, fault=fault)))
+    assert (found.name, found.role) == (base.LAUNCHER, "cause")
+    assert found.title.startswith("the launcher ended while its ranks trained")
+    assert "--resume auto" in found.remedy[0]
+
+
 def test_every_fault_has_a_finding(records, tmp_path):
     assert set(OF_FAULTS) == set(FAULTS)
     (found,) = findings(ended_by(records, tmp_path / "run", TransientError("x", fault="of another version")))

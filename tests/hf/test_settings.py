@@ -11,7 +11,7 @@ from megalowbit.hf.settings import ModelSettings
     ("values", "message"),
     [
         ({}, "needs either config .* neither is given"),
-        ({"config": "a.json", "checkpoint": "b"}, "needs either config .* both are given"),
+        ({"config": "a.json", "checkpoint": "b"}, "needs either config .* both are given, set one to null"),
         ({"config": "a.json", "override": {}}, "override"),
         ({"config": "a.json", "overrides": [1]}, "valid dictionary"),
     ],

@@ -228,6 +228,8 @@ def test_ranks_whose_launcher_is_killed_save_the_same_step(tmp_path, orphans, la
     assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     assert not (tmp_path / "run" / "DONE").exists()
     assert step < 5000
+    last = (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["fault"] == "launcher"
     assert codes[0] == 75 or launcher == "deepspeed"  # whose inner launcher takes the code for itself
     done = run_ranks(*arguments, "--set", f"megalowbit.run.steps={step + 1}", cwd=tmp_path, processes=2)
     assert done.code == 0, done.output

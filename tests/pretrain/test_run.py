@@ -32,6 +32,19 @@ def test_a_run_ends_with_checkpoint_summary_and_model(resolve, tmp_path, capsys)
     assert "4/4" in output
 
 
+@pytest.mark.parametrize(("at", "hint"), [(0.5, ", with the switch where it was: {}"), (1, "")])
+def test_a_finished_run_says_how_it_continues_after_a_late_switch(resolve, tmp_path, capsys, at, hint):
+    config = resolve("megalowbit.run.steps=2", f"megalowbit.late_switch.at={at}")
+    for is_resume in (False, True):
+        pretrain(config, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=is_resume)
+    kept = 'megalowbit.late_switch = {"at": 1, "scope": "forward"}'
+    line = f"nothing left to do: raise megalowbit.run.steps above 2 to continue{hint.format(kept)}\n"
+    assert line in capsys.readouterr().out
+    longer = ["megalowbit.run.steps=4", *(["megalowbit.late_switch.at=1"] if hint else [])]
+    more = resolve("megalowbit.late_switch.at=1", *longer)
+    pretrain(more, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=True)
+
+
 def test_resuming_a_finished_run_does_nothing_unless_it_was_extended(resolve, tmp_path, capsys):
     folder = tmp_path / "run"
     pretrain(resolve("megalowbit.run.steps=2"), ProcessIdentity(), run_dir=folder, is_resume=False)

@@ -59,6 +59,17 @@ class LateSwitchSettings(SettingsModel):
         return max(1, min(round(self.at * total_steps), total_steps - 1))
 
 
+def kept_switch(settings: LateSwitchSettings | None, steps: int) -> str:
+    """What to set so that a run of `steps` steps may continue: a fraction of more steps is a later switch."""
+    if settings is None or isinstance(settings.at, int):
+        return ""
+    return f", with the switch where it was: {_as_set(settings.step(steps), settings.scope)}"
+
+
+def _as_set(step: int, scope: str) -> str:
+    return f'{KEY} = {{"at": {step}, "scope": "{scope}"}}'
+
+
 class Phase(NamedTuple):
     """A part of the run with one recipe: before or after a late switch."""
 
@@ -163,11 +174,7 @@ class LateSwitch(Component):
         before, now = _switch(saved), _switch(current)
         if before == now or all(each is None or each[0] >= step for each in (before, now)):
             return
-        remedy = (
-            "leave late_switch out"
-            if before is None
-            else f'resume with {KEY} = {{"at": {before[0]}, "scope": "{before[1]}"}}'
-        )
+        remedy = "leave late_switch out" if before is None else f"resume with {_as_set(*before)}"
         raise UserError(
             f"{KEY} would switch {_described(now)}, but in the {step} steps trained so far the run to resume "
             f"has switched {_described(before)}: {remedy}, or start a new run from its weights with "
