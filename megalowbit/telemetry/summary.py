@@ -19,6 +19,7 @@ from megalowbit.telemetry import columns
 from megalowbit.telemetry.facts import Fact
 from megalowbit.telemetry.overflow.counters import ROLES, LayerOverflow, OperandCounts
 from megalowbit.telemetry.sinks.jsonl import json_ready
+from megalowbit.values import counted
 
 WIDTH = 80
 _LAYER_WIDTH = 36
@@ -202,7 +203,7 @@ class RunSummary:
         steps = f"{totals.steps:,} ({totals.skipped_steps:,} skipped)"
         speed = columns.amount_text(self.tokens_per_second)
         if 0 < self.timed_steps < totals.steps - 1:
-            speed += f" (last {self.timed_steps:,} steps)"
+            speed += f" (last {counted(self.timed_steps, 'step')})"
         rows = [
             ("steps", steps, "time in steps", columns.clock_text(totals.seconds)),
             ("final loss", columns.loss_text(totals.final_loss), "best loss", best_loss),

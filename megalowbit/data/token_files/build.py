@@ -28,6 +28,7 @@ from megalowbit.data.token_files.workers import Batch, Encoder, encode_in_order
 from megalowbit.durable_files import atomic_file
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
+from megalowbit.values import counted
 
 logger = logging.getLogger(__name__)
 
@@ -241,4 +242,4 @@ class Progress:
     def _counts(self, done: Journal) -> str:
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = (done.tokens - self._tokens_before) / seconds
-        return f"{done.documents:,} documents, {done.tokens:,} tokens, {rate:,.0f} tokens/s"
+        return f"{counted(done.documents, 'document')}, {done.tokens:,} tokens, {rate:,.0f} tokens/s"
