@@ -21,6 +21,7 @@ from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems, UserError
 from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import read_config
+from megalowbit.layers.cpu_gemm import cpu_gemm
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
 from megalowbit.layers.recipe import Recipe, named_recipes
@@ -143,9 +144,11 @@ def why_not(recipe: Recipe, device: torch.device) -> str | None:
     return None
 
 
-def describe_gemms(recipe: Recipe) -> str:
-    """The GEMMs of all layers, such as `bf16 and fp8`."""
-    return " and ".join(_gemms(recipe))
+def describe_gemms(recipe: Recipe, device: torch.device, *, noun: str = "") -> str:
+    """The GEMMs of all layers, such as `bf16 and fp8`, before `noun`, and that a CPU multiplies in fp32."""
+    names = _gemms(recipe)
+    is_wide = "bf16" in names and device.type == "cpu" and cpu_gemm() == "fp32"
+    return " and ".join(names) + noun + (" (multiplied in fp32)" if is_wide else "")
 
 
 def _gemms(recipe: Recipe) -> list[str]:
@@ -159,7 +162,7 @@ def describe_kernels(recipe: Recipe, device: torch.device) -> str:
         UserError: the device does not support the backend that `MEGALOWBIT_BACKEND` names.
     """
     backend = _DESCRIBED[backend_of(torch.empty(0, device=device))]
-    return f"{backend} on {device}, {describe_gemms(recipe)} products"
+    return f"{backend} on {device}, {describe_gemms(recipe, device, noun=' products')}"
 
 
 def check_kernels(recipe: Recipe) -> None:

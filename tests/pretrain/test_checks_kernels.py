@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
+from megalowbit.layers.cpu_gemm import _of_process
 from megalowbit.layers.recipe import Recipe, recipe
 from megalowbit.pretrain.checks import check_kernels, describe_kernels, this_device, why_not
 from megalowbit.quantize.cpu import fp32_scales
@@ -14,6 +15,19 @@ FP8 = Recipe.from_dict({"base": "mxfp4", "gemm": "fp8"})
 def test_kernels_are_described_on_one_line(monkeypatch):
     monkeypatch.setenv("MEGALOWBIT_BACKEND", "torch")
     assert describe_kernels(FP8, CPU) == "plain torch (slow) on cpu, fp8 products"
+    assert describe_kernels(recipe("nvfp4"), CPU) == "plain torch (slow) on cpu, bf16 products"
+
+
+def test_products_that_a_cpu_multiplies_in_fp32_are_described_so(monkeypatch):
+    monkeypatch.setenv("MEGALOWBIT_BACKEND", "torch")
+    monkeypatch.setenv("MEGALOWBIT_CPU_GEMM", "fp32")
+    _of_process.cache_clear()
+    try:
+        assert describe_kernels(FP8, CPU) == "plain torch (slow) on cpu, fp8 products"
+        wide = "plain torch (slow) on cpu, bf16 products (multiplied in fp32)"
+        assert describe_kernels(recipe("nvfp4"), CPU) == wide
+    finally:
+        _of_process.cache_clear()
 
 
 def test_a_gemm_the_device_lacks_is_named_with_the_device():

@@ -94,7 +94,7 @@ def _model_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
     device = this_device()
     return {
         "layers": "\n".join([str(report), *split_ranks(layers), *filter(None, [recipe_advice(config)])]),
-        "products": why_not(recipe, device) or f"{describe_gemms(recipe)} on this machine ({device})",
+        "products": why_not(recipe, device) or f"{describe_gemms(recipe, device)} on this machine ({device})",
         "parameters": f"{total:,}, of which {converted:,} ({converted / total:.1%}) in low-bit layers"
         + padding_text(model.config),
     }
