@@ -1,8 +1,8 @@
 """Puts a run's findings into order: what came first, what followed from it, and what is not known.
 
-The first cause is the cause with the lowest step. Later findings that it may lead to (`base.CONSEQUENCES`)
-are its consequences; others stand beside it. A symptom before every cause has none: the diagnosis then says
-"not known", and what to record next time.
+The first cause is the cause with the lowest step; a slow rank that has only cost time comes last. Later
+findings that the first may lead to (`base.CONSEQUENCES`) are its consequences; others stand beside it. A
+symptom before every cause has none: the diagnosis then says "not known", and what to record next time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megalowbit.findings import endings, gradients, layers, losses, ranks, records
-from megalowbit.findings.base import Finding
+from megalowbit.findings.base import SLOW_RANK, Finding
 from megalowbit.findings.run_files import RunFiles
 from megalowbit.values import counted
 
@@ -71,10 +71,12 @@ def diagnosis_of(run: RunFiles) -> Verdict:
 def _ordered(run: RunFiles, found: list[Finding]) -> Verdict:
     """Order findings; of the same step, causes come before symptoms and endings."""
     roles = {"cause": 0, "symptom": 1, "ending": 2}
-    failures = sorted(
-        (finding for finding in found if finding.is_failure),
-        key=lambda finding: (math.inf if finding.step is None else finding.step, roles[finding.role]),
-    )
+
+    def place(finding: Finding) -> tuple[bool, float, int]:
+        costs_only_time = finding.name == SLOW_RANK and not any(map(finding.may_cause, found))
+        return costs_only_time, math.inf if finding.step is None else finding.step, roles[finding.role]
+
+    failures = sorted((finding for finding in found if finding.is_failure), key=place)
     requests = [finding for finding in found if not finding.is_failure]
     steps, notes = (run.last_step, run.planned_steps), (*run.notes, *endings.notes(run), *_rollbacks(run))
     if not failures:

@@ -36,6 +36,16 @@ def test_the_cause_with_the_lowest_step_is_first_and_others_follow_or_stand_besi
     assert verdict.is_cause_known
 
 
+def test_a_slow_rank_is_first_only_if_nothing_else_is_wrong_or_follows_from_it(run):
+    slow, astray = finding(base.SLOW_RANK, 2), finding(base.REPLICAS, 30)
+    verdict = _ordered(run, [slow, astray])
+    assert (verdict.first, verdict.others) == (astray, (slow,))
+    hang = finding(base.HANG, 40)
+    verdict = _ordered(run, [hang, slow])
+    assert (verdict.first, verdict.consequences) == (slow, (hang,))
+    assert _ordered(run, [slow]).first is slow
+
+
 def test_of_one_step_the_cause_comes_before_the_symptom(run):
     symptom, cause = finding(base.JUMPED, 30, "symptom"), finding(base.LAYER, 30)
     verdict = _ordered(run, [symptom, cause])
