@@ -213,9 +213,9 @@ def _invalid_key(
     if found["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_type(found, key)
     if found["type"] == "model_type":
-        names = [name for each in _models_at(model, path) for name in each.model_fields]
+        first = next((name for each in _models_at(model, path) for name in each.model_fields), "…")
         return UserError(
-            f"{key} = {shown(found['input'])} is not valid: it is a block of keys, such as {key}.{names[0]}"
+            f"{key} = {shown(found['input'])} is not valid: it is a block of keys, such as {key}.{first}"
         )
     reason = found["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     return UserError(f"{key} = {shown(found['input'])} is not valid: {reason}")

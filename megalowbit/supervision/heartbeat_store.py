@@ -32,6 +32,7 @@ IS_STORE_OF_LAUNCHER = "TORCHELASTIC_USE_AGENT_STORE"
 KINDS = DEFECT, MISTAKE, INTERRUPT, LOSS = "defect", "mistake", "interrupt", "loss"
 KEYS_A_REQUEST = 256
 SECONDS_TO_CONNECT = SECONDS_TO_CLOSE = 2.0
+SECONDS_BETWEEN_CONNECTIONS = 0.1
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -162,7 +163,7 @@ class StoreAddress(NamedTuple):
                 return False
             if time.monotonic() >= end:
                 return False
-            time.sleep(SECONDS_TO_CLOSE / 20)
+            time.sleep(SECONDS_BETWEEN_CONNECTIONS)
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"

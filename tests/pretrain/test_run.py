@@ -40,9 +40,9 @@ def test_a_finished_run_says_how_it_continues_after_a_late_switch(resolve, tmp_p
     kept = 'megalowbit.late_switch = {"at": 1, "scope": "forward"}'
     line = f"nothing left to do: raise megalowbit.run.steps above 2 to continue{hint.format(kept)}\n"
     assert line in capsys.readouterr().out
-    longer = ["megalowbit.run.steps=4", *(["megalowbit.late_switch.at=1"] if hint else [])]
-    more = resolve("megalowbit.late_switch.at=1", *longer)
-    pretrain(more, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=True)
+    longer = resolve("megalowbit.run.steps=4", "megalowbit.late_switch.at=1")
+    pretrain(longer, ProcessIdentity(), run_dir=tmp_path / "run", is_resume=True)
+    assert json.loads((tmp_path / "run" / "DONE").read_text()) == {"step": 4}
 
 
 def test_resuming_a_finished_run_does_nothing_unless_it_was_extended(resolve, tmp_path, capsys):

@@ -28,6 +28,14 @@ def pair(monkeypatch):
     thread.stop(is_done=True)
 
 
+@pytest.fixture
+def unused_port():
+    """A port that refuses connections, and that nobody else gets."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
 def wait_until(is_true):
     end = time.monotonic() + 20
     while not is_true():
@@ -104,14 +112,12 @@ def test_a_late_heartbeat_goes_before_requests_that_wait(monkeypatch):
 
 @pytest.mark.parametrize(("is_of_launcher", "has_ended"), [(False, True), (True, True), (True, False)])
 def test_a_broken_connection_ends_the_heartbeats_and_is_an_alarm_unless_the_launcher_has_ended(
-    pair, monkeypatch, is_of_launcher, has_ended
+    pair, monkeypatch, unused_port, is_of_launcher, has_ended
 ):
     thread, other, alarmed = pair
     address = thread.store.address._replace(is_main_process=not is_of_launcher)
     if has_ended:
-        unused = socket.socket()
-        unused.bind(("127.0.0.1", 0))  # it does not listen
-        address = address._replace(number="127.0.0.1", port=unused.getsockname()[1])
+        address = address._replace(number="127.0.0.1", port=unused_port)
     monkeypatch.setattr(thread.store, "address", address)
 
     def fail(store):

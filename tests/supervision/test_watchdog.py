@@ -1,5 +1,6 @@
 """What one process can show; runs that lose ranks are in tests/distributed/test_watchdog.py."""
 
+import faulthandler
 import gc
 import re
 import threading
@@ -16,7 +17,7 @@ from megalowbit.engine.process_start import start_process_group
 from megalowbit.errors import TransientError
 from megalowbit.supervision.diagnosis import Diagnosis
 from megalowbit.supervision.settings import WatchdogSettings
-from megalowbit.supervision.watchdog import Watchdog, print_error
+from megalowbit.supervision.watchdog import Watchdog, _Termination, print_error
 
 
 def watchdog(**settings):
@@ -34,10 +35,10 @@ def test_one_rank_needs_no_process_group_and_nothing_is_left_behind():
     assert not threads()  # one that outlived the block might end a process that has left it
 
 
-def with_ranks(settings, **more):
+def with_ranks(settings):
     """A watchdog with a heartbeat thread that has not begun, as if there were several ranks."""
     start_process_group()
-    watched = Watchdog(settings, ProcessIdentity(), **more)
+    watched = Watchdog(settings, ProcessIdentity())
     watched._heartbeat_thread = watched._new_heartbeat_thread()
     return watched
 
@@ -114,6 +115,27 @@ def test_a_step_that_ends_while_it_is_described_does_not_end_the_process(monkeyp
     watched._end_without_launcher()
     assert ends == ([] if goes_on else [found])
     assert watched._diagnosis is None
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_step_that_ends_while_sigterm_is_reported_does_not_end_the_process(monkeypatch, goes_on):
+    reported, codes = [], []
+    watched = Watchdog(WatchdogSettings(timeout=None), ProcessIdentity(), report=reported.append)
+    watched._sigterm = _Termination(watched._mark, time.monotonic(), {})
+
+    def state(first):
+        if goes_on:
+            watched.mark("the save of step 7", is_save=True)
+        return "rank 1 waited"
+
+    monkeypatch.setattr(watched, "_state_since", state)
+    monkeypatch.setattr("os._exit", codes.append)
+    try:
+        watched._end_by_signal()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    assert codes == ([] if goes_on else [143])
+    assert len(reported) == len(codes)
 
 
 def test_without_a_timeout_one_thread_handles_sigterm_and_groups_keep_their_timeouts():
