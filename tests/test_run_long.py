@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.run_long import is_early
+
 RUNNER = Path(__file__).with_name("run_long.py")
 
 TESTS = """
@@ -70,6 +72,16 @@ def test_hangs():
     first.touch()
     assert False
 """
+ORDER = """
+import pathlib
+import pytest
+
+@pytest.mark.slow
+def test_order():
+    file = pathlib.Path(__file__)
+    with file.with_name("order").open("a") as order:
+        order.write(file.name + "\\n")
+"""
 BROKEN = """
 def test_broken():
     assert False
@@ -116,6 +128,30 @@ def test_what_would_start_too_late_is_counted_and_a_failure_still_runs_again(tmp
     assert flaky.endswith("test_flaky")
     assert left == "NOT RUN, for lack of time: 1 tests of test_long.py"
     assert not (tmp_path / "late").exists()
+
+
+def test_the_half_of_the_files_that_the_end_draws_comes_first(tmp_path):
+    names = [f"test_{letter}.py" for letter in "abcdefgh"]
+    for name in names:
+        (tmp_path / name).write_text(ORDER)
+    end = int(time.time()) + 1000
+    done = run_long(tmp_path, ORDER, LONG_TESTS_END=str(end))
+    assert done.returncode == 0, done.stdout
+    early = {
+        half: [name for name in [*names, "test_long.py"] if is_early(name, end) is half]
+        for half in (True, False)
+    }
+    assert (tmp_path / "order").read_text().split() == early[True] + early[False]
+
+
+def test_a_file_is_in_the_first_half_of_every_second_run():
+    ends = range(1_800_000_000, 1_800_001_000)
+    for file in ("tests/slurm/test_faults.py", "tests/test_quality_bar.py"):
+        first = [is_early(f"{file}::test_a", end) for end in ends]
+        assert first == [is_early(f"{file}::test_b[1]", str(end)) for end in ends]
+        assert 420 < sum(first) < 580  # five standard deviations
+    pairs = [tuple(is_early(file, end) for file in ("a.py", "b.py")) for end in ends]
+    assert all(150 < pairs.count((a, b)) < 350 for a in (True, False) for b in (True, False))
 
 
 @pytest.mark.parametrize("end", ["abc", "12:30", "nan", "-5", " "])
