@@ -1,4 +1,4 @@
-"""Reads JSON and other small text files, and reports every problem as a `UserError` of one line.
+"""Reads JSON and other small text files, and reports every problem as a `UserError` of one line; prints JSON.
 
 `json.loads` fails in four ways: invalid syntax, invalid encoding, nesting that exceeds the stack, and
 integers that exceed Python's limit of digits. It also accepts `NaN` and duplicate keys, which other readers
@@ -20,6 +20,7 @@ from typing import Any
 from megalowbit.errors import UserError, file_system_error, shown
 
 LARGEST_TEXT = 64 * 2**20  # bytes
+INDENT = 2  # columns a level, of JSON that is printed
 MOST_LEVELS = 100  # of nesting, well within the stack for code that recurses into the value
 KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -138,6 +139,33 @@ def read_json_object(path: Path, *, is_strict: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} holds a {type(value).__name__}, not an object: write one object {{…}}")
     return value
+
+
+def short_json(value: Any, *, width: int = 110) -> str:
+    """JSON for people: objects and lists that fit into a line are on one, as in configs/.
+
+    Args:
+        value: what `json.dumps` accepts.
+        width: columns of a line; a longer number or text is not broken.
+    """
+    return _short_json(json.loads(json.dumps(value)), width, before=0)
+
+
+def _short_json(value: Any, width: int, *, before: int) -> str:
+    """JSON whose first line follows `before` columns and whose last one a comma may follow."""
+    line = json.dumps(value)
+    if not value or not isinstance(value, list | dict) or before + len(line) < width:
+        return line
+    inner = [""] * len(value)
+    if isinstance(value, dict):
+        inner = [f"{json.dumps(name)}: " for name in value]
+    each = value.values() if isinstance(value, dict) else value
+    parts = [
+        name + _short_json(part, width - INDENT, before=len(name))
+        for name, part in zip(inner, each, strict=True)
+    ]
+    text = ("\n" + ",\n".join(parts)).replace("\n", "\n" + " " * INDENT)  # texts have "\\n" for line breaks
+    return f"{line[0]}{text}\n{line[-1]}"
 
 
 def is_finite_number(value: object) -> bool:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import socket
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalowbit.errors import UserError
-from megalowbit.json_text import NotJsonError, is_finite_number, parse_json, read_json_object
+from megalowbit.json_text import NotJsonError, is_finite_number, parse_json, read_json_object, short_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -137,3 +138,40 @@ def test_a_number_is_finite_if_it_converts_to_a_finite_float(value):
     except OverflowError:
         expected = False
     assert is_finite_number(value) is expected
+
+
+@given(VALUES, st.integers(1, 60))
+def test_printed_json_is_the_value_and_breaks_only_what_does_not_fit(value, width):
+    text = short_json(value, width=width)
+    assert json.loads(text) == value
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if line[-1] in "[{":
+            columns = len(line) - len(line.lstrip())
+            last = next(i for i, each in enumerate(lines) if i > number and each[columns] in "]}")
+            joined = line + " ".join(each.strip() for each in lines[number + 1 : last]) + lines[last].strip()
+            assert len(joined.rstrip(",")) >= width  # with a comma it is longer than a line
+        elif re.fullmatch(r'\s*("(\\.|[^"\\])*": )?(\[.+\]|\{.+\}),?', line):
+            assert len(line) <= width
+
+
+def test_objects_that_fit_are_on_one_line():
+    value = {"optimizer": {"lr": 0.001, "betas": [0.9, 0.95]}, "name": "é", "empty": {}, "steps": 700}
+    assert short_json(value) == (
+        '{"optimizer": {"lr": 0.001, "betas": [0.9, 0.95]}, "name": "\\u00e9", "empty": {}, "steps": 700}'
+    )
+    assert (
+        short_json(value, width=51)
+        == """{
+  "optimizer": {"lr": 0.001, "betas": [0.9, 0.95]},
+  "name": "\\u00e9",
+  "empty": {},
+  "steps": 700
+}"""
+    )
+    assert short_json(value, width=50).splitlines()[1:5] == [
+        '  "optimizer": {',
+        '    "lr": 0.001,',
+        '    "betas": [0.9, 0.95]',
+        "  },",
+    ]

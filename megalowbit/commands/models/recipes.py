@@ -14,12 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
+import textwrap
 from importlib.resources import files
 
 from megalowbit.errors import unknown_name
 from megalowbit.one_line_parser import OneLineParser, printing_user_errors
 
+LEAST_COLUMNS = 40  # of text beside the names, however narrow the terminal is
 LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")  # of Markdown
 
 
@@ -35,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     options = build_parser().parse_args(arguments)
     if options.name is None:
-        print("\n".join(described()))
+        print("\n".join(described(columns=_columns())))
         return 0
     print(fields_of(options.name))
     for line in origin_of(options.name):
@@ -43,8 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def described() -> list[str]:
-    """A line for each named recipe: its name and what it is.
+def _columns() -> int | None:
+    """Of the terminal that standard output is; None: it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def described(*, columns: int | None = None) -> list[str]:
+    """Each named recipe and what it is: a line each, or as many as fit it into `columns`.
 
     Reads the file of the recipes, because torch, which the recipes themselves need, takes seconds to import.
     """
@@ -57,7 +65,13 @@ def described() -> list[str]:
     for name, text in named.items():
         about = LINK.sub(r"\1", text).replace("`", "")
         default = " (the default of a run)" if name == DEFAULT_RECIPE else ""
-        lines.append(f"{name:<{width}}  {about}{default}")
+        line, indent = f"{name:<{width}}  {about}{default}", " " * (width + 2)
+        if columns is None:
+            lines.append(line)
+            continue
+        wrapper = textwrap.TextWrapper(max(columns, len(indent) + LEAST_COLUMNS), subsequent_indent=indent)
+        wrapper.break_long_words = wrapper.break_on_hyphens = False
+        lines += wrapper.wrap(line)
     return lines
 
 

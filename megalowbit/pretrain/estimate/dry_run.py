@@ -7,7 +7,6 @@ or data set.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import build_model, read_config
 from megalowbit.hf.folders.config_file import ATTENTION
 from megalowbit.hf.settings import ModelSettings
+from megalowbit.json_text import short_json
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.conversion.precision_switch import switched
@@ -64,7 +64,7 @@ def describe(config: PretrainConfig) -> str:
     sections = {
         "processes": f"{config.grid.world_size} ({config.grid})"
         + (SIZED_TO_FIT if config.is_sized_to_fit else ""),
-        "configuration": json.dumps(config.to_dict(), indent=2),
+        "configuration": short_json(config.to_dict()),
         **_model_sections(config, recipe),
         "data": f"{_corpora(config)}; {_tokens(config)}"
         + ("" if not packing else f"\n{packing}")
@@ -152,7 +152,8 @@ def _memory_sections(config: PretrainConfig, recipe: Recipe) -> dict[str, str]:
         later = switched(recipe, switch.scope)
         sections["late switch"] = f"after step {switch.step(settings.run.steps)}: {later}"
         saved = estimate_run(config, later).saved_for_backward  # the only part that changes
-        sections["memory after the late switch (estimate)"] = str(replace(memory, saved_for_backward=saved))
+        after = replace(memory, saved_for_backward=saved)
+        sections["memory after the late switch (estimate)"] = "as before" if after == memory else str(after)
     return sections
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from megalowbit.errors import UserError
 from megalowbit.hf.folders.new_folder import new_folder
-from megalowbit.json_text import read_json_object
+from megalowbit.json_text import read_json_object, short_json
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.dry_run import estimate_run
@@ -128,7 +128,7 @@ def starting_config(size: str, machine: Machine, scratch: Path) -> StartingConfi
 def write_files(folder: Path, content: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Write the configuration and the model's file."""
     for name, value in ((CONFIG, content), (MODEL, model)):
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        (folder / name).write_text(short_json(value) + "\n", encoding="utf-8")
 
 
 def _batch_size(content: Mapping[str, Any], processes: int) -> int:
