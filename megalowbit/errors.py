@@ -75,6 +75,10 @@ class TransientError(UserError):
         self.fault, self.culprit = fault, culprit
 
 
+class DivergenceError(UserError):
+    """A run ends because losses or gradients are not finite, or as its loss guard says. Exit code 2."""
+
+
 class Problems:
     """Collects mistakes that are found one by one and reports them together."""
 

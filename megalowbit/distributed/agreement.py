@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Raised = TypeVar("Raised", bound=UserError)
 
 
 def agree(decide: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
@@ -100,7 +101,11 @@ def _failure_of_all(failure: Exception | None, group: dist.ProcessGroup | None) 
 
 def raised_on_all_ranks(message: str, *, is_transient: bool = False, fault: str | None = None) -> UserError:
     """An error that every rank raises; rank 0 alone prints it. `fault`: that of a transient error."""
-    error = TransientError(message, fault=fault) if is_transient else UserError(message)
+    return of_all_ranks(TransientError(message, fault=fault) if is_transient else UserError(message))
+
+
+def of_all_ranks(error: Raised) -> Raised:
+    """The same error as one that every rank raises."""
     error.is_on_all_ranks = True
     return error
 

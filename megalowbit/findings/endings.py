@@ -214,7 +214,7 @@ def _failure(line: dict[str, Any], how: str, text: str) -> tuple[str, str, base.
 
 def _message_of(line: dict[str, Any]) -> str:
     text, kind = str(line.get("line") or ""), str(line.get("error") or "")
-    named = kind and kind not in ("UserError", "TransientError")
+    named = kind and kind not in ("UserError", "TransientError", "DivergenceError")
     return (f"{kind}: {text}" if named else text) or str(line.get("signal") or "no more is recorded")
 
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megalowbit.distributed import process_group
-from megalowbit.distributed.agreement import raised_on_all_ranks
+from megalowbit.distributed.agreement import of_all_ranks
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.errors import UserError
+from megalowbit.errors import DivergenceError
 from megalowbit.optim.gradients.report import StepReport
 from megalowbit.optim.optimizers.base import MegatronOptimizer
 from megalowbit.optim.optimizers.param_groups import learning_rate
@@ -54,8 +54,8 @@ def train(job: Job, recorder: Recorder, watchdog: Watchdog | None = None) -> End
     If any rank has a pending stop signal (`stopping/signals.py`), all ranks save after the same step and end.
 
     Raises:
-        UserError: `run.max_consecutive_skips` consecutive steps had non-finite gradients or losses, or the
-            loss guard stops the run.
+        DivergenceError: `run.max_consecutive_skips` consecutive steps had non-finite gradients or losses, or
+            the loss guard stops the run.
     """
     settings = job.config.settings
     watchdog = watchdog or Watchdog(WatchdogSettings(timeout=None), ProcessIdentity())
@@ -108,14 +108,15 @@ def _is_save_due(job: Job, recorder: Recorder) -> bool:
     return job.loss_guard.is_stable
 
 
-def too_many_skips(step: int, skips_in_a_row: int, facts: Facts) -> UserError:
+def too_many_skips(step: int, skips_in_a_row: int, facts: Facts) -> DivergenceError:
     """The error that ends training after too many skipped steps in a row."""
-    return raised_on_all_ranks(
+    message = (
         f"the gradients or losses of {skips_in_a_row} steps in a row were not finite (step {step}, "
         f"loss {facts['loss']}, loss scale {facts['loss_scale']:g}): start a new run from the last good "
         "checkpoint (megalowbit.model.checkpoint) with a lower learning rate, or with a lower loss scale if "
         "the loss is finite"
     )
+    return of_all_ranks(DivergenceError(message))
 
 
 def _record(job: Job, recorder: Recorder, step: TrainedStep) -> None:
@@ -136,13 +137,13 @@ def guard_loss(job: Job, recorder: Recorder, *, is_skipped: bool) -> bool:
         Whether the run was rolled back.
 
     Raises:
-        UserError: the guard stops the run, or there is no checkpoint to roll back to.
+        DivergenceError: the guard stops the run, or there is no checkpoint to roll back to.
     """
     loss = job.totals.final_loss
     assert loss is not None  # a step was taken
     decision = job.loss_guard.judge(job.step, loss, is_skipped=is_skipped)
     if decision.action == "stop":
-        raise raised_on_all_ranks(f"{decision.line}")
+        raise of_all_ranks(DivergenceError(f"{decision.line}"))
     if decision.action == "roll back":
         roll_back(job, recorder, decision)
         return True
@@ -154,15 +155,16 @@ def roll_back(job: Job, recorder: Recorder, decision: GuardDecision) -> None:
     """Roll back as the guard has decided; every rank must call it, between two steps.
 
     Raises:
-        UserError: there is no good checkpoint to roll back to.
+        DivergenceError: there is no good checkpoint to roll back to.
     """
     assert decision.since is not None  # set by every decision to roll back
     path = _checkpoint_before(job, decision.since)
     if path is None:
-        raise raised_on_all_ranks(
+        message = (
             f"{decision.line}: there is no checkpoint from before step {decision.since} to roll back to; "
             "start a new run with a lower learning rate or other data, or lower megalowbit.checkpoint.every"
         )
+        raise of_all_ranks(DivergenceError(message))
     guard, step, position = job.loss_guard, job.step, job.loader.state_dict()
     made = list(guard.rollbacks)
     job.load(path)

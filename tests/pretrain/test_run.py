@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from megalowbit.distributed.process_group import ProcessIdentity
-from megalowbit.errors import UserError
+from megalowbit.errors import DivergenceError, UserError
 from megalowbit.pretrain.run import pretrain
+from megalowbit.records.attempts import read_attempts
 
 
 def test_a_run_ends_with_checkpoint_summary_and_model(resolve, tmp_path, capsys):
@@ -145,6 +146,7 @@ def test_consecutive_skips_are_counted_across_a_kill(resolve, tmp_path):
     arguments = ("megalowbit.precision=fp16", scaler, limit, "megalowbit.run.steps=9")
     config, run = resolve(*arguments, "megalowbit.checkpoint.every=3"), tmp_path / "run"
     for _ in range(2):  # as if killed before the fourth
-        with pytest.raises(UserError, match=r"4 steps in a row were not finite \(step 4"):
+        with pytest.raises(DivergenceError, match=r"4 steps in a row were not finite \(step 4"):
             pretrain(config, ProcessIdentity(), run_dir=run, is_resume=True)
+        assert read_attempts(run, [])[-1]["error"] == "DivergenceError"
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == ["step-00000003"]

@@ -139,9 +139,10 @@ def gaps(rows, product, precision):
 # matters, and the least share within 2 dB. The trained model depends on the last bits of products, which
 # differ between machines, as its seed does: with `SEED` 0, 1 and 2, in fp32 and in bf16, medians at all
 # candidates were -0.5 … +0.2 for output, -1.6 … -0.5 for grad_input and -2.4 … +0.6 for grad_weight;
-# quantiles were at most 5.4, 0.8 and 6.2 (of output 3.5 but for one rounding of the products), shares at least
-# .88, .60 and .36. The limits are about as far beyond these as the seeds are from each other. All grad_weights of a batch are too high or too low together,
-# because corrections come from the batches of earlier checks: their median is uncertain by 1 dB.
+# quantiles were at most 5.4, 0.8 and 6.2 (3.5 for output but for one rounding of the products), shares at
+# least .88, .60 and .36. The limits are about as far beyond these as the seeds are from each other. All
+# grad_weights of a batch are too high or too low together, because corrections come from the batches of
+# earlier checks: their median is uncertain by 1 dB.
 LIMITS = {
     "output": (-1.2, 1.0, 7.0, 0.75),
     "grad_input": (-2.6, 0.5, 2.0, 0.45),

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field, ValidationError
 
 from megalowbit.durable_files import complete_steps
-from megalowbit.errors import UserError
+from megalowbit.errors import DivergenceError, UserError
 from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.cpu_gemm import VARIABLE, cpu_gemm
@@ -27,6 +27,7 @@ from megalowbit.pretrain.sweep.study.cells import RESULT, SETTINGS, Cell, locked
 from megalowbit.pretrain.sweep.study.evaluation import heldout_losses
 from megalowbit.pretrain.sweep.study.results import Origin, Recorded, made_with
 from megalowbit.pretrain.sweep.study.texts import TextFacts
+from megalowbit.records.attempts import ENDED, read_attempts
 
 FORMAT = 1
 PARTS = "parts.json"
@@ -80,7 +81,7 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
         if len(rows) < cell.steps and not code:  # stopped by a signal, perhaps after a loss of NaN
             cell.write(PARTS, record.model_dump())
             return False
-        if code and diverged is None:
+        if code and (diverged is None or not _has_diverged(cell)):
             raise UserError(f"{cell.name} has failed with exit code {code}: see its log")
         cost = {
             "wall_seconds": sum(each.wall_seconds for each in parts),
@@ -107,6 +108,12 @@ def run_cell(cell: Cell, text: TextFacts) -> bool:
         )
         tidy(cell)
         return True
+
+
+def _has_diverged(cell: Cell) -> bool:
+    """Whether that is what has ended the run: after a loss of NaN, a full disk may have."""
+    ended = [each for each in read_attempts(cell.path, []) if each["event"] == ENDED]
+    return bool(ended) and ended[-1].get("error") == DivergenceError.__name__
 
 
 def _begin(cell: Cell) -> Parts:

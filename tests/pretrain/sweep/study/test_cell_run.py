@@ -21,6 +21,7 @@ from megalowbit.pretrain.sweep.study.texts import TextFacts
 
 TOOL = "tools/study.py"
 ROOT = Path(__file__).parents[4]
+LOSSES = ((1, 3.0), (2, 2.5), (3, None))  # by step
 FACTS = TextFacts(
     description="",
     train_bytes=1,
@@ -133,6 +134,57 @@ def test_the_origin_of_a_resumed_cell_has_all_commits_and_processors():
         == Origin(**{**here, "commit": "unknown and b", "processor": "two and one"}).model_dump()
     )
     assert cell_run._joined(origins[:1])["commit"] is None
+
+
+def ended_after_nan(cell, monkeypatch, code, error):
+    """Let the cell's run record two losses and one of NaN, and end with this code and error."""
+
+    def train(_):
+        cell.path.mkdir(parents=True, exist_ok=True)
+        rows = [
+            {"step": step, "loss": loss, "skipped_steps": 0, "tokens": 64 * step} for step, loss in LOSSES
+        ]
+        (cell.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        ended = {"event": "ended", "time": 1.0, "rank": 0, "step": 3, "how": "error", "error": error}
+        (cell.path / "attempts.jsonl").write_text((json.dumps(ended) + "\n") * (error is not None))
+        (cell.path / "checkpoints").mkdir()
+        return code
+
+    monkeypatch.setattr(cell_run, "_train", train)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(75, "TransientError"), (2, "UserError"), (1, "ValueError"), (130, None)]
+)
+def test_another_fault_after_a_loss_of_nan_is_no_divergence(study, tmp_path, monkeypatch, code, error):
+    cell = cells_of(read_study(study), tmp_path / "out", ROOT / "launch" / "pretrain.py")[0]
+    ended_after_nan(cell, monkeypatch, code, error)
+    with pytest.raises(UserError, match=f"{cell.name} has failed with exit code {code}: see its log"):
+        run_cell(cell, FACTS)
+    assert cell.result() is None
+    assert (cell.path / "checkpoints").exists()
+
+
+def test_a_run_that_ends_because_it_diverges_is_a_result(study, tmp_path, monkeypatch):
+    cell = cells_of(read_study(study), tmp_path / "out", ROOT / "launch" / "pretrain.py")[0]
+    ended_after_nan(cell, monkeypatch, 2, "DivergenceError")
+    assert run_cell(cell, FACTS)
+    assert cell.result().diverged_at == 3
+    assert cell.result().heldout is None
+
+
+@pytest.mark.slow
+def test_a_real_divergence_is_the_result_of_a_cell(study, tmp_path, capsys):
+    raw = json.loads(study.read_text())
+    raw["sizes"][0]["lr_factor"] = 1e30
+    raw["set"]["megalowbit.run.max_consecutive_skips"] = 2
+    study.write_text(json.dumps(raw))
+    few = ("--recipe", "nvfp4", "--seed", 1)
+    done = call_main(TOOL, study, "--out", tmp_path / "out", *few, capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    found = result(tmp_path / "out", "tiny,parts,8,nvfp4,1")
+    assert found["diverged_at"] is not None
+    assert len(found["losses"]) < 8
 
 
 def test_a_cell_that_another_process_runs_is_left_to_it(study, tmp_path):
