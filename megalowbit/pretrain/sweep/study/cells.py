@@ -2,8 +2,8 @@
 
 A cell is one run of launch/pretrain.py. Its folder `cells/NAME` is the run folder, with two more files:
 `cell.json`, written before the run starts, has all settings on which the result depends; `result.json`,
-written atomically at the end, marks the cell as finished. Texts and model configurations count by their
-contents, weights to start from and folders of tokenizers by their paths and their contents.
+written atomically at the end, marks the cell as finished. Texts, model configurations and recipes count by
+their contents, weights to start from and folders of tokenizers by their paths and their contents.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from megalowbit.durable_files import atomic_file, open_regular
 from megalowbit.errors import TransientError, UserError, shown, unknown_name
 from megalowbit.hf.training_checkpoint import digest_of_weights
 from megalowbit.json_text import is_finite_number, read_json_object
+from megalowbit.layers.recipe import Recipe
+from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import with_current_names
@@ -178,6 +180,7 @@ class Cell:
             "model": None if model is None else read_json_object(Path(model)),
             "text": {"train_sha256": text.train_sha256, "heldout_sha256": text.heldout_sha256},
             "files": self._files(),
+            "recipe": _plain(recipe_of(self.config.recipe).to_dict()),
         }
 
     def _files(self) -> dict[str, str]:
@@ -220,9 +223,12 @@ class Cell:
         files = saved.get("files", {})  # earlier versions recorded none
         settings = {**settings, "files": {name: settings["files"].get(name, MISSING) for name in files}}
         saved = {**saved, "config": with_current_names(saved["config"]), "files": files}
+        saved["recipe"] = _with_default_fields(saved["recipe"]) if saved.get("recipe") else settings["recipe"]
         found = list(differences(saved, settings))
         if any(where.startswith("config.") and before == MISSING for where, before, _ in found):
             found = list(differences({**saved, "config": self._with_defaults(saved["config"])}, settings))
+        if any(where.startswith("config.megalowbit.recipe") for where, *_ in found):  # its fields follow
+            found = [each for each in found if not each[0].startswith("recipe.")]
         shown_ones = [f"{key} = {shown(now)} (was {shown(before)})" for key, before, now in found]
         more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         return f"{'; '.join(shown_ones[:3])}{more}"
@@ -369,8 +375,21 @@ def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> 
     return known[name]
 
 
+def _plain(value: Any) -> Any:
+    """The value as JSON gives it back."""
+    return json.loads(json.dumps(value))
+
+
+def _with_default_fields(recipe: Mapping[str, Any]) -> Any:
+    """A recorded recipe with the fields that were added since, at their defaults."""
+    try:
+        return _plain(Recipe.from_dict(recipe).to_dict())
+    except UserError:  # a field is gone: the differences name it
+        return recipe
+
+
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    copied: dict[str, Any] = json.loads(json.dumps(config))
+    copied: dict[str, Any] = _plain(config)
     for section, key in REMOVED_PATHS:
         copied["megalowbit"][section].pop(key, None)
     return copied

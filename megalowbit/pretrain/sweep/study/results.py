@@ -31,6 +31,7 @@ from megalowbit.processor import cpu_name, cpu_units
 LONGEST_BLOCK = 25  # steps: a curve of 1,500 steps has 60 points
 DIGITS = 9  # of a mean, after the point; float32 has fewer
 CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")  # limit the instructions that are used
+GPU_UNITS = "gpu"  # in the place of a CPU's instructions: the name of a GPU has one kind
 # Their numbers may change with a version: initial weights, order of data, arithmetic.
 VERSIONS = ("torch", "transformers", "numpy", "deepspeed")
 
@@ -142,25 +143,27 @@ class Origin(Recorded):
     deepspeed: str | None = None
     machine: str
     processor: str
-    units: str | None = None  # the CPU's instructions for products, and what limits them; recorded later
+    # the CPU's instructions for products, and what limits them, or `GPU_UNITS`; recorded later
+    units: str | None = None
     gemm: Literal["bf16", "fp32"] | None = None  # of bf16 models on a CPU; recorded later
     command: list[str]
 
     def place(self) -> str:
         """What it was computed on, and how that multiplies."""
-        units = "" if self.units is None else f" ({self.units})"
+        units = "" if self.units in (None, GPU_UNITS) else f" ({self.units})"
         gemm = "" if self.gemm is None else f", GEMMs in {self.gemm}"
         return f"{self.processor or self.machine}{units}{gemm}"
 
     def same_place(self, other: Origin) -> bool | None:
         """Whether both were multiplied alike: if not, they differ in the last bits.
 
-        None: one of both has not recorded its instructions, and nothing else differs.
+        None: one or both have not recorded their instructions, and nothing else differs. Processors of one
+        name have several kinds.
         """
         if self.processor != other.processor or (self.gemm != other.gemm and self.gemm and other.gemm):
             return False
-        if None in (self.units, other.units):
-            return True if self.units == other.units else None
+        if self.units is None or other.units is None:
+            return None
         # earlier, the dtype was only recorded for low-bit recipes; others multiplied in bf16
         return self.units == other.units and (self.gemm or "bf16") == (other.gemm or "bf16")
 
@@ -189,7 +192,8 @@ class CellSettings(Recorded):
     config: dict[str, Any]
     model: dict[str, Any] | None
     text: dict[str, str]
-    files: dict[str, str] = Field(default_factory=dict)  # recorded later
+    files: dict[str, str] = Field(default_factory=dict)  # recorded later, as the fields of the recipe
+    recipe: dict[str, Any] | None = None
 
 
 class Result(Recorded):
@@ -290,7 +294,7 @@ def _place() -> dict[str, str | None]:
     from megalowbit.pretrain.checks import this_device
 
     if this_device().type == "cuda":
-        return {"processor": torch.cuda.get_device_name(), "units": None}
+        return {"processor": torch.cuda.get_device_name(), "units": GPU_UNITS}
     limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
     return {"processor": cpu_name(), "units": ", ".join([*(cpu_units() or ["unknown"])[:1], *limits])}
 

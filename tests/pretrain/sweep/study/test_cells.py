@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -12,6 +13,7 @@ from launchers import write_config
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import build_model
+from megalowbit.layers import recipe as recipe_module
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.matmul.quantizations import Quantizations
 from megalowbit.layers.recipe import named_recipes, recipe, recipes
@@ -220,6 +222,32 @@ def test_changed_settings_of_a_cell_are_named(tmp_path):
     text = TextFacts(**{**vars(FACTS), "train_sha256": "c" * 64})
     with pytest.raises(UserError, match=r"text\.train_sha256 = 'cc"):
         cell.check_settings(cell.settings(text))
+
+
+def test_a_recipe_counts_by_its_fields(tmp_path, monkeypatch):
+    cell = named(study_in(tmp_path), tmp_path, "small,t,6,nvfp4,1")
+    settings = cell.settings(FACTS)
+    cell.write("cell.json", settings)
+    known = dict(named_recipes())
+    other = dataclasses.replace(known["nvfp4"].recipe, q_forward_input="mxfp4e2m1bnosr")
+    monkeypatch.setitem(known, "nvfp4", known["nvfp4"]._replace(recipe=other))
+    monkeypatch.setattr(recipe_module, "named_recipes", lambda: known)
+    with pytest.raises(
+        UserError, match=r"recipe\.q_forward_input = 'mxfp4e2m1bnosr' \(was 'nvfp4e2m1bnosr'\)"
+    ):
+        cell.check_settings(cell.settings(FACTS))
+    earlier = {key: value for key, value in settings.items() if key != "recipe"}  # by an earlier version
+    assert cell.changed_settings(earlier, cell.settings(FACTS)) == ""
+    assert cell.changed_settings({**settings, "recipe": None}, cell.settings(FACTS)) == ""
+
+
+def test_a_field_of_recipes_that_was_added_later_counts_as_its_default(tmp_path):
+    cell = named(study_in(tmp_path), tmp_path, "small,t,6,nvfp4,1")
+    settings = cell.settings(FACTS)
+    assert settings["recipe"].pop("keep_last") == 0
+    assert cell.changed_settings(settings, cell.settings(FACTS)) == ""
+    settings["recipe"]["gone"] = 1
+    assert "recipe.gone" in cell.changed_settings(settings, cell.settings(FACTS))
 
 
 def test_differences_are_dotted_keys():

@@ -61,7 +61,7 @@ def test_a_report_of_kept_results_is_that_of_the_runs(study, tmp_path, capsys):
     assert again["cells"] == both["cells"]
     page = (out / "study.html").read_text()
     assert f"2 cells: commit <code>{'a' * 40}</code>" in page
-    assert "The two cells of 1 pair are not known to be of one kind of processor" in page
+    assert "The cells of 1 pair are of different kinds of processor" in page
 
 
 @pytest.mark.slow
@@ -261,22 +261,22 @@ def test_kept_results_with_longer_blocks_than_the_window_are_named_in_a_report(s
 
 
 @pytest.mark.parametrize(
-    ("own", "mixed", "cpu"),
+    ("own", "mixed", "unknown", "cpu"),
     [
-        ({}, 0, 2.0),
-        ({"gemm": "bf16"}, 0, 2.0),
-        ({"gemm": "fp32"}, 2, None),  # the baseline records none: it was multiplied in bf16
-        ({"units": "another"}, 2, None),
-        ({"units": None}, 2, None),  # of an earlier version
+        ({}, 0, 0, 2.0),
+        ({"gemm": "bf16"}, 0, 0, 2.0),
+        ({"gemm": "fp32"}, 2, 0, None),  # the baseline records none: it was multiplied in bf16
+        ({"units": "another"}, 2, 0, None),
+        ({"units": None}, 0, 2, 2.0),  # of an earlier version
     ],
 )
 def test_pairs_of_other_instructions_are_mixed_and_have_no_ratio_of_times(
-    study, tmp_path, capsys, own, mixed, cpu
+    study, tmp_path, capsys, own, mixed, unknown, cpu
 ):
     out = tmp_path / "out"
     finish(study, out, *NAMES[::2])
     finish(study, out, *NAMES[1::2], **own)
     data, _ = report(study, out, capsys)
     (group,) = data["groups"]
-    assert group["mixed_pairs"] == mixed
+    assert (group["mixed_pairs"], group["unknown_pairs"], group["pairs"]) == (mixed, unknown, 2)
     assert group["rows"][0]["cpu"] == cpu

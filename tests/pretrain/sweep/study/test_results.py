@@ -13,6 +13,7 @@ from studies import RESULT
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.results import (
+    GPU_UNITS,
     VERSIONS,
     LossMeans,
     Origin,
@@ -124,6 +125,7 @@ def test_a_gpu_is_the_processor_of_a_cell_unless_the_run_leaves_it_unused(monkey
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
     assert made_with(ROOT)["processor"] == "NVIDIA H100 80GB HBM3" != cpu
+    assert made_with(ROOT)["units"] == GPU_UNITS
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert made_with(ROOT)["processor"] == cpu
 
@@ -160,10 +162,18 @@ def test_a_cell_in_high_precision_without_a_recorded_dtype_was_multiplied_in_bf1
     assert later.same_place(earlier) is is_same
 
 
-def test_results_of_earlier_versions_are_compared_by_the_processor_alone():
+def test_processors_of_one_name_without_recorded_instructions_may_differ():
     origin = Origin.model_validate(RESULT["made_with"])
-    assert origin.same_place(origin.model_copy()) is True
+    assert origin.same_place(origin.model_copy()) is None
+    assert origin.same_place(origin.model_copy(update={"processor": "two"})) is False
     assert origin.place() == "one"
+
+
+def test_gpus_of_one_name_are_of_one_kind():
+    origin = Origin.model_validate({**RESULT["made_with"], "processor": "NVIDIA H100", "units": GPU_UNITS})
+    assert origin.same_place(origin.model_copy()) is True
+    assert origin.same_place(origin.model_copy(update={"processor": "NVIDIA H200"})) is False
+    assert origin.place() == "NVIDIA H100"
 
 
 def test_instructions_are_recorded_with_what_limits_them(monkeypatch, tmp_path):

@@ -75,9 +75,10 @@ class Finished:
         return cost.cpu_seconds / steps if steps and cost.steps == steps and cost.cpu_seconds else math.nan
 
     def ran_like(self, other: Finished) -> bool:
-        """Whether times compare: one kind of processor, equal GEMMs and threads."""
+        """Whether times compare: equal threads, and processors and GEMMs that are not known to differ."""
         own, their = self.result, other.result
-        return own.made_with.same_place(their.made_with) is True and own.cost.threads == their.cost.threads
+        is_same = own.made_with.same_place(their.made_with)
+        return is_same is not False and own.cost.threads == their.cost.threads
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Row:
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
-        cpu: CPU time of a step, relative to the reference's: the median of pairs that ran alike.
+        cpu: CPU time of a step, relative to the reference's: the median of pairs that are not known to have
+            run on different kinds of processor.
         curve: step → mean gap, for a picture.
     """
 
@@ -247,25 +249,40 @@ class Group:
         return math.sqrt(statistics.fmean(each**2 for each in self.drifts)) if self.drifts else None
 
     @cached_property
-    def _origins(self) -> list[tuple[Origin, Origin]]:
-        """What both cells of each pair of a recipe and the baseline were made with."""
-        return [
-            (cells[key].result.made_with, self.baseline[key].result.made_with)
-            for cells in self.members.values()
-            for key in cells
-            if key in self.baseline
-        ]
+    def _origins(self) -> list[tuple[Origin, list[Origin]]]:
+        """What each cell with a pair was made with, and what it is compared with: baseline and forks."""
+        found = []
+        for label, cells in self.members.items():
+            references = [self.baseline, *([] if label in self._repeats else self._forks)]
+            for key, each in cells.items():
+                if label != self.study.baseline and key in self.baseline:
+                    peers = [runs[key].result.made_with for runs in references if key in runs]
+                    found.append((each.result.made_with, peers))
+        return found
 
     @cached_property
+    def _same_places(self) -> list[bool | None]:
+        """For each pair whether all its cells were multiplied alike; None: it is not known."""
+        found = [[own.same_place(peer) for peer in peers] for own, peers in self._origins]
+        return [False if False in each else None if None in each else True for each in found]
+
+    @property
     def num_mixed_pairs(self) -> int:
-        """Pairs of a recipe and the baseline whose cells are not known to be multiplied alike."""
-        return sum(one.same_place(other) is not True for one, other in self._origins)
+        """Pairs of a recipe and the baseline, or a fork of it, that were multiplied differently."""
+        return self._same_places.count(False)
+
+    @property
+    def num_unknown_pairs(self) -> int:
+        """Pairs of which the instructions were not recorded."""
+        return self._same_places.count(None)
 
     @cached_property
     def mixed_versions(self) -> dict[str, int]:
         """Packages of which the cells of a pair had different versions, and the number of such pairs."""
-        others = [one.other_versions(other) for one, other in self._origins]
-        return dict(Counter(name for found in others for name, *_ in found))
+        others = [
+            {name for peer in peers for name, *_ in own.other_versions(peer)} for own, peers in self._origins
+        ]
+        return dict(Counter(name for found in others for name in found))
 
     def seed_deviation(self) -> float | None:
         """Standard deviation of the baseline's loss at the end over seeds, mean over texts."""
@@ -338,7 +355,9 @@ class Group:
             "noise": [row.to_dict() for row in self.noise],
             "noise_floor": self.noise_floor(),
             "noise_pairs": len(self.drifts),
+            "pairs": len(self._origins),
             "mixed_pairs": self.num_mixed_pairs,
+            "unknown_pairs": self.num_unknown_pairs,
             "mixed_versions": self.mixed_versions,
             "deviation_over_seeds": self.seed_deviation(),
             "separated": [

@@ -1,12 +1,15 @@
 """Gap over model size: a power law, with the uncertainty of its exponent.
 
-The model is gap(N) = A·(N / N₀)^b with independent normal errors of equal variance, where N is the number of
-parameters and N₀ the geometric mean of the sizes. The gaps themselves are fitted, not their logarithms: noise
-makes single gaps negative. For a given b the best A has a closed form, so one search over b finds the least
-sum of squares. The variance is that of the values within the sizes, pooled. The interval of b contains all b
-whose sum of squares is not significantly larger (extra-sum-of-squares F test; Seber and Wild, Nonlinear
-Regression, 1989, chapter 5); it is not symmetric, and may be open where the data cannot exclude any steeper
-law. The same variance tests whether a power law fits at all.
+The model is gap(N) = A·(N / N₀)^b with independent normal errors, where N is the number of parameters and N₀
+the geometric mean of the sizes. The gaps themselves are fitted, not their logarithms: noise makes single gaps
+negative. For a given b the best A has a closed form, so one search over b finds the least sum of squares.
+
+Larger models scatter more, so each size has a variance of its own, that of its seeds. Whether the data allow
+an exponent b is tested by the derivative of the least sum of squares by b: that is a linear contrast of the
+sizes' means, whose expected value is zero if b is the exponent. Its t has the degrees of freedom of
+Satterthwaite (Biometrics Bulletin 2, 1946). The interval of b contains all b that this test does not reject.
+It is not symmetric, and may be open where the data cannot exclude any steeper law. Whether a power law fits
+at all is tested by the squares that it leaves, as Brown and Forsythe (Technometrics 16, 1974) test means.
 
 Three sizes support an exponent within their range, not an extrapolation.
 """
@@ -23,7 +26,6 @@ from megalowbit.pretrain.sweep.study.report.statistics import (
     CONFIDENCE,
     Estimate,
     f_exceeds,
-    t_quantile,
 )
 
 LEAST_SIZES = 3
@@ -88,13 +90,11 @@ def fit(values: Mapping[int, Sequence[float]]) -> PowerLaw:
         return sum(counts[n] * (means[n] - scale * (n / size) ** exponent) ** 2 for n in values)
 
     exponent = _minimum(squares)
-    least, dof = squares(exponent), sum(counts.values()) - len(values)
     low = high = p_of_fit = None
-    variance = sum((each - means[n]) ** 2 for n in values for each in values[n]) / dof if dof else 0.0
-    if variance:
-        limit = least + variance * t_quantile(CONFIDENCE, dof) ** 2
-        low, high = _edge(squares, exponent, -STEEPEST, limit), _edge(squares, exponent, STEEPEST, limit)
-        p_of_fit = f_exceeds(least / (len(values) - 2) / variance, len(values) - 2, dof)
+    if all(count > 1 for count in counts.values()) and any(map(statistics.variance, values.values())):
+        rejection = _Tests(values, size)
+        low, high = (_edge(rejection.of_exponent, exponent, end, CONFIDENCE) for end in (-STEEPEST, STEEPEST))
+        p_of_fit = 1 - rejection.of_fit(exponent, coefficient(exponent))
     is_found = coefficient(exponent) > 0 and abs(exponent) < STEEPEST * (1 - 1e-6)
     found = exponent if is_found else None
     return PowerLaw(
@@ -107,6 +107,58 @@ def fit(values: Mapping[int, Sequence[float]]) -> PowerLaw:
         estimates={n: Estimate.of(list(each)) for n, each in sorted(values.items())},
         conclusion=_conclusion(found, low, high, p_of_fit),
     )
+
+
+class _Tests:
+    """Tests of a fit: 1 - p, so that more is worse.
+
+    Args:
+        values: number of parameters → gaps, at least two of each.
+        size: the geometric mean of the sizes.
+    """
+
+    def __init__(self, values: Mapping[int, Sequence[float]], size: float) -> None:
+        self._places = {n: n / size for n in values}
+        self._counts = {n: len(each) for n, each in values.items()}
+        self._means = {n: statistics.fmean(each) for n, each in values.items()}
+        self._variances = {n: statistics.variance(each) for n, each in values.items()}
+
+    def of_exponent(self, exponent: float) -> float:
+        """Of the exponent, by the contrast of the means that the derivative of the sum of squares is."""
+        shape, slope = self._tangent(exponent)
+        weights = {n: self._counts[n] * shape[n] * slope[n] for n in shape}
+        value = sum(weights[n] * self._means[n] for n in weights)
+        return self._rejection(value**2, 1, {n: weights[n] ** 2 / self._counts[n] for n in weights})
+
+    def of_fit(self, exponent: float, scale: float) -> float:
+        """Of a power law with any exponent, by the squares that the best one leaves."""
+        shape, slope = self._tangent(exponent)
+        counts, means = self._counts, self._means
+        left = sum(counts[n] * (means[n] - scale * shape[n]) ** 2 for n in shape)
+        plain = sum(counts[n] * shape[n] ** 2 for n in shape)
+        sloped = sum(counts[n] * (shape[n] * slope[n]) ** 2 for n in shape)
+        leverages = {n: counts[n] * shape[n] ** 2 * (1 / plain + slope[n] ** 2 / sloped) for n in shape}
+        num_left = len(shape) - 2
+        return self._rejection(
+            left / num_left, num_left, {n: (1 - each) / num_left for n, each in leverages.items()}
+        )
+
+    def _tangent(self, exponent: float) -> tuple[dict[int, float], dict[int, float]]:
+        """The shape of the law, and its derivative by the exponent, orthogonal to it and in units of it."""
+        shape = {n: place**exponent for n, place in self._places.items()}
+        masses = {n: self._counts[n] * shape[n] ** 2 for n in shape}
+        logs = {n: math.log(place) for n, place in self._places.items()}
+        middle = sum(masses[n] * logs[n] for n in shape) / sum(masses.values())
+        return shape, {n: logs[n] - middle for n in shape}
+
+    def _rejection(self, square: float, dof: int, weights: Mapping[int, float]) -> float:
+        """1 - p of a square whose expected value is the weighted sum of the variances."""
+        parts = {n: max(0.0, weights[n]) * self._variances[n] for n in weights}
+        noise = sum(parts.values())
+        if not noise:
+            return float(square > 0)
+        dof_of_noise = noise**2 / sum(each**2 / (self._counts[n] - 1) for n, each in parts.items())
+        return 1 - f_exceeds(square / noise, dof, dof_of_noise)
 
 
 def _conclusion(exponent: float | None, low: float | None, high: float | None, p_of_fit: float | None) -> str:

@@ -47,7 +47,7 @@ def t_quantile(confidence: float, dof: int) -> float:
     return high
 
 
-def f_exceeds(value: float, dof: int, dof_of_noise: int) -> float:
+def f_exceeds(value: float, dof: int, dof_of_noise: float) -> float:
     """P(F > value) for the F distribution: a regularised incomplete beta function."""
     x = dof_of_noise / (dof_of_noise + dof * value)
     return regularised_beta(x, dof_of_noise / 2, dof / 2)

@@ -88,9 +88,14 @@ def _of_noise(group: Group) -> list[str]:
         found.append(f"Standard deviation of {group.study.baseline} over seeds: {deviation:.4f}.")
     if group.num_mixed_pairs:
         found.append(
-            f"The two cells of {counted(group.num_mixed_pairs, 'pair')} are not known to be of one kind of "
-            "processor, with GEMMs in one dtype. Others differ in the last bits, which adds noise as that of "
+            f"The cells of {counted(group.num_mixed_pairs, 'pair')} are of different kinds of processor, or "
+            "have GEMMs in different dtypes. They differ in the last bits, which adds noise as that of "
             "replicas."
+        )
+    if group.num_unknown_pairs:
+        found.append(
+            f"The cells of {counted(group.num_unknown_pairs, 'pair')} are of processors of one name, whose "
+            "instructions are not recorded: these may be of different kinds, too."
         )
     for package, count in group.mixed_versions.items():
         found.append(
