@@ -5,8 +5,8 @@ The configuration is trained at every threshold, and in bf16 as the reference, o
 of the reference's, paired by seed. Its gain is the share of products × steps at 8 bits or fewer. The tool
 suggests the lowest threshold with an allowed gap, because lower thresholds run more products at fewer bits.
 
-A short run shows what the start of training tolerates; gaps may open later. A gap smaller than its error is
-not significant. Not supported: a different threshold for each precision, long runs.
+A short run shows what the start of training tolerates; gaps may open later. A gap whose interval contains
+zero is not significant. Not supported: a different threshold for each precision, long runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CalibrationPlan:
     Attributes:
         config: DeepSpeed configuration with a `megalowbit.speculation` section.
         thresholds: SNR in dB; sorted, without duplicates.
-        seeds: seeds of weights and data; an error estimate needs two or more.
+        seeds: seeds of weights and data; an interval needs two or more.
         steps: steps of each run; `None`: as configured.
         last: number of steps at the end whose mean loss is compared; `None`: a fifth of the steps.
         out: folder of the runs and results.
@@ -125,9 +125,9 @@ class ThresholdOutcome:
         return self.hits / verified if verified else math.nan
 
     def gap_text(self) -> str:
-        """`+0.12 % ± 0.05 %`; with one seed, the error is `?`."""
-        error = "?" if math.isnan(self.gap.error) else f"{self.gap.error:.2f} %"
-        return f"{self.gap.mean:+.2f} % ± {error}"
+        """`+0.12 % ± 0.05 %`, the interval of 95 %; with one seed it is `?`."""
+        half = "?" if math.isnan(self.gap.half_width) else f"{self.gap.half_width:.2f} %"
+        return f"{self.gap.mean:+.2f} % ± {half}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +141,7 @@ class Calibration:
         max_gap: the largest allowed gap, in %.
         reference: seed → loss of bf16.
         outcomes: results by threshold, ascending.
+        num_mixed: runs on another kind of processor than that of the reference with their seed.
     """
 
     config: str
@@ -149,6 +150,7 @@ class Calibration:
     max_gap: float
     reference: Mapping[int, float]
     outcomes: tuple[ThresholdOutcome, ...]
+    num_mixed: int = 0
 
     @property
     def suggestion(self) -> ThresholdOutcome | None:
@@ -161,7 +163,7 @@ class Calibration:
         seeds, reference = counted(len(self.reference), "seed"), statistics.mean(self.reference.values())
         lines = [
             f"mean loss of the last {self.last} of {self.steps} steps, {self.config}, {seeds}",
-            "threshold      loss   gap to bf16 (± error)   ≤ 8 bits"
+            "threshold      loss      gap to bf16 (95 %)   ≤ 8 bits"
             + "".join(name.rjust(10) for name in candidates)
             + "hits".rjust(18),
             f"{REFERENCE:>9}{reference:10.4f}",
@@ -194,16 +196,21 @@ class Calibration:
             f"suggested: {KEY}.threshold_db = {best.threshold_db:g}, with {100 * best.share_8bit:.1f} % at 8 "
             f"bits or fewer and a gap of {best.gap_text()} (allowed: {self.max_gap:g} %)"
         ]
-        if math.isnan(best.gap.error):
-            lines.append("the error of the gap is unknown with one seed: use three or more")
-        elif best.gap.mean + 2 * best.gap.error > self.max_gap:
+        if math.isnan(best.gap.half_width):
+            lines.append("how uncertain the gap is, is unknown with one seed: use three or more")
+        elif best.gap.mean + best.gap.half_width > self.max_gap:
             lines.append(
-                f"within twice its error, that gap may exceed {self.max_gap:g} %: use more seeds or steps"
+                f"within its interval, that gap may exceed {self.max_gap:g} %: use more seeds or steps"
             )
         higher = [each for each in self.outcomes if each.threshold_db > best.threshold_db]
         if any(each.gap.mean > self.max_gap for each in higher):
             lines.append(
                 "a higher threshold has a larger gap, so gaps of this size are noise: use more seeds"
+            )
+        if self.num_mixed:
+            lines.append(
+                f"{counted(self.num_mixed, 'run')} had another kind of processor than bf16 with the same "
+                "seed, which adds noise to the gap"
             )
         diverged = [f"{each.threshold_db:g} dB" for each in higher if each.is_diverged]
         if diverged:
@@ -226,7 +233,7 @@ class Calibration:
                     "threshold_db": each.threshold_db,
                     "losses": {str(seed): _or_none(loss) for seed, loss in each.losses.items()},
                     "gap_percent": _or_none(each.gap.mean),
-                    "gap_error_percent": _or_none(each.gap.error),
+                    "gap_half_width_percent": _or_none(each.gap.half_width),
                     "share_8bit_or_less": _or_none(each.share_8bit),
                     "shares": dict(each.shares),
                     "hit_rate": _or_none(each.hit_rate),
@@ -268,7 +275,7 @@ def calibrate(plan: CalibrationPlan, *, has_picture: bool = True) -> Calibration
             picture,
             thresholds=[each.threshold_db for each in found.outcomes],
             gaps=[each.gap.mean for each in found.outcomes],
-            errors=[each.gap.error for each in found.outcomes],
+            half_widths=[each.gap.half_width for each in found.outcomes],
             shares=[each.shares for each in found.outcomes],
             max_gap=plan.max_gap,
             suggestion=None if found.suggestion is None else found.suggestion.threshold_db,
@@ -330,7 +337,14 @@ def _evaluate(plan: CalibrationPlan, runs: Sequence[Run], *, steps: int, last: i
         max_gap=plan.max_gap,
         reference=reference,
         outcomes=tuple(outcomes),
+        num_mixed=_num_mixed(runs),
     )
+
+
+def _num_mixed(runs: Sequence[Run]) -> int:
+    origins = {run.seed: run.begun_with() for run in runs if run.label == REFERENCE}
+    pairs = [(origins[run.seed], run.begun_with()) for run in runs]
+    return sum(one is not None and two is not None and one.same_place(two) is False for one, two in pairs)
 
 
 def _outcome(

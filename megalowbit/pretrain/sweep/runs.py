@@ -2,9 +2,10 @@
 
 A `Run` is a process of launch/pretrain.py with one thread, some overridden values and its run folder. An
 interrupted sweep continues if it is started again with the same folders. Runs with the same seed have the
-same initial weights and batches, so a `Gap` is computed within a seed, and its error comes from the gaps of
-all seeds. A run that diverges is a result; a run that fails ends the sweep. The files of a run are validated,
-because a truncated or edited file would otherwise enter an average unnoticed.
+same initial weights and batches, so a `Gap` is computed within a seed, and its interval comes from all seeds.
+A run that diverges is a result; a run that fails ends the sweep. The files of a run are validated,
+because a truncated or edited file would otherwise enter an average unnoticed. `begun.json`, written before a
+run starts, has what its configuration only names (`contents.py`), and the versions and the machine.
 
 Not supported: runs with several processes, or on other machines.
 """
@@ -28,16 +29,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megalowbit.durable_files import open_regular
-from megalowbit.errors import UserError
+from pydantic import ValidationError
+
+from megalowbit.durable_files import atomic_file, open_regular
+from megalowbit.errors import UserError, shown
 from megalowbit.json_text import is_finite_number, parse_json, read_text
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import with_current_names
+from megalowbit.pretrain.sweep.contents import contents_of, differences, plain, texts_of
+from megalowbit.pretrain.sweep.study.report.statistics import CONFIDENCE, t_quantile
+from megalowbit.pretrain.sweep.study.results import Origin, made_with
 from megalowbit.records.files import CONFIG, METRICS, SUMMARY
 from megalowbit.records.lines import objects
 from megalowbit.shipped_files import checkout
 
+BEGUN = "begun.json"
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # overrides that turn off outputs a sweep does not need
 LEAN = ("megalowbit.checkpoint.export_hf=false", "megalowbit.telemetry.tensorboard=false")
@@ -80,6 +87,7 @@ class Run:
         wanted = json.loads(json.dumps(self.resolved().to_dict()))
         if with_current_names(self.read_object(saved)) != wanted:
             raise UserError(f"{self.folder} contains a run with other settings: choose another --out")
+        self._check_contents()
         steps = wanted["megalowbit"]["run"]["steps"]
         if not summary.exists() or self.read_object(summary).get("steps") != steps:
             return self.was_stopped()
@@ -87,12 +95,64 @@ class Run:
             self.refuse(self.metrics, f"it does not end with step {steps}, as summary.json says")
         return True
 
+    def begun_with(self) -> Origin | None:
+        """The versions and the machine that the run was begun with; None if an earlier version began it.
+
+        Raises:
+            UserError: the record is damaged.
+        """
+        path = self.folder / BEGUN
+        if not path.exists():
+            return None
+        try:
+            return Origin.model_validate(self.read_object(path).get("made_with"))
+        except ValidationError:
+            self.refuse(path, "it does not say what the run was made with")
+
+    def _check_contents(self) -> None:
+        """Check that model, recipe, text and versions are those with which the run was begun.
+
+        Raises:
+            UserError: they are not; the message names the first one that differs.
+        """
+        origin = self.begun_with()
+        if origin is None:
+            return
+        before = {key: self.read_object(self.folder / BEGUN).get(key) for key in ("contents", "texts")}
+        config = self.resolved()
+        now = {"contents": contents_of(config), "texts": texts_of(config)}
+        for key, old, new in differences(plain(before), plain(now)):
+            name = key.partition(".")[2] or key
+            raise UserError(
+                f"{self.folder} contains a run with another {name}: it was {shown(old)} and is {shown(new)} "
+                "now: restore it, or choose another --out"
+            )
+        if other := origin.other_version(Origin.model_validate(self._made_with())):
+            name, old, new = other
+            raise UserError(
+                f"{self.folder} was made with {name} {old}, and {new} is installed: install {old}, or choose "
+                "another --out"
+            )
+
+    def _made_with(self) -> dict[str, Any]:
+        return made_with(self.program.parent.parent)
+
+    def _record_begin(self) -> None:
+        if (self.folder / BEGUN).exists():
+            return
+        config = self.resolved()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {"contents": contents_of(config), "texts": texts_of(config), "made_with": self._made_with()}
+        with atomic_file(self.folder / BEGUN) as file:
+            file.write(json.dumps(content, indent=1) + "\n")
+
     def execute(self) -> float:
         """Run the process; returns the elapsed seconds, including the start.
 
         Raises:
             UserError: the process failed. A run that diverged has not failed.
         """
+        self._record_begin()
         started = time.perf_counter()
         arguments = ["--ds-config", str(self.config), "--run-dir", str(self.folder), "--resume", "auto"]
         for override in self.overrides:
@@ -200,23 +260,26 @@ class Run:
 
 @dataclass(frozen=True)
 class Gap:
-    """Differences from a reference, paired by seed: mean, standard deviation and standard error of the mean.
+    """Differences from a reference, paired by seed.
 
-    With one seed, deviation and error are NaN.
+    Attributes:
+        mean: of all seeds; NaN if a run has diverged.
+        half_width: of the interval of the mean (95 %, Student's t over the seeds); NaN with one seed.
     """
 
     mean: float
-    deviation: float
-    error: float
+    half_width: float
 
     @classmethod
     def between(cls, losses: Mapping[int, float], peers: Mapping[int, float]) -> Gap:
         """The gaps `losses[seed] - peers[seed]`; both have the same seeds. NaN if a loss is NaN."""
         gaps = [losses[seed] - peers[seed] for seed in losses]
         if any(map(math.isnan, gaps)):  # Python 3.11's stdev fails on them
-            return cls(math.nan, math.nan, math.nan)
-        deviation = statistics.stdev(gaps) if len(gaps) > 1 else math.nan
-        return cls(statistics.mean(gaps), deviation, deviation / math.sqrt(len(gaps)))
+            return cls(math.nan, math.nan)
+        if len(gaps) == 1:
+            return cls(gaps[0], math.nan)
+        error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+        return cls(statistics.mean(gaps), t_quantile(CONFIDENCE, len(gaps) - 1) * error)
 
 
 def folder_name(label: str, seed: int) -> str:

@@ -87,7 +87,7 @@ def draw_calibration(
     *,
     thresholds: Sequence[float],
     gaps: Sequence[float],
-    errors: Sequence[float],
+    half_widths: Sequence[float],
     shares: Sequence[Mapping[str, float]],
     max_gap: float,
     suggestion: float | None,
@@ -98,7 +98,7 @@ def draw_calibration(
         path: a PNG; an existing file is replaced.
         thresholds: in dB, ascending.
         gaps: gap in loss to bf16 in %, one for each threshold; NaN if a run diverged.
-        errors: standard errors of the gaps; NaN with one seed.
+        half_widths: of the intervals of the gaps; NaN with one seed.
         shares: precision → share, one mapping for each threshold; empty if a run diverged.
         max_gap: largest allowed gap in %.
         suggestion: the suggested threshold, or `None`.
@@ -108,7 +108,7 @@ def draw_calibration(
     """
     figure = _figure(8, 7)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-    _draw_gaps(above, gaps, errors, max_gap)
+    _draw_gaps(above, gaps, half_widths, max_gap)
     bottom = [0.0] * len(thresholds)
     for name in next((each for each in shares if each), {}):
         heights = [100 * each.get(name, 0.0) for each in shares]
@@ -122,10 +122,10 @@ def draw_calibration(
     _save(figure, path)
 
 
-def _draw_gaps(axes: Axes, gaps: Sequence[float], errors: Sequence[float], max_gap: float) -> None:
+def _draw_gaps(axes: Axes, gaps: Sequence[float], half_widths: Sequence[float], max_gap: float) -> None:
     """Gaps with error bars, one position for each threshold, and the allowed region."""
     places = range(len(gaps))
-    bars = [0.0 if math.isnan(error) else error for error in errors]
+    bars = [0.0 if math.isnan(each) else each for each in half_widths]
     axes.errorbar(places, gaps, yerr=bars, color=COLOURS["int8"], marker="o", capsize=4, linewidth=1.6)
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.axhline(max_gap, color=INK, linewidth=1.2, linestyle="--")
@@ -141,7 +141,7 @@ def _draw_gaps(axes: Axes, gaps: Sequence[float], errors: Sequence[float], max_g
         if math.isnan(gap):
             axes.text(place, 0.98, "diverged", transform=fixed_y, color=INK, ha="center", va="top")
     axes.set_ylabel("gap in loss to bf16 (%)")
-    axes.set_title("Bars: standard error over the seeds" if any(bars) else "One seed", loc="left")
+    axes.set_title("Bars: intervals over the seeds (95 %)" if any(bars) else "One seed", loc="left")
 
 
 def _draw_precisions(axes: Axes, history: History) -> None:

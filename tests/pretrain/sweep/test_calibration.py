@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import statistics
@@ -64,7 +65,7 @@ def test_a_calibration_compares_thresholds_with_bf16_and_can_be_resumed(tmp_path
     assert (low["threshold_db"], never["threshold_db"]) == (3, NEVER)
     assert low["losses"]["1"] == pytest.approx(losses["3-dB"])
     assert low["gap_percent"] == pytest.approx(100 * (losses["3-dB"] / losses["bf16"] - 1), abs=1e-9) != 0
-    assert low["gap_error_percent"] is None
+    assert low["gap_half_width_percent"] is None
     # what never leaves bf16 is the reference itself, bit by bit where all layouts give equal sums
     tolerance = 0 if cpu_products.has_fast_bf16() else 1e-4
     assert losses["1000-dB"] == pytest.approx(losses["bf16"], rel=tolerance, abs=0)
@@ -137,13 +138,13 @@ def test_the_lowest_threshold_whose_gap_is_allowed_is_suggested():
     lines = found.table().splitlines()
     assert [line.split()[0] for line in lines[2:7]] == ["bf16", "5", "10", "15", "20"]
     assert lines[3].split() == ["5", "dB", "diverged"]
-    error = statistics.stdev([0.1, 0.12, 0.11]) / math.sqrt(3)
+    half = 4.30265 * statistics.stdev([0.1, 0.12, 0.11]) / math.sqrt(3)
     assert lines[5].split() == (
-        f"15 dB 1.0011 +0.11 % ± {error:.2f} % 80.0 % 80.0 % 20.0 % 99.0 % of 100".split()
+        f"15 dB 1.0011 +0.11 % ± {half:.2f} % 80.0 % 80.0 % 20.0 % 99.0 % of 100".split()
     )
     assert lines[8:] == [
         "suggested: megalowbit.speculation.threshold_db = 15, with 80.0 % at 8 bits or fewer and a gap of "
-        f"+0.11 % ± {error:.2f} % (allowed: 0.3 %)"
+        f"+0.11 % ± {half:.2f} % (allowed: 0.3 %)"
     ]
 
 
@@ -153,15 +154,15 @@ def test_the_lowest_threshold_whose_gap_is_allowed_is_suggested():
         (
             [outcome(5, [0.8, 0.9]), outcome(10, [0.4, 0.5])],
             [
-                "no threshold keeps the gap within 0.3 %: the smallest is +0.45 % ± 0.05 %, at 10 dB",
+                "no threshold keeps the gap within 0.3 %: the smallest is +0.45 % ± 0.64 %, at 10 dB",
                 "try higher thresholds, or candidates without the cheapest precision",
             ],
         ),
         ([outcome(5, [math.nan])], ["no threshold keeps the gap within 0.3 %: all runs diverged"]),
-        ([outcome(5, [0.1])], ["the error of the gap is unknown with one seed: use three or more"]),
+        ([outcome(5, [0.1])], ["how uncertain the gap is, is unknown with one seed: use three or more"]),
         (
             [outcome(5, [0.0, 0.4])],
-            ["within twice its error, that gap may exceed 0.3 %: use more seeds or steps"],
+            ["within its interval, that gap may exceed 0.3 %: use more seeds or steps"],
         ),
         (
             [outcome(5, [0.1, 0.1]), outcome(10, [0.5, 0.6])],
@@ -194,6 +195,13 @@ def test_uncertain_estimates_are_marked(outcomes, last_lines):
     assert found.table().splitlines()[-len(last_lines) :] == last_lines
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["suggested_threshold_db"] == (
         None if last_lines[0].startswith("no threshold") else 5
+    )
+
+
+def test_runs_on_another_kind_of_processor_are_counted():
+    found = dataclasses.replace(calibration(outcome(5, [0.1, 0.1])), num_mixed=2)
+    assert found.table().splitlines()[-1] == (
+        "2 runs had another kind of processor than bf16 with the same seed, which adds noise to the gap"
     )
 
 

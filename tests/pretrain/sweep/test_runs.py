@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from launchers import write_config
 from megalowbit.errors import UserError
@@ -47,9 +48,8 @@ def test_gaps_are_paired_by_seed():
     peers = {1: 2.0, 2: 3.0, 3: 2.5}
     gap = Gap.between({1: 2.3, 2: 3.1, 3: 2.6}, peers)  # gaps of 0.3, 0.1 and 0.1
     assert gap.mean == pytest.approx(0.5 / 3)
-    assert gap.deviation == pytest.approx((0.04 / 3) ** 0.5)
-    assert gap.error == pytest.approx((0.04 / 9) ** 0.5)
-    assert math.isnan(Gap.between({1: 2.3}, {1: 2.0}).error)
+    assert gap.half_width == pytest.approx(4.303 * (0.04 / 9) ** 0.5, rel=1e-4)  # t of two degrees of freedom
+    assert math.isnan(Gap.between({1: 2.3}, {1: 2.0}).half_width)
     assert math.isnan(Gap.between({1: 2.3, 2: math.nan, 3: 2.6}, peers).mean)
 
 
@@ -60,7 +60,7 @@ def test_the_program_gets_its_overrides_one_thread_and_no_ranks(make_run, monkey
         "import json, os, sys\nfrom pathlib import Path\n"
         "folder = Path(sys.argv[sys.argv.index('--run-dir') + 1])\n"
         "import megalowbit\n"  # found by the path, whatever the working directory
-        "folder.mkdir()\n"
+        "folder.mkdir(exist_ok=True)\n"
         "seen = {'arguments': sys.argv[1:], 'threads': os.environ['OMP_NUM_THREADS'],\n"
         "        'ranks': [name for name in ('RANK', 'WORLD_SIZE') if name in os.environ]}\n"
         "(folder / 'seen.json').write_text(json.dumps(seen))\n"
@@ -101,6 +101,68 @@ def test_a_folder_is_complete_with_all_its_steps_and_refused_with_other_settings
     other = Run(**{**vars(run), "overrides": (*run.overrides, "megalowbit.recipe=bf16")})
     with pytest.raises(UserError, match="seed-3 contains a run with other settings: choose another --out"):
         other.is_complete()
+
+
+@pytest.fixture
+def finished(make_run):
+    """A finished run whose model and text are files in `folder`."""
+    run = make_run("")
+    run.execute()
+    recorded(run, [3.0, 2.0, 1.0, 1.5])
+    (run.folder / "summary.json").write_text('{"steps": 4}')
+    assert run.is_complete()
+    assert run.begun_with().torch == torch.__version__
+    return run
+
+
+def test_a_run_of_another_model_is_refused(finished):
+    path = Path(finished.resolved().to_dict()["megalowbit"]["model"]["config"])
+    path.write_text(json.dumps({**json.loads(path.read_text()), "n_head": 4}))
+    with pytest.raises(
+        UserError, match=r"a run with another model\.n_head: it was 2 and is 4 now: restore it, or"
+    ):
+        finished.is_complete()
+
+
+def test_a_run_on_another_text_is_refused(finished):
+    path = Path(finished.resolved().settings.data.corpus)
+    path.write_text(path.read_text() + "More.\n")
+    with pytest.raises(UserError, match=r"a run with another text: it was '.*' and is '.*' now: restore it"):
+        finished.is_complete()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"made_with": {"torch": "2.4.0"}}, r"was made with torch 2\.4\.0, and .* is installed: install 2"),
+        ({"contents": {"recipe": {"keep_last": 1}}}, r"another recipe\.keep_last: it was 1 and is 0 now"),
+    ],
+)
+def test_a_run_of_another_version_or_recipe_is_refused(finished, changes, message):
+    path = finished.folder / "begun.json"
+    path.write_text(json.dumps(merged(json.loads(path.read_text()), changes)))
+    with pytest.raises(UserError, match=message):
+        finished.is_complete()
+
+
+def merged(before, changes):
+    if not isinstance(changes, dict):
+        return changes
+    return {**before, **{key: merged(before.get(key), value) for key, value in changes.items()}}
+
+
+def test_a_run_of_an_earlier_version_without_that_record_counts(finished):
+    (finished.folder / "begun.json").unlink()
+    assert finished.is_complete()
+    assert finished.begun_with() is None
+
+
+def test_a_damaged_record_of_the_begin_is_named(finished):
+    (finished.folder / "begun.json").write_text('{"made_with": 3}')
+    with pytest.raises(
+        UserError, match=r"begun\.json is damaged \(it does not say what the run was made with\)"
+    ):
+        finished.is_complete()
 
 
 def test_a_run_that_ends_without_learning_has_diverged(make_run):

@@ -195,7 +195,7 @@ def test_calibration_is_drawn_with_diverged_and_single_runs(tmp_path):
         tmp_path / "calibration.png",
         thresholds=[5, 10, 15],
         gaps=[nan, 0.5, 0.1],
-        errors=[nan, 0.2, nan],
+        half_widths=[nan, 0.2, nan],
         shares=shares,
         max_gap=0.3,
         suggestion=15,

@@ -18,17 +18,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalowbit.data.settings import BPE_TOKENIZER, BYTE_TOKENIZER, NO_TOKENIZER
-from megalowbit.data.tokenize import FolderTokenizer
 from megalowbit.durable_files import atomic_file, open_regular
 from megalowbit.errors import TransientError, UserError, shown, unknown_name
-from megalowbit.hf.training_checkpoint import digest_of_weights
 from megalowbit.json_text import is_finite_number, read_json_object
-from megalowbit.layers.recipe import Recipe
-from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.resume import with_current_names
+from megalowbit.pretrain.sweep.contents import MISSING, contents_of, differences, plain, with_default_fields
 from megalowbit.pretrain.sweep.runs import Run
 from megalowbit.pretrain.sweep.study.results import Result, block_of, result_of
 from megalowbit.pretrain.sweep.study.study_file import RecipeEntry, Replica, Size, StudySettings
@@ -164,8 +160,6 @@ class Cell:
 
     def settings(self, text: TextFacts) -> dict[str, Any]:
         """Everything on which the result depends, except the code and the machine."""
-        resolved = self.config.to_dict()
-        model = resolved["megalowbit"]["model"].get("config")
         return {
             "cell": {
                 "size": self.size.name,
@@ -176,22 +170,10 @@ class Cell:
                 "lr_factor": self.lr_factor,
                 "replica_of": self.entry.of if isinstance(self.entry, Replica) else None,
             },
-            "config": _without_paths(resolved),
-            "model": None if model is None else read_json_object(Path(model)),
+            "config": _without_paths(self.config.to_dict()),
             "text": {"train_sha256": text.train_sha256, "heldout_sha256": text.heldout_sha256},
-            "files": self._files(),
-            "recipe": _plain(recipe_of(self.config.recipe).to_dict()),
+            **contents_of(self.config),
         }
-
-    def _files(self) -> dict[str, str]:
-        """What identifies the weights to start from and the folder of a tokenizer."""
-        checkpoint, tokenizer = self.config.settings.model.checkpoint, self.config.settings.data.tokenizer
-        found = {}
-        if checkpoint is not None:
-            found["weights"] = digest_of_weights(checkpoint)
-        if tokenizer not in (BYTE_TOKENIZER, BPE_TOKENIZER, NO_TOKENIZER):
-            found["tokenizer"] = FolderTokenizer(Path(tokenizer).expanduser()).fingerprint
-        return found
 
     def check_settings(self, settings: Mapping[str, Any]) -> bool:
         """Compare with the settings that a run in this folder was started with; False if there is none.
@@ -223,7 +205,7 @@ class Cell:
         files = saved.get("files", {})  # earlier versions recorded none
         settings = {**settings, "files": {name: settings["files"].get(name, MISSING) for name in files}}
         saved = {**saved, "config": with_current_names(saved["config"]), "files": files}
-        saved["recipe"] = _with_default_fields(saved["recipe"]) if saved.get("recipe") else settings["recipe"]
+        saved["recipe"] = with_default_fields(saved["recipe"]) if saved.get("recipe") else settings["recipe"]
         found = list(differences(saved, settings))
         if any(where.startswith("config.") and before == MISSING for where, before, _ in found):
             found = list(differences({**saved, "config": self._with_defaults(saved["config"])}, settings))
@@ -375,34 +357,8 @@ def cell_named(study: StudySettings, folder: Path, program: Path, name: str) -> 
     return known[name]
 
 
-def _plain(value: Any) -> Any:
-    """The value as JSON gives it back."""
-    return json.loads(json.dumps(value))
-
-
-def _with_default_fields(recipe: Mapping[str, Any]) -> Any:
-    """A recorded recipe with the fields that were added since, at their defaults."""
-    try:
-        return _plain(Recipe.from_dict(recipe).to_dict())
-    except UserError:  # a field is gone: the differences name it
-        return recipe
-
-
 def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
-    copied: dict[str, Any] = _plain(config)
+    copied: dict[str, Any] = plain(config)
     for section, key in REMOVED_PATHS:
         copied["megalowbit"][section].pop(key, None)
     return copied
-
-
-MISSING = "nothing"
-
-
-def differences(before: Any, now: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in [*before, *(key for key in now if key not in before)]:
-            inner = f"{where}.{key}" if where else str(key)
-            yield from differences(before.get(key, MISSING), now.get(key, MISSING), inner)
-    elif before != now or type(before) is not type(now):
-        yield where, before, now

@@ -35,7 +35,7 @@ LEAST_DOCUMENTS = 32  # held out
 WORDS = 8  # of a phrase
 MOST_REPEATED = 0.05  # of the phrases of a held-out part
 TRAIN, HELD_OUT, FACTS = "train.jsonl", "heldout.jsonl", "text.json"
-MADE_FROM = "made_from"
+MADE_FROM, FILES = "made_from", "sha256_of_files"  # also in text.json
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields of a node that hold others
 
@@ -70,7 +70,9 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
     made_from = {"text": text.model_dump(mode="json"), "heldout_bytes": heldout_bytes}
     facts = facts_in(folder)
     if facts is not None:
-        before = read_json_object(folder / FACTS).get(MADE_FROM)
+        recorded = read_json_object(folder / FACTS)
+        before = recorded.get(MADE_FROM)
+        _check_files(text, recorded.get(FILES), folder)
         if before != made_from:
             raise UserError(
                 f"{folder} was made from {before}, not from {made_from}: use another --out, or restore "
@@ -80,6 +82,7 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
             if not (folder / name).is_file() or sha256_of(folder / name) != digest:
                 raise UserError(f"{folder / name} is not what was written: remove {folder} to write it again")
         return facts
+    files = _digest_of_files(text)
     description, found = _documents(text)
     documents = sorted(set(found), key=lambda each: hashlib.sha256(each.encode()).digest())
     train, held_out = _split(text.name, documents, heldout_bytes)
@@ -100,8 +103,29 @@ def write_text(text: Text, folder: Path, *, heldout_bytes: int) -> TextFacts:
         heldout_sha256=sha256_of(folder / HELD_OUT),
     )
     with atomic_file(folder / FACTS) as file:
-        file.write(json.dumps({**asdict(facts), MADE_FROM: made_from}, indent=2) + "\n")
+        file.write(json.dumps({**asdict(facts), MADE_FROM: made_from, FILES: files}, indent=2) + "\n")
     return facts
+
+
+def _digest_of_files(text: Text) -> str | None:
+    """Of the names and contents of a text's own files; None: it has none, or they are gone."""
+    if text.path is None or not text.path.exists():
+        return None
+    return LocalCorpus(text.path).fingerprint
+
+
+def _check_files(text: Text, before: Any, folder: Path) -> None:
+    """Check that the files are those that the text was made from; without them its own copy counts.
+
+    Raises:
+        UserError: they have changed.
+    """
+    if before is None or (now := _digest_of_files(text)) in (None, before):  # earlier versions recorded none
+        return
+    raise UserError(
+        f"{text.path} has changed since text {text.name!r} was made from it (SHA-256 {before[:8]}, now "
+        f"{now[:8]}): restore it, or use another --out instead of {folder.parent.parent}"
+    )
 
 
 def facts_in(folder: Path) -> TextFacts | None:

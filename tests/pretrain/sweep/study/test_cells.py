@@ -18,7 +18,7 @@ from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.layers.matmul.quantizations import Quantizations
 from megalowbit.layers.recipe import named_recipes, recipe, recipes
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
-from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of, differences
+from megalowbit.pretrain.sweep.study.cells import cell_named, cells_of
 from megalowbit.pretrain.sweep.study.evaluation import final_recipe
 from megalowbit.pretrain.sweep.study.kept_results import to_kept
 from megalowbit.pretrain.sweep.study.reproduction import unpack
@@ -248,12 +248,6 @@ def test_a_field_of_recipes_that_was_added_later_counts_as_its_default(tmp_path)
     assert cell.changed_settings(settings, cell.settings(FACTS)) == ""
     settings["recipe"]["gone"] = 1
     assert "recipe.gone" in cell.changed_settings(settings, cell.settings(FACTS))
-
-
-def test_differences_are_dotted_keys():
-    before = {"a": {"b": 1, "c": [1]}, "d": 1}
-    now = {"a": {"b": 2, "c": [1]}, "e": None, "d": True}
-    assert list(differences(before, now)) == [("a.b", 1, 2), ("d", 1, True), ("e", "nothing", None)]
 
 
 @functools.cache

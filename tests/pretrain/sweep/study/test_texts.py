@@ -84,6 +84,22 @@ def test_a_text_is_the_same_every_time_and_a_changed_file_is_refused(source, tmp
         write_text(source, tmp_path / "a", heldout_bytes=3000)
 
 
+def test_a_text_whose_files_have_changed_is_refused_and_without_them_its_copy_counts(source, tmp_path):
+    folder = tmp_path / "out" / "texts" / "t"
+    facts = write_text(source, folder, heldout_bytes=3000)
+    first = sorted(source.path.iterdir())[0]
+    before = first.read_text()
+    first.write_text(before + "and more\n")
+    with pytest.raises(
+        UserError, match=rf"{source.path} has changed since text 't' .* --out instead of {tmp_path}/out$"
+    ):
+        write_text(source, folder, heldout_bytes=3000)
+    first.write_text(before)
+    assert write_text(source, folder, heldout_bytes=3000) == facts
+    source.path.rename(tmp_path / "gone")
+    assert write_text(source, folder, heldout_bytes=3000) == facts
+
+
 def test_a_text_that_is_too_small_or_missing_is_refused(source, tmp_path):
     with pytest.raises(
         UserError, match=r"text 't' has 99 different .* too few to hold out 60,000 bytes in 32"

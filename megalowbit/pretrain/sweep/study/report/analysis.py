@@ -19,66 +19,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from megalowbit.errors import UserError
 from megalowbit.pretrain.sweep.study.cells import Cell
+from megalowbit.pretrain.sweep.study.report.finished import Finished, Key, check_equal_tokens, finished_cells
 from megalowbit.pretrain.sweep.study.report.learning_rates import learning_rates
 from megalowbit.pretrain.sweep.study.report.statistics import Comparison, Estimate, compare_all, delay
-from megalowbit.pretrain.sweep.study.results import LossMeans, Origin, Result, block_of
+from megalowbit.pretrain.sweep.study.results import Origin, block_of
 from megalowbit.pretrain.sweep.study.study_file import ALL_TEXTS, StudySettings
 
 CURVE_POINTS = 40
 DELAY_POINTS = 160  # 3,000 steps in blocks of 25 have fewer
-Key = tuple[str, int]  # text and seed
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A finished cell and its result."""
-
-    cell: Cell
-    result: Result
-
-    @property
-    def key(self) -> Key:
-        """What it is paired by, within a size and length."""
-        return (self.cell.text, self.cell.seed)
-
-    @property
-    def is_diverged(self) -> bool:
-        """Whether the run has diverged."""
-        return self.result.diverged_at is not None
-
-    @cached_property
-    def losses(self) -> LossMeans:
-        """The training losses, in blocks."""
-        return self.result.loss_means(self.cell.block)
-
-    def loss_to(self, step: int) -> float:
-        """Mean training loss of the window that ends with this step; NaN if the run has diverged by then.
-
-        `step` is a multiple of the cell's block.
-        """
-        diverged_at = self.result.diverged_at
-        if diverged_at is not None and step >= diverged_at:
-            return math.nan
-        return self.losses.mean_to(step, self.cell.study.window)
-
-    def heldout(self, precision: str) -> float:
-        """Held-out loss in `bf16` or `own` precision; NaN if the run diverged or it is not finite."""
-        losses = self.result.heldout
-        loss = None if losses is None else getattr(losses, precision)
-        return math.nan if loss is None else loss
-
-    def cpu_seconds(self) -> float:
-        """CPU seconds of a step; NaN if a part of the run was killed, because those of that part are lost."""
-        cost, steps = self.result.cost, self.losses.steps
-        return cost.cpu_seconds / steps if steps and cost.steps == steps and cost.cpu_seconds else math.nan
-
-    def ran_like(self, other: Finished) -> bool:
-        """Whether times compare: equal threads, and processors and GEMMs that are not known to differ."""
-        own, their = self.result, other.result
-        is_same = own.made_with.same_place(their.made_with)
-        return is_same is not False and own.cost.threads == their.cost.threads
 
 
 @dataclass(frozen=True)
@@ -95,8 +44,7 @@ class Row:
         heldout_bf16: gap of the held-out loss in bf16.
         heldout_own: gap of the held-out loss, each in its own precision.
         forward_noise: held-out loss of the same weights in their own precision minus that in bf16.
-        cpu: CPU time of a step, relative to the reference's: the median of pairs that are not known to have
-            run on different kinds of processor.
+        cpu: CPU time of a step, relative to the reference's: the median of pairs that ran alike.
         curve: step → mean gap, for a picture.
     """
 
@@ -441,20 +389,6 @@ class Group:
         return {step: mean for step, mean in means.items() if mean is not None}
 
 
-def finished_cells(cells: Sequence[Cell]) -> list[Finished]:
-    """The cells that are finished, with their results.
-
-    Raises:
-        UserError: a result is damaged, or was kept in blocks that do not fit the study's windows.
-    """
-    found = []
-    for cell in cells:
-        if (result := cell.result()) is not None:
-            cell.check_block(result, cell.name)
-            found.append(Finished(cell, result))
-    return found
-
-
 def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
     """The groups in which a recipe and the baseline have a finished cell in common.
 
@@ -467,7 +401,7 @@ def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
     found: list[Group] = []
     for size, steps in dict.fromkeys((cell.size.name, cell.steps) for cell in cells):
         here = [each for each in finished if each.cell.size.name == size and each.cell.steps == steps]
-        _check_equal_tokens(here)
+        check_equal_tokens(here)
         texts = [text.name for text in study.texts if any(each.cell.text == text.name for each in here)]
         for text in [*texts, *([ALL_TEXTS] if len(texts) > 1 else [])]:
             members: dict[str, dict[Key, Finished]] = {}
@@ -479,13 +413,6 @@ def groups_of(study: StudySettings, cells: Sequence[Cell]) -> list[Group]:
             if group.rows or group.noise or has_parts:
                 found.append(group)
     return found
-
-
-def _check_equal_tokens(cells: Sequence[Finished]) -> None:
-    counts = {each.result.tokens: each.cell.name for each in cells if not each.is_diverged}
-    if len(counts) > 1:
-        listed = "; ".join(f"{name}: {tokens:,}" for tokens, name in counts.items())
-        raise UserError(f"cells of one size and length have read different numbers of tokens ({listed})")
 
 
 def _thinned(every: Sequence[int], most: int) -> list[int]:

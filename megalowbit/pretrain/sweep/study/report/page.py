@@ -60,9 +60,9 @@ def _introduction(data: dict[str, Any]) -> str:
         "long the mean curve of the baseline took from the loss at which the recipe ends to its own. “Held "
         "out, bf16” is the gap of the trained weights, evaluated in bf16 on text that no run has read; "
         "“forward noise” is what the same weights lose in their own precision. CPU time is that of a "
-        "training step, relative to the baseline: the median of pairs that are not known to be of different "
-        "kinds of processor. Bars in the pictures are intervals. Replicas repeat a recipe with a change that "
-        f"should not matter; they show the noise floor (grey band).{unfinished}</p>"
+        "training step, relative to the baseline: the median of pairs of one kind of processor, or of "
+        "one name where no instructions are recorded. Bars in the pictures are intervals. Replicas repeat a "
+        f"recipe with a change that should not matter; they show the noise floor (grey band).{unfinished}</p>"
     )
 
 

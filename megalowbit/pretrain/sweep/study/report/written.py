@@ -19,8 +19,9 @@ from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
 from megalowbit.pretrain.sweep.study.cells import TEXTS, Cell, check_folder
 from megalowbit.pretrain.sweep.study.kept_results import FORMAT, to_kept
-from megalowbit.pretrain.sweep.study.report.analysis import Group, finished_cells, groups_of
+from megalowbit.pretrain.sweep.study.report.analysis import Group, groups_of
 from megalowbit.pretrain.sweep.study.report.costs import RecipeCost, costs_of
+from megalowbit.pretrain.sweep.study.report.finished import finished_cells
 from megalowbit.pretrain.sweep.study.report.page import page
 from megalowbit.pretrain.sweep.study.report.power_law import LEAST_SIZES
 from megalowbit.pretrain.sweep.study.report.sizes import SizeTrends, count_parameters, not_fitted, trends_of
