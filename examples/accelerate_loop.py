@@ -10,7 +10,7 @@ from pathlib import Path
 
 import accelerate
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import megalowbit as mlb
 
@@ -27,7 +27,9 @@ def main() -> None:
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, num_attention_heads=4, max_position_embeddings=LENGTH, **SIZES)
-    model = LlamaForCausalLM(config).bfloat16().to(accelerator.device)  # before the optimizer is built
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(
+        accelerator.device
+    )  # not a cast
     mlb.convert(model, recipe="nvfp4")
     accelerator.register_for_checkpointing(mlb.random_stream(model))  # save_state then includes it
     if accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED:

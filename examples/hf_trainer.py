@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
 
 import megalowbit as mlb
 
@@ -36,7 +36,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, num_attention_heads=4, max_position_embeddings=LENGTH, **SIZES)
-    model = LlamaForCausalLM(config).bfloat16()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16
+    )  # a cast would round positions, too
     mlb.convert(model, recipe="nvfp4")
     args = TrainingArguments(
         options.out, max_steps=options.steps, per_device_train_batch_size=8, gradient_accumulation_steps=2,

@@ -14,7 +14,8 @@ import torch
 from megalowbit.config.engine_settings import EngineSettings
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.errors import UserError
-from megalowbit.layers.conversion.convert import bit_layers, refuse_partitioned
+from megalowbit.layers.conversion.convert import bit_layers
+from megalowbit.layers.conversion.refusals import refuse_partitioned
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.values import BLOCK
 

@@ -21,8 +21,9 @@ from megalowbit.hf.packed.recipes import (
     packed_format,
 )
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.conversion.convert import bit_layers, refuse_partitioned
+from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.conversion.kept_layers import linear_layers
+from megalowbit.layers.conversion.refusals import refuse_partitioned
 from megalowbit.layers.tensor_parallel.bitlinear import ParallelBitLinear
 
 if TYPE_CHECKING:

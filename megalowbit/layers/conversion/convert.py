@@ -16,7 +16,6 @@ forward is one micro-batch.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,6 +27,12 @@ from megalowbit.distributed.tensor_group import TensorGroup
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import SLOTS, BitLinear
 from megalowbit.layers.conversion.kept_layers import Selection, conv1d_class, is_linear, select_layers
+from megalowbit.layers.conversion.refusals import (
+    refuse_adapters,
+    refuse_bound_layers,
+    refuse_partitioned,
+    warn_of_new_parameters,
+)
 from megalowbit.layers.conversion.report import ConversionReport, SwappedLayer, describe_missed
 from megalowbit.layers.conversion.stream_hook import AdvanceStream
 from megalowbit.layers.matmul.slots import Chooser, Observer
@@ -69,7 +74,8 @@ def convert(
     Raises:
         UserError: the recipe quantises but nothing could be converted, a pattern of `keep` or `layers` has
             no effect, the blocks to keep cannot be found, the model is itself a linear layer, it was
-            converted or sharded before, PEFT has added adapters to it, or seed or rank is not a whole number.
+            converted or sharded before, PEFT has added adapters to it, a layer is bound to what would be
+            replaced (`refuse_bound_layers`), or seed or rank is not a whole number.
     """
     require_module(model, "convert")
     chosen = recipe_of(recipe)
@@ -80,6 +86,7 @@ def convert(
         return ConversionReport(recipe=chosen, swapped=(), kept=selection.kept)
     if not selection.to_swap:
         raise _nothing_to_swap(model, chosen, selection)
+    refuse_bound_layers(selection.to_swap, "convert")
     swapped = _swap(model, selection.to_swap, chosen)
     for name, layer in bit_layers(model).items():
         layer.layer_name, layer.random_stream = name, stream
@@ -99,20 +106,29 @@ def convert(
 def restore(model: nn.Module) -> None:
     """Convert back to plain `nn.Linear` and `Conv1D` with the trained values, and remove the stream's hook.
 
-    The weight of a layer split into parameters is merged into a new parameter.
+    The weight of a layer split into parameters is merged into a new parameter, and a Conv1D gets a new one,
+    too, which a warning says if the model has been trained. To train on in high precision with the same
+    optimizer, use `switch_precision(model, "all")`.
 
     Raises:
         UserError: the model is itself a BitLinear, or was a Conv1D and transformers is not imported; PEFT has
-            added adapters to it, or torch has sharded it.
+            added adapters to it, torch has sharded it, or a layer is bound to the module that would be
+            replaced (`refuse_bound_layers`).
     """
     require_module(model, "restore")
-    _refuse_adapters(model, "restore", "merge_and_unload them first")
+    refuse_adapters(model, "restore", "merge_and_unload them first")
     refuse_sharded_model("restore", model, "its full state dict is that of the plain model")
     if isinstance(model, BitLinear):
         raise UserError(
             "restore cannot replace the model itself: pass the module that contains this BitLinear"
         )
-    _replace_children(model, {id(layer): _from_bitlinear(layer) for layer in bit_layers(model).values()})
+    layers = bit_layers(model)
+    refuse_bound_layers(layers, "restore")
+    stream = random_stream(model)
+    _replace_children(model, {id(layer): _from_bitlinear(layer) for layer in layers.values()})
+    if stream is not None and stream.step > 0:  # it has been trained
+        plain = [layer for layer in layers.values() if not isinstance(layer, ParallelBitLinear)]
+        warn_of_new_parameters([layer for layer in plain if layer.is_transposed or layer.is_split])
     for module in model.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, AdvanceStream):
@@ -238,27 +254,10 @@ def added_counts(tables: Iterable[Mapping[str, Mapping[str, int]]]) -> dict[str,
     return total
 
 
-def refuse_partitioned(model: nn.Module) -> None:
-    """Reject a model that was built under `deepspeed.zero.Init`, whose parameters look empty.
-
-    Raises:
-        UserError: names the first such parameter.
-    """
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "ds_id"):  # DeepSpeed's mark
-            raise UserError(
-                f"parameter {name} is already partitioned, by deepspeed.zero.Init or an earlier engine at "
-                "stage 3, so its exact values are lost: build the model outside of zero.Init, because "
-                "mlb.initialize partitions it (transformers enters zero.Init while a "
-                "TrainingArguments(deepspeed=…) or HfDeepSpeedConfig with stage 3 exists: build the model "
-                "before)"
-            )
-
-
 def _refuse_unfit(model: nn.Module) -> None:
     refuse_partitioned(model)
     refuse_sharded_model("convert", model, "call convert before the model is sharded")
-    _refuse_adapters(model, "convert", "convert the model before get_peft_model")
+    refuse_adapters(model, "convert", "convert the model before get_peft_model")
     if is_linear(model):
         raise UserError(
             f"the model is itself a {type(model).__name__}, which cannot be replaced in place: "
@@ -268,20 +267,6 @@ def _refuse_unfit(model: nn.Module) -> None:
         raise UserError(
             f"this {type(model).__name__} was converted before: call megalowbit.restore(model) first"
         )
-
-
-def _refuse_adapters(model: nn.Module, function: str, remedy: str) -> None:
-    """Reject a model with adapters of PEFT, which would be rounded, and merged in the former orientation.
-
-    PEFT notes at each adapter whether it belongs to a Conv1D. With that of a square weight, the transposed
-    product would be added without an error.
-    """
-    adapter = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTunerLayer", None)
-    if adapter is None:
-        return
-    found = [name for name, module in model.named_modules() if isinstance(module, adapter)]
-    if found:
-        raise UserError(f"PEFT has added an adapter to layer {found[0]}, so {function} is refused: {remedy}")
 
 
 def _nothing_to_swap(model: nn.Module, recipe: Recipe, selection: Selection) -> UserError:
@@ -317,7 +302,7 @@ def _to_bitlinear(layer: nn.Module, recipe: Recipe, name: str) -> BitLinear:
     # Copy the whole state: parameters, hooks, training mode, and attributes that other code has added.
     target = LOW_BIT.get(type(layer), BitLinear)
     new = target.__new__(target)
-    new.__dict__.update(layer.__dict__)
+    new.__dict__.update(_unbound(layer))
     is_conv1d = not isinstance(layer, nn.Linear)
     if is_conv1d:
         weight = _transposed(layer._parameters["weight"])
@@ -332,7 +317,7 @@ def _to_bitlinear(layer: nn.Module, recipe: Recipe, name: str) -> BitLinear:
 def _from_bitlinear(layer: BitLinear) -> nn.Module:
     target = _plain_class(layer)
     new = target.__new__(target)
-    new.__dict__.update(layer.__dict__)
+    new.__dict__.update(_unbound(layer))
     for slot in SLOTS:
         del new.__dict__[slot]
     if isinstance(layer, ParallelBitLinear):
@@ -346,6 +331,12 @@ def _from_bitlinear(layer: BitLinear) -> nn.Module:
         del new.__dict__["in_features"], new.__dict__["out_features"]
     new._parameters = own
     return new
+
+
+def _unbound(layer: nn.Module) -> dict[str, Any]:
+    """The state of a layer without what calls that layer: compiled code, and what removed hooks leave."""
+    bound = ("forward", "_old_forward", "_compiled_call_impl")
+    return {name: value for name, value in layer.__dict__.items() if name not in bound}
 
 
 def _plain_class(layer: BitLinear) -> type[nn.Module]:

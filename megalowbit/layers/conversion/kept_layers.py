@@ -118,7 +118,7 @@ def reasons_to_keep(
     Raises:
         UserError: a pattern of `keep` matches nothing, or see `reasons_to_keep_blocks`.
     """
-    heads = output_heads(model)
+    heads, others = output_heads(model), {**_task_heads(model), **_read_by_torch(model)}
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     plain = (nn.Linear, conv1d_class(), *LOW_BIT)
     reasons = {
@@ -132,6 +132,8 @@ def reasons_to_keep(
             continue
         if id(layer) in heads:
             reasons[name] = "output head"
+        elif id(layer) in others:
+            reasons[name] = others[id(layer)]
         elif isinstance(layer, BitLinear):
             reasons[name] = "already a BitLinear"
         elif type(layer) not in plain:
@@ -223,6 +225,26 @@ def _output_head(module: nn.Module) -> nn.Module | None:
     except (NotImplementedError, AttributeError):  # what models without a head raise
         return None
     return head if isinstance(head, nn.Module) else None
+
+
+def _task_heads(model: nn.Module) -> dict[int, str]:
+    """Ids of linear layers of a Hugging Face model outside its base model, such as a classifier's head."""
+    found: dict[int, str] = {}
+    for module in model.modules():
+        prefix = getattr(module, "base_model_prefix", None)
+        base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
+        if isinstance(base, nn.Module) and base is not module:
+            inside = {id(each) for each in base.modules()}
+            heads = [each for each in module.modules() if is_linear(each) and id(each) not in inside]
+            found |= dict.fromkeys(map(id, heads), "a head, outside the base model")
+    return found
+
+
+def _read_by_torch(model: nn.Module) -> dict[int, str]:
+    """Ids of layers whose weights torch's encoder reads itself in evaluation, without calling the layers."""
+    encoders = [module for module in model.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+    reason = "nn.TransformerEncoderLayer reads its weight in evaluation, without calling it"
+    return {id(layer): reason for each in encoders for layer in (each.linear1, each.linear2)}
 
 
 def _matches_nothing(field: str, pattern: str, layers: Collection[str]) -> UserError:

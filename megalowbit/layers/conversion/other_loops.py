@@ -26,6 +26,7 @@ from megalowbit.errors import UserError, shown
 from megalowbit.json_text import read_json_object
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.loop_optimizer import name_of_dtype, optimizer_problems
+from megalowbit.layers.conversion.refusals import warn_of_rounded_positions
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
 from megalowbit.quantize.random_stream import own_rank
@@ -85,6 +86,8 @@ def check_engine(model: nn.Module, names: tuple[str, ...]) -> None:
     Raises:
         UserError: see `check_training`.
     """
+    if own_rank() == 0:
+        warn_of_rounded_positions(model)
     engine = find_engine(model)
     if engine is not None and hasattr(engine, "process_grid"):
         return
