@@ -27,9 +27,7 @@ def main() -> None:
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, num_attention_heads=4, max_position_embeddings=LENGTH, **SIZES)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(
-        accelerator.device
-    )  # not a cast
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(accelerator.device)
     mlb.convert(model, recipe="nvfp4")
     accelerator.register_for_checkpointing(mlb.random_stream(model))  # save_state then includes it
     if accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED:
