@@ -36,7 +36,14 @@ from megalowbit.layers.matmul.gemms import autocast_dtype
 from megalowbit.layers.matmul.quantizations import OPERANDS
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
 from megalowbit.layers.matmul.slots import Chooser, InputRecord, Observer, Probe, StaticInput
-from megalowbit.layers.matmul.use_counter import LayerStream, ProductCounts, Use, UseCounter, is_recomputing
+from megalowbit.layers.matmul.use_counter import (
+    LayerStream,
+    ProductCounts,
+    Use,
+    UseCounter,
+    has_begun_forward,
+    is_recomputing,
+)
 from megalowbit.layers.matmul.weight_cache import WeightSlot
 from megalowbit.layers.matmul.weight_factors import WeightFactors
 from megalowbit.layers.parameter_split.split_linear import SplitLinear
@@ -104,8 +111,8 @@ class BitLinear(SplitLinear):
         observer: receives counts in training mode, or `None`.
         chooser: chooses the recipe for each step and may inspect operands and products; `None`: `recipe` is
             used. Copies and pickles have none.
-        random_stream: shared by the model's layers and advanced by the model's forward hook. `None`: the
-            layer has its own.
+        random_stream: shared by the model's layers and advanced by the model's forward hook, or by its layers
+            where a part of the model is called. `None`: the layer has its own.
         weight_slot: cache for quantised weights between micro-batches, or `None`.
         siblings: names of the layers that read the same input, its own included; empty: none.
         shared_input: the input that siblings share; one object for a model, or `None`.
@@ -340,6 +347,10 @@ class BitLinear(SplitLinear):
         own = self._layer_stream
         stream = self.random_stream or own.advance(is_training=self.training, is_replay=is_replay)
         step = stream.step if step is None else step
+        is_next = self.training and not is_replay and stream.is_finished(step)
+        # a hook has begun the micro-batch of the model's forward, and a CUDA graph begins one at each replay
+        if is_next and not has_begun_forward(stream) and not cuda_graphs.is_capturing(self.weight.device):
+            step = stream.begin(step)
         number = self._uses.next(step, is_replay=is_replay)
         if self.random_stream is None:
             own.repeat_seed_draw(step, number, is_replay=is_replay)
@@ -408,6 +419,7 @@ class BitLinear(SplitLinear):
             is_replay=use.is_replay,
             needs_grad=needs_grad,
             step=use.step,
+            finish=partial(stream.finish, use.step) if use.is_training else None,
             sizes=self.sizes,
             title=self.title,
             split_state=partial(self._split_state, use),

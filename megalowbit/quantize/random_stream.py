@@ -10,6 +10,11 @@ before the group exists. Layers that share an input draw its numbers under one n
 The micro-batch is stored in a CPU tensor, because a compiled model must read and advance it at run time; a
 Python number would become a constant of the graph. GPU kernels read it in device memory (`step_counters`).
 
+A micro-batch begins at each training forward of the converted model, whose hook calls `advance`. Where a part
+of the model is called (`model.model(…)`), no hook runs. There, a micro-batch begins at the first training
+forward of a layer after a backward (`finish`, `begin`), and draws the numbers that a call of the model would
+draw. Forwards of parts without a backward between them are one micro-batch, in which layers count their uses.
+
 Known limit: a recomputed activation uses the current micro-batch. It repeats its first draws only if no other
 forward has begun since, or if the caller resets the stream with `at`, as pipelines do
 (`engine/pipeline/stage.py`). `layers/matmul/use_counter.py` describes the other cases.
@@ -65,6 +70,7 @@ class RandomStream:
             raise UserError(f"random stream rank = {rank!r}: expected a whole number of 0 or more, or None")
         self.seed = seed
         self.given_rank = rank
+        self._finished = -1  # the last micro-batch that has had a backward
         self._checked: set[str] = set()
         self._keys: dict[tuple[object, ...], int] = {}
         self._set_step(0)
@@ -99,6 +105,26 @@ class RandomStream:
         step = self.step
         check_advance(step)
         self._step[...] = step + 1  # `+= 1` takes NumPy ten times as long
+
+    def is_finished(self, step: int) -> bool:
+        """Whether this micro-batch has had a backward."""
+        return step == self._finished
+
+    def begin(self, step: int) -> int:
+        """Begin the micro-batch after `step`, unless another layer has begun it, and return it.
+
+        In a compiled graph, `step` may be from before the layers that have run already.
+
+        Raises:
+            UserError: the counter has reached 2⁶³ − 1.
+        """
+        if self.step == step:
+            self.advance()
+        return self.step
+
+    def finish(self, step: int) -> None:
+        """Note that this micro-batch has had a backward, so the next training forward begins another one."""
+        self._finished = max(step, self._finished)
 
     @contextmanager
     def at(self, step: int) -> Iterator[None]:
@@ -176,7 +202,7 @@ class RandomStream:
         return {"seed": self.seed, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore seed and step.
+        """Restore seed and step; the next training forward begins another micro-batch.
 
         Raises:
             UserError: not a mapping, or a key is missing or not an integer (step: 0 ≤ step < 2⁶³).
@@ -195,13 +221,16 @@ class RandomStream:
                 )
         self.seed = state["seed"]
         self._step[...] = state["step"]  # in place: a compiled model holds the tensor
+        self._finished = state["step"]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"seed": self.seed, "rank": self.given_rank, "step": self.step}
+        state = {"seed": self.seed, "rank": self.given_rank, "step": self.step}
+        return {**state, "finished": self._finished}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["seed"], state["rank"])  # type: ignore[misc]
         self._set_step(state["step"])
+        self._finished = state.get("finished", state["step"])  # pickles of earlier versions lack it
 
 
 def check_advance(step: int) -> None:

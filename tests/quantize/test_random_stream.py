@@ -256,3 +256,27 @@ def test_a_stream_can_return_to_an_earlier_micro_batch_and_back():
     with stream.at(1):
         assert stream.step == 1
     assert stream.step == 3
+
+
+def test_a_finished_micro_batch_is_followed_by_another_once():
+    stream = RandomStream(0)
+    assert not stream.is_finished(0)
+    stream.finish(0)
+    assert stream.is_finished(0)
+    assert [stream.begin(0), stream.begin(0), stream.step] == [1, 1, 1]  # the second layer still reads 0
+    assert not stream.is_finished(1)
+    stream.finish(1)
+    stream.finish(0)  # a later backward of an earlier forward
+    assert stream.is_finished(1)
+
+
+def test_a_loaded_micro_batch_is_finished_and_copies_know_whether_theirs_is():
+    stream = RandomStream(0)
+    stream.load_state_dict({"seed": 0, "step": 7})
+    assert stream.is_finished(7)
+    assert copy.deepcopy(stream).is_finished(7)
+    stream.begin(7)
+    assert not copy.deepcopy(stream).is_finished(8)
+    older = RandomStream(1)
+    older.__setstate__({"seed": 0, "rank": None, "step": 5})
+    assert older.is_finished(5)

@@ -10,7 +10,7 @@ A linear layer's parameters stay the same objects. A Conv1D's weight (in, out) b
 in), so convert before building an optimizer. On the meta device no data is touched.
 
 The model also gets one random stream. A hook advances it at each training forward of the converted model: one
-forward is one micro-batch.
+forward is one micro-batch. Where only parts of the model are called, its layers advance it (`random_stream`).
 """
 
 from __future__ import annotations

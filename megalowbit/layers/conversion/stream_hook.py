@@ -37,7 +37,8 @@ class AdvanceStream:
     hooks_seen = 0
 
     def __init__(self, stream: RandomStream, layer_names: tuple[str, ...] = ()) -> None:
-        self.stream = stream
+        self.stream = stream  # by this attribute layers find the hook
+        stream.finish(stream.step)  # also a call of a part of the model begins with micro-batch 1
         self.layer_names = layer_names
 
     def __call__(self, module: nn.Module, args: Any) -> None:

@@ -92,6 +92,7 @@ class MatmulContext:
         is_replay: whether this forward repeats an earlier one, whose operands were already reported.
         needs_grad: whether autograd records a graph; otherwise nothing is prepared for backward.
         step: the micro-batch.
+        finish: called when backward begins, or `None`.
         sizes: full in_features and out_features of the layer; a tensor-parallel rank may hold a part of them.
         title: the layer's name in messages.
         split_state: role → the state that the split of that operand keeps between uses.
@@ -117,6 +118,7 @@ class MatmulContext:
     is_replay: bool = False
     needs_grad: bool = True
     step: int = 0
+    finish: Callable[[], None] | None = None
     sizes: tuple[int, int] = (0, 0)
     title: str = "a low-bit layer"
     split_state: Callable[[str], SplitState] | None = None

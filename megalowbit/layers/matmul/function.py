@@ -173,6 +173,8 @@ def backward_products(
     of the gradients. The weight's gradient is `None` if `add_to_sum` has added it. The other arguments are
     those of `forward_products`.
     """
+    if context.finish is not None:
+        context.finish()
     grad_input = grad_weight = grad_bias = None
     grad, grad_t = _quantize_gradient(
         context, grad_output, in_features, for_input=weight is not None, for_weight=input is not None

@@ -5,6 +5,10 @@ activation checkpointing repeats during backward must draw the same numbers as t
 recomputed last to first, so replays are numbered downwards. If one layer is used several times *inside* one
 checkpointed segment, its uses swap their numbers among themselves, which causes no bias.
 
+Uses after replays begin a new group, and their replays repeat the numbers of this group. So numbers go on and
+are not drawn again where many forwards and backwards belong to one micro-batch, as in a model that is trained
+in evaluation mode, in which the stream stands still.
+
 Two limits:
 
 - Any forward inside any backward (in a hook, for a gradient penalty) is taken for a replay.
@@ -22,10 +26,12 @@ the micro-batch of the repeated forward (`RandomStream.at`), as `engine.pipeline
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalowbit import cuda_graphs
 from megalowbit.quantize.random_stream import RandomStream
@@ -34,6 +40,25 @@ from megalowbit.quantize.random_stream import RandomStream
 def is_recomputing() -> bool:
     """Whether this code runs inside a backward pass, where checkpointing recomputes activations."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def has_begun_forward(stream: RandomStream) -> bool:
+    """Whether a training forward of the converted model runs now, whose hook has advanced the stream.
+
+    Looks for that call on Python's stack. This is exact also after exceptions and in copies, and needs no
+    second hook, which `torch.compile` would have to trace. It takes microseconds, and is asked only where the
+    current micro-batch has had a backward: by the first layer of a part of the model that is called, or in
+    models that compute gradients within their forward.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == nn.Module._call_impl.__name__ else None
+        if isinstance(module, nn.Module) and module.training:
+            hooks = module._forward_pre_hooks.values()
+            if any(getattr(hook, "stream", None) is stream for hook in hooks):
+                return True
+        frame = frame.f_back
+    return False
 
 
 class Use(NamedTuple):
@@ -48,6 +73,8 @@ class Use(NamedTuple):
 class UseCounter:
     """Numbers the uses of one layer within a micro-batch, starting at 0."""
 
+    _first = 0  # of the uses since the last replays; pickles of earlier versions lack it
+
     def __init__(self) -> None:
         self._step = -1
         self._uses = 0
@@ -56,12 +83,14 @@ class UseCounter:
     def next(self, step: int, *, is_replay: bool = False) -> int:
         """The number of the use that starts now; a new micro-batch (`step`) restarts at 0."""
         if step != self._step:
-            self._step, self._uses, self._replays = step, 0, 0
+            self._step, self._first, self._uses, self._replays = step, 0, 0, 0
         if is_replay and self._uses:
             self._replays += 1
-            return (self._uses - self._replays) % self._uses
+            return self._first + (self._uses - self._replays) % self._uses
+        if self._replays:
+            self._first, self._uses, self._replays = self._first + self._uses, 0, 0
         self._uses += 1
-        return self._uses - 1
+        return self._first + self._uses - 1
 
 
 class LayerStream:

@@ -24,6 +24,14 @@ def test_replays_repeat_all_uses_last_to_first(uses, passes):
         assert [counter.next(5, is_replay=True) for _ in range(uses)] == list(range(uses))[::-1]
 
 
+def test_replays_repeat_the_uses_since_the_last_replays():
+    counter, numbers = UseCounter(), []
+    for _ in range(3):
+        numbers.append([counter.next(0), counter.next(0)])
+        assert [counter.next(0, is_replay=True) for _ in range(2)] == numbers[-1][::-1]
+    assert numbers == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_a_replay_of_a_step_not_seen_counts_as_a_use():
     counter = UseCounter()
     assert counter.next(3, is_replay=True) == 0
