@@ -3,7 +3,7 @@
 Trainer ignores the `"megalowbit"` block in its DeepSpeed configuration, builds its own optimizer, with
 DeepSpeed instead of the one it was given, and has no access to a model's random stream. At the start of
 training the callback checks block, layers, stream and optimizer, and after each step whether it was applied.
-With each checkpoint it saves the position of the stream in `trainer_state.json`, and a resumed run
+With each checkpoint it saves the positions of the model's streams in `trainer_state.json`, and a resumed run
 continues from there. Not saved: directions that splits carry from micro-batch to micro-batch.
 """
 
@@ -17,6 +17,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.carried_state import (
+    continue_stream,
+    continue_streams,
+    has_one_stream,
+    stream_states,
+)
 from megalowbit.layers.conversion.convert import random_stream
 from megalowbit.layers.conversion.loop_optimizer import innermost, parts_of
 from megalowbit.layers.conversion.other_loops import check_training, find_engine
@@ -33,6 +39,7 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
 
     def __init__(self) -> None:
         self.random_stream: dict[str, int] | None = None  # as in the last checkpoint
+        self.random_streams: dict[str, dict[str, int]] | None = None  # of a model with several
         self._model: nn.Module | None = None
         self._given: Any = None  # the optimizer that Trainer was built with
 
@@ -99,7 +106,11 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
         """The state that Trainer writes to `trainer_state.json`."""
         stream = None if self._model is None else random_stream(self._model)
         self.random_stream = None if stream is None else stream.state_dict()
-        return {"args": {}, "attributes": {"random_stream": self.random_stream}}
+        attributes: dict[str, Any] = {"random_stream": self.random_stream}
+        if self._model is not None and not has_one_stream(self._model):
+            self.random_streams = stream_states(self._model)
+            attributes["random_streams"] = self.random_streams
+        return {"args": {}, "attributes": attributes}
 
     def _check_given(self, optimizer: object) -> None:
         """Reject that DeepSpeed's integration has replaced the optimizer that Trainer was given."""
@@ -113,11 +124,17 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
 
     def _resume(self, saved: Any, step: int) -> None:
         last = saved[-1] if isinstance(saved, list) and saved else saved
-        position = last.get("attributes", {}).get("random_stream") if isinstance(last, dict) else None
+        attributes = last.get("attributes", {}) if isinstance(last, dict) else {}
+        position, of_layers = attributes.get("random_stream"), attributes.get("random_streams")
         stream = None if self._model is None else random_stream(self._model)
-        if stream is None:
+        if self._model is None or (stream is None and of_layers is None):
             return
-        if position is None:
+        if of_layers is not None:
+            missing = continue_streams(self._model, of_layers)
+        elif position is not None:
+            missing = continue_stream(self._model, position)
+        else:
+            assert stream is not None  # otherwise returned above
             logger.warning(
                 "the checkpoint of step %d was saved without MegalowbitCallback and lacks the position "
                 "of the random stream: stochastic rounding continues from micro-batch %d",
@@ -125,7 +142,13 @@ class MegalowbitCallback(TrainerCallback, ExportableState):
                 stream.step,
             )
             return
-        stream.load_state_dict(position)
+        if missing:
+            logger.warning(
+                "the checkpoint of step %d has no position of the random stream of %s: stochastic rounding "
+                "there continues with other numbers than an uninterrupted run",
+                step,
+                ", ".join(missing),
+            )
 
 
 def _steps(wrapper: Any, optimizer: object) -> bool:

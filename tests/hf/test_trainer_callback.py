@@ -12,6 +12,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 import megalowbit as mlb
 from megalowbit.errors import UserError
+from megalowbit.layers.conversion.carried_state import stream_states
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +42,21 @@ def test_a_resumed_run_continues_the_random_stream(whole, tmp_path, more):
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     state = saved["stateful_callbacks"]["MegalowbitCallback"]["attributes"]["random_stream"]
     assert state == {"seed": 0, "step": STEPS * ACCUMULATED}
+
+
+def test_a_resumed_run_continues_all_streams_of_a_model(tmp_path):
+    def model():
+        net = llama(None)
+        for seed, block in enumerate(net.model.layers):
+            mlb.convert(block, "nvfp4", seed=seed)
+        return net
+
+    first = make(tmp_path / "whole", model())
+    first.train()
+    trainer = make(tmp_path / "resumed", model())
+    trainer.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert [state["step"] for state in stream_states(trainer.model).values()] == [STEPS * ACCUMULATED] * 2
+    assert differing(weights(first), weights(trainer)) == []
 
 
 @pytest.mark.slow

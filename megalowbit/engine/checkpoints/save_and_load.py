@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +42,13 @@ from megalowbit.engine.checkpoints.reshape import check_fits, load_reshaped
 from megalowbit.engine.run_checks.model import check_scaler
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
-from megalowbit.layers.conversion.carried_state import continue_stream, draws_numbers
+from megalowbit.layers.conversion.carried_state import (
+    continue_stream,
+    continue_streams,
+    draws_numbers,
+    has_one_stream,
+    stream_states,
+)
 from megalowbit.layers.conversion.convert import random_stream
 from megalowbit.layers.cpu_gemm import UNRECORDED, cpu_gemm, use_cpu_gemm
 from megalowbit.layers.state_dict_layout import parameter_layout
@@ -263,10 +269,21 @@ def restore_random_stream(engine: Any, own: Mapping[str, Any], path: Path) -> No
     Raises:
         UserError: the saved position is not one; all ranks raise it.
     """
-    saved = own.get("random_stream")
-    if saved is not None:
+    saved, of_layers = own.get("random_stream"), own.get("random_streams")
+    if saved is not None or of_layers is not None:
         with failing_together(), reading(f"the random stream's state in checkpoint {path}"):
-            continue_stream(engine.module, saved)
+            if of_layers is not None:
+                missing = continue_streams(engine.module, _of_this_rank(of_layers))
+            elif saved is not None:
+                missing = continue_stream(engine.module, saved)
+        names = sorted({name for each in gather(missing) for name in each})
+        if names and process_group.rank() == 0:
+            logger.warning(
+                "checkpoint %s has no position of the random stream of %s: stochastic rounding there "
+                "continues with other numbers than an uninterrupted run",
+                path,
+                ", ".join(names),
+            )
     elif any(gather(draws_numbers(engine.module))) and process_group.rank() == 0:
         stream = random_stream(engine.module)
         logger.warning(
@@ -276,6 +293,26 @@ def restore_random_stream(engine: Any, own: Mapping[str, Any], path: Path) -> No
             path,
             0 if stream is None else stream.step,
         )
+
+
+def _of_this_rank(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Layer → state of its stream; where ranks differ, of this rank, or of the first one if it is new."""
+    found, rank = {}, process_group.rank()
+    for name, state in saved.items():
+        states = state if isinstance(state, list) else [state]
+        own = states[rank] if rank < len(states) else None
+        found[name] = own or next(each for each in states if each)
+    return found
+
+
+def _of_all_ranks(streams: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Layer → state of its stream, or a list of one for each rank if they differ: layers draw seeds."""
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for each in streams for name in each):
+        states = [each.get(name) for each in streams]
+        present = [state for state in states if state is not None]
+        merged[name] = present[0] if all(state == present[0] for state in present) else states
+    return merged
 
 
 def restore_scaler(engine: Any, own: Mapping[str, Any]) -> None:
@@ -379,9 +416,15 @@ def _engine_state(
             "cpu_gemm": cpu_gemm() if engine.device.type == "cpu" else None,
         }
         stream = random_stream(engine.module)
-        local = (None if rank_file is None else rank_file[0], None if stream is None else stream.state_dict())
+        local = (
+            None if rank_file is None else rank_file[0],
+            None if stream is None else stream.state_dict(),
+            None if has_one_stream(engine.module) else stream_states(engine.module),
+        )
     states = gather_bytes(own["random_states"])
-    rank_files, streams = zip(*gather(local), strict=True)
+    rank_files, streams, of_layers = zip(*gather(local), strict=True)
+    if any(each is not None for each in of_layers):  # as few models have
+        own["random_streams"] = _of_all_ranks([each or {} for each in of_layers])
     return {
         **own,
         "random_states": states,

@@ -27,6 +27,7 @@ the micro-batch of the repeated forward (`RandomStream.at`), as `engine.pipeline
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -113,6 +114,16 @@ class LayerStream:
         if is_training and not is_replay:
             self.stream.advance()
         return self.stream
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue from a saved state of the stream, also before the first use.
+
+        Raises:
+            UserError: see `RandomStream.load_state_dict`.
+        """
+        stream = self.stream or RandomStream(0, self.rank)
+        stream.load_state_dict(state)
+        self.stream, self._seeded_at = stream, (-1, -1)  # no use of the layer draws the seed
 
     def repeat_seed_draw(self, step: int, use: int, *, is_replay: bool) -> None:
         """Draw the seed again if checkpointing repeats the forward that drew it.

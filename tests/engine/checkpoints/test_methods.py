@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
-from small_engines import make_engine, step, trained
+from small_engines import ADAMW, config, make_engine, step, trained
 
 from megalowbit.engine.checkpoints import save_and_load
+from megalowbit.engine.initialize import initialize
 from megalowbit.errors import UserError
-from megalowbit.layers.conversion.convert import random_stream
+from megalowbit.layers.bitlinear import BitLinear
+from megalowbit.layers.conversion.carried_state import stream_states
+from megalowbit.layers.conversion.convert import convert, random_stream
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
@@ -187,3 +190,63 @@ def test_a_checkpoint_without_the_stream_is_a_warning_for_models_that_draw(tmp_p
         warnings = [line for line in caplog.messages if "has no position of the random stream" in line]
         assert len(warnings) == count
         assert all("continues from micro-batch 1" in line for line in warnings)
+
+
+def engine_with_streams():
+    """Two parts that were converted one by one, and a layer that draws from a stream of its own."""
+    torch.manual_seed(0)
+    parts = [torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh()) for _ in range(2)]
+    for seed, part in enumerate(parts):
+        convert(part, "nvfp4", seed=seed)
+    net = torch.nn.Sequential(*parts, BitLinear(16, 16, recipe="nvfp4"))
+    return initialize(model=net, config=config(optimizer=ADAMW))[0]
+
+
+def losses(engine, numbers):
+    found = []
+    for number in numbers:
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(number)).to(torch.bfloat16)
+        loss = engine(x).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found
+
+
+def test_all_streams_of_a_model_continue(tmp_path, caplog):
+    engine = engine_with_streams()
+    losses(engine, range(3))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    expected = losses(engine, range(3, 6))
+    again = engine_with_streams()
+    again.load_checkpoint(str(tmp_path), "t")
+    states = stream_states(again.module)
+    assert [state["step"] for state in states.values()] == [3, 3, 3]
+    assert [states[name]["seed"] for name in ("0.0", "1.0")] == [0, 1]
+    assert losses(again, range(3, 6)) == expected
+    assert "random stream" not in caplog.text
+
+
+def test_streams_that_an_earlier_version_did_not_save_are_a_warning(tmp_path, monkeypatch, caplog):
+    def saved_by_an_earlier_version(engine, *arguments):
+        state = real(engine, *arguments)
+        del state["random_streams"]
+        return state
+
+    real = save_and_load._engine_state
+    monkeypatch.setattr(save_and_load, "_engine_state", saved_by_an_earlier_version)
+    engine = engine_with_streams()
+    losses(engine, range(3))
+    engine.save_checkpoint(str(tmp_path), tag="t")
+    again = engine_with_streams()
+    again.load_checkpoint(str(tmp_path), "t")
+    assert random_stream(again.module).step == 3
+    assert "has no position of the random stream of 1.0, 2: stochastic rounding there" in caplog.text
+
+
+def test_streams_that_differ_between_ranks_are_saved_for_each():
+    first, second, shared = {"seed": 1, "step": 3}, {"seed": 2, "step": 3}, {"seed": 0, "step": 3}
+    merged = save_and_load._of_all_ranks([{"a": shared, "b": first}, {"a": shared, "b": second, "c": first}])
+    assert merged == {"a": shared, "b": [first, second], "c": first}
+    assert save_and_load._of_this_rank(merged) == {"a": shared, "b": first, "c": first}
+    assert save_and_load._of_this_rank({"c": [None, second]}) == {"c": second}

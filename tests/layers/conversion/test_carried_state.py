@@ -5,14 +5,18 @@ import torch
 from torch import nn
 
 from megalowbit.errors import UserError
+from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.carried_state import (
     OWN_ROLES,
     SHARED_ROLES,
+    continue_stream,
+    continue_streams,
     draws_numbers,
     has_splits,
     load_split_state_dict,
     split_counts,
     split_state_dict,
+    stream_states,
 )
 from megalowbit.layers.conversion.convert import bit_layers, cache_weights, convert, random_stream
 
@@ -84,6 +88,32 @@ def test_without_its_states_a_model_continues_differently():
     again = converted()
     random_stream(again).load_state_dict(random_stream(model).state_dict())
     assert not all(map(torch.equal, train(again, 1), train(model, 1)))
+
+
+def test_a_layers_own_stream_continues_before_its_first_use_without_drawing_a_seed():
+    torch.manual_seed(0)
+    net = nn.Sequential(BitLinear(32, 32, recipe="nvfp4"))
+    assert stream_states(net) == {}
+    net(torch.randn(2, 32))
+    saved, x = stream_states(net), torch.randn(16, 32, requires_grad=True)
+    expected = torch.autograd.grad(net(x).square().sum(), x)[0]
+    other = nn.Sequential(BitLinear(32, 32, recipe="nvfp4"))
+    other.load_state_dict(net.state_dict())
+    assert continue_streams(other, saved) == []
+    position = torch.get_rng_state()
+    assert torch.equal(torch.autograd.grad(other(x).square().sum(), x)[0], expected)
+    assert torch.equal(torch.get_rng_state(), position)
+
+
+def test_streams_that_were_not_saved_are_named():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32)) for _ in range(3)])
+    for seed, (part, recipe) in enumerate(zip(net, ("nvfp4", "nvfp4", "fp8"), strict=True)):
+        convert(part, recipe, seed=seed)
+    assert continue_stream(net, {"seed": 0, "step": 2}) == ["1.0"]  # fp8 rounds to nearest
+    assert continue_streams(net, {"1.0": {"seed": 1, "step": 2}}) == ["0.0"]
+    assert [state["step"] for state in stream_states(net).values()] == [2, 2, 0]
+    with pytest.raises(UserError, match="states of random streams are 3"):
+        continue_streams(net, 3)
 
 
 def test_states_survive_a_file(tmp_path):

@@ -57,6 +57,14 @@ def test_a_run_with_a_repeated_step_continues_like_one_without():
         assert torch.equal(step(straight, seed, 2)[0], step(repeated, seed, 2)[0])
 
 
+def test_a_repeated_step_draws_the_numbers_of_all_streams_again():
+    model = torch.nn.Sequential(model_of("nvfp4"), model_of("nvfp4"))
+    snapshot = take_layers(model)
+    first, _ = step(model, 0, 2)
+    restore_layers(model, snapshot)
+    assert torch.equal(first, step(model, 0, 2)[0])
+
+
 def test_restoring_clears_cached_quantised_weights():
     model = model_of("mxfp4")
     cache = cache_weights(model)
@@ -71,7 +79,7 @@ def test_a_model_without_low_bit_layers_is_accepted():
     model = torch.nn.Linear(2, 2)
     snapshot = take_layers(model)
     restore_layers(model, snapshot)
-    assert snapshot.stream is None
+    assert snapshot.streams == {}
     assert not bit_layers(model)
 
 
