@@ -35,7 +35,15 @@ from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.optimizers.inner_step import InnerStep
 from megalowbit.optim.optimizers.options import NamedParameters, StepOptions
 from megalowbit.optim.optimizers.param_groups import learning_rate
-from megalowbit.optim.optimizers.saved_state import check_inner_state, check_masters, copy_masters, find_key
+from megalowbit.optim.optimizers.saved_state import (
+    after_load,
+    before_load,
+    check_inner_state,
+    check_masters,
+    copy_masters,
+    find_key,
+    with_hooks,
+)
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
 from megalowbit.optim.step import clip_grad_norm, take_step
 from megalowbit.optim.timers import timed
@@ -318,10 +326,13 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         ]
         if self.layer_scaling is not None:
             state["layer_scaling"] = self.layer_scaling.state_dict()
+        return with_hooks(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
         return state
 
     def check_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        """Check whether `load_state_dict` accepts this state; changes nothing.
+        """Check whether `load_state_dict` accepts this state; changes nothing and calls no hooks.
 
         Raises:
             UserError: keys, groups or shapes do not fit.
@@ -356,6 +367,10 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             self.optimizer.load_state_dict(inner)
         self.masters_have_changed()
 
+        self.load_checked(before_load(self, state_dict), load_optimizer_states)
+
+    def load_checked(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+        """`load_state_dict` after its hooks before a load."""
     def reload_model_params(self) -> None:
         """Copy the model to the masters, after other code has written to the model; its rounding remains."""
         with torch.no_grad():
@@ -363,6 +378,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
                 if master is not model:
                     master.copy_(model)
 
+        after_load(self)
     @torch.no_grad()
     def matches_model(self) -> bool:
         """Whether the model's weights are the rounded masters; not after other code has written to the model.

@@ -24,7 +24,7 @@ from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.optimizers.base import MegatronOptimizer, call_closure, no_later_parameters, not_copied
 from megalowbit.optim.optimizers.options import SHARED
-from megalowbit.optim.optimizers.saved_state import REMEDY
+from megalowbit.optim.optimizers.saved_state import REMEDY, after_load, before_load, with_hooks
 from megalowbit.optim.step import clip_grad_norm, take_step
 
 
@@ -198,7 +198,10 @@ class ChainedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The states of all optimizers, in order."""
-        return [each.state_dict() for each in self.chained_optimizers]
+        state: list[dict[str, Any]] = with_hooks(
+            self, lambda: [each.state_dict() for each in self.chained_optimizers]
+        )
+        return state
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:  # type: ignore[override]
         """Continue from saved states.
@@ -206,12 +209,16 @@ class ChainedOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: their number or contents do not fit; then nothing has changed.
         """
+        states = before_load(self, states)
         if len(states) != len(self.chained_optimizers):
             raise UserError(
                 f"the state has {len(states)} chained optimizers, but there are "
                 f"{len(self.chained_optimizers)}: {REMEDY}"
             )
-        for each, state in zip(self.chained_optimizers, states, strict=True):
+        pairs = zip(self.chained_optimizers, states, strict=True)
+        checked = [(each, before_load(each, state)) for each, state in pairs]
+        for each, state in checked:
             each.check_state_dict(state)
-        for each, state in zip(self.chained_optimizers, states, strict=True):
-            each.load_state_dict(state)
+        for each, state in checked:
+            each.load_checked(state)
+        after_load(self)

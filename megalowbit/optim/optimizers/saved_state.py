@@ -10,8 +10,9 @@ numbers in tensors are finite.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -46,6 +47,33 @@ def find_key(state: Mapping[str, Any], names: Sequence[str], default: Any = None
     if default is not None:
         return default
     raise UserError(f"optimizer state lacks {names[0]!r}: found {_shown_keys(state) or 'nothing'}; {REMEDY}")
+
+
+def with_hooks(optimizer: torch.optim.Optimizer, state_of: Callable[[], Any]) -> Any:
+    """What `state_of` returns, with the optimizer's state-dict hooks called as torch calls them."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    state = state_of()
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        replaced = after(optimizer, state)
+        state = state if replaced is None else replaced
+    return state
+
+
+def before_load(optimizer: torch.optim.Optimizer, state: Any) -> Any:
+    """The state to load after the optimizer's hooks before a load, which get a shallow copy, as in torch."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks.values()
+    state = copy.copy(state) if hooks else state
+    for hook in hooks:
+        replaced = hook(optimizer, state)
+        state = state if replaced is None else replaced
+    return state
+
+
+def after_load(optimizer: torch.optim.Optimizer) -> None:
+    """Call the optimizer's hooks after a load."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)
 
 
 def check_inner_state(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:

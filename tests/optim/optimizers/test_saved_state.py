@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megalowbit.errors import UserError
+from megalowbit.optim.optimizers.chained import ChainedOptimizer
+from megalowbit.optim.optimizers.mixed_precision import FP32Optimizer
 from megalowbit.optim.optimizers.saved_state import check_inner_state, check_masters, copy_masters, find_key
 
 
@@ -255,3 +257,84 @@ def test_a_state_that_fits_gives_the_same_steps_after_loading():
     later.load_state_dict(state)
     for mine, theirs in zip(whole.param_groups, later.param_groups, strict=True):
         torch.testing.assert_close(later.state[theirs["params"][0]], whole.state[mine["params"][0]])
+
+
+def stepped(make):
+    parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))]
+    optimizer = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+def torch_optimizer(parameters):
+    return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def fp32(parameters):
+    return FP32Optimizer(torch_optimizer(parameters), clip_grad=0.0)
+
+
+def chain(parameters):
+    return ChainedOptimizer([fp32([each]) for each in parameters])
+
+
+@pytest.mark.parametrize("make", [torch_optimizer, fp32, chain])
+def test_hooks_of_a_state_dict_are_called_as_torch_calls_them(make):
+    saved, loaded, calls = stepped(make), stepped(make), []
+    plain = saved.state_dict()
+
+    def note(name, result):
+        def hook(optimizer, *state):
+            calls.append((name, optimizer in (saved, loaded), len(state)))
+            return result(*state) if state else None
+
+        return hook
+
+    saved.register_state_dict_pre_hook(note("before", None))
+    saved.register_state_dict_post_hook(note("after", lambda state: ["wrapped", state]))
+    saved.register_state_dict_post_hook(note("last", lambda _: None))
+    loaded.register_load_state_dict_pre_hook(note("load", lambda state: state[1]))
+    loaded.register_load_state_dict_pre_hook(note("clear", clear))
+    loaded.register_load_state_dict_post_hook(note("loaded", None))
+    state = saved.state_dict()
+    assert state[0] == "wrapped"
+    assert str(state[1]) == str(plain)
+    loaded.load_state_dict(state)
+    assert calls == [("before", True, 0), ("after", True, 1), ("last", True, 1),
+                     ("load", True, 1), ("clear", True, 1), ("loaded", True, 0)]  # fmt: skip
+
+
+def clear(state):
+    """Returns a copy, and empties what it was given."""
+    kept = copy.copy(state)
+    state.clear()
+    return kept
+
+
+@pytest.mark.parametrize("make", [torch_optimizer, fp32, chain])
+def test_a_hook_that_adds_a_key_before_a_load_does_not_change_the_state_of_the_caller(make):
+    optimizer = stepped(make)
+    state = optimizer.state_dict()
+    size = len(state)
+    optimizer.register_load_state_dict_pre_hook(lambda _, each: clear(each))
+    optimizer.load_state_dict(state)
+    assert len(state) == size
+
+
+def test_hooks_of_a_chains_parts_change_their_states():
+    optimizer = stepped(chain)
+    first = optimizer.chained_optimizers[0]
+    first.register_state_dict_post_hook(lambda _, state: {"kept": state})
+    first.register_load_state_dict_pre_hook(lambda _, state: state["kept"])
+    state = optimizer.state_dict()
+    assert list(state[0]) == ["kept"]
+    optimizer.load_state_dict(state)
+
+
+def test_a_refused_state_calls_no_hook_after_the_load():
+    optimizer = stepped(fp32)
+    optimizer.register_load_state_dict_post_hook(lambda _: pytest.fail("nothing was loaded"))
+    with pytest.raises(UserError):
+        optimizer.load_state_dict({"optimizer": {}})
