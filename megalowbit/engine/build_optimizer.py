@@ -25,6 +25,7 @@ from megalowbit.engine.model_optimizer import (
 from megalowbit.engine.parameters.initial_weights import InitialWeights
 from megalowbit.engine.zero.start import ZERO_KEYS, ZeroStart
 from megalowbit.layers.regularizer import build_regularizer
+from megalowbit.optim.optimizers.left_out import LeftOutParameters
 from megalowbit.optim.schedules.scheduler import LRScheduler
 
 
@@ -56,6 +57,7 @@ class OptimizerStart:
         self._trained = succeed_together(groups_to_train, model, optimizer, model_parameters, parts.deepspeed)
         parameters = [parameter for group in self._trained for parameter in group["params"]]
         self.regularizer = build_regularizer(model, parts.settings.regularizer, parameters)
+        self._trains_model = model_parameters is None and not isinstance(optimizer, torch.optim.Optimizer)
         self._zero: ZeroStart | None = None
         self.deepspeed_keys: dict[str, Any] = {}
         if zero_stage(parts.deepspeed):
@@ -70,8 +72,18 @@ class OptimizerStart:
         else:
             inner = succeed_together(client_optimizer, self._model, client, self._trained)
         if self._zero is not None:
+            self._add_left_out(self._zero.left_out)
             return self._zero.inner(inner)
-        return wrap_optimizer(inner, self._model, self._parts, mpu=self._groups, regularizer=self.regularizer)
+        wrapped = wrap_optimizer(
+            inner, self._model, self._parts, mpu=self._groups, regularizer=self.regularizer
+        )
+        self._add_left_out(wrapped.left_out)
+        return wrapped
+
+    def _add_left_out(self, left_out: LeftOutParameters) -> None:
+        """Add the model's frozen parameters, unless the user has chosen what to train."""
+        if self._trains_model:
+            left_out.add_frozen(self._model.named_parameters())
 
     def schedule(self, lr_scheduler: Any) -> Any:
         """The `lr_scheduler` for `deepspeed.initialize`: a factory of ours, the user's, or None."""

@@ -80,6 +80,7 @@ class EngineSurface(ZeROOptimizer, MegatronOptimizer):
 
     def begin_step(self, loss_scale: float) -> None:
         """Reject a step without gradients, in which the moments alone would change the weights."""
+        self.left_out.check()  # first, because those gradients do not count
         if not self.gradients.exist():
             raise UserError(NO_GRADIENTS)
         super().begin_step(loss_scale)

@@ -14,6 +14,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.registry import build_grad_scaler
+from megalowbit.optim.optimizers.base import MegatronOptimizer
 from megalowbit.optim.optimizers.options import options_in
 from megalowbit.optim.optimizers.param_groups import weight_decay_groups
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
@@ -129,7 +130,7 @@ def wrap_optimizer(
     *,
     mpu: Any,
     regularizer: DualRangeRegularizer | None,
-) -> torch.optim.Optimizer:
+) -> MegatronOptimizer:
     """Wrap `inner` in our optimizer and cast the model to its final dtype."""
     from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
 

@@ -41,6 +41,7 @@ from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.optimizers.base import no_later_parameters
 from megalowbit.optim.optimizers.inner_step import stepping_at
+from megalowbit.optim.optimizers.left_out import LeftOutParameters
 from megalowbit.optim.optimizers.options import StepOptions
 from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
@@ -73,12 +74,14 @@ class ZeroSurface(LastStep):
         report: of the last step; None before the first.
         gradients: measures this rank's pieces.
         layer_scaling: always None at these stages.
+        left_out: parameters that were frozen when the engine was built. It cannot train them later.
     """
 
     is_flag_shared = True  # pieces are measured over all ranks
     can_defer_host_read = False  # DeepSpeed's step decides on the host
 
     gradients: GradientPieces
+    left_out: LeftOutParameters
     _loss_scaler: ZeroLossScaler
     _options: StepOptions
     _has_sums: bool  # since the last step, of any micro-batch
@@ -92,8 +95,15 @@ class ZeroSurface(LastStep):
     param_groups: list[dict[str, Any]]
     _global_grad_norm: float | None
 
-    def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
+    def attach(
+        self,
+        loss_scaler: ZeroLossScaler,
+        gradients: GradientPieces,
+        options: StepOptions,
+        left_out: LeftOutParameters,
+    ) -> None:
         """Replace DeepSpeed's attributes of the same names; call it once, right after the constructor."""
+        self.left_out = left_out
         self._loss_scaler, self.gradients, self._options = loss_scaler, gradients, options
         self._timers = PhaseTimers(self.__dict__.pop("timers"))
         for name in ("loss_scaler", "dynamic_loss_scale"):
@@ -202,6 +212,7 @@ class ZeroSurface(LastStep):
 
     def step(self, closure: object = None) -> StepReport:
         """See `MegatronOptimizer.step`; collective over all ranks."""
+        self.left_out.check()
         return take_step(self, closure)
 
     def timed(self, phase: str) -> AbstractContextManager[None]:
@@ -253,8 +264,8 @@ class ZeroSurface(LastStep):
 class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
     """`DeepSpeedZeroOptimizer` (stages 1 and 2) with our step."""
 
-    def attach(self, loss_scaler: ZeroLossScaler, gradients: GradientPieces, options: StepOptions) -> None:
-        super().attach(loss_scaler, gradients, options)
+    def attach(self, *parts: Any) -> None:
+        super().attach(*parts)
         self.check_grad_overflow = True  # otherwise bf16 steps are applied even if the norm is infinite
 
     def begin_step(self, loss_scale: float) -> None:

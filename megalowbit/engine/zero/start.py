@@ -31,6 +31,7 @@ from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import DualRangeRegularizer
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.registry import build_grad_scaler
+from megalowbit.optim.optimizers.left_out import LeftOutParameters
 from megalowbit.optim.optimizers.options import BeforeStep, StepOptions
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
@@ -45,6 +46,9 @@ class ZeroStart:
 
     The constructor casts parameters in place, except norms kept in fp32.
 
+    Attributes:
+        left_out: parameters that are frozen, which ZeRO's optimizer cannot train later.
+
     Raises:
         UserError: the model is already partitioned.
     """
@@ -58,6 +62,7 @@ class ZeroStart:
         regularizer: DualRangeRegularizer | None,
         initial: InitialWeights | None = None,
     ) -> None:
+        self.left_out = LeftOutParameters()
         self._model, self._parts, self._mpu, self._initial = model, parts, mpu, initial
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._grad_scaler = build_grad_scaler(parts.settings.grad_scaler, parts.settings.precision)
@@ -95,8 +100,9 @@ class ZeroStart:
                 f"optimizer {kind} already has state, which ZeRO would drop: pass a new one, or use "
                 "zero_optimization.stage 0"
             )
-        for group in optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if each.requires_grad]
+        for number, group in enumerate(optimizer.param_groups):
+            self.left_out.drop_from(group, number)
+        self.left_out.rename(self._names)
         # before DeepSpeed's hooks, which remove `.grad`
         self._instruments = Instruments.attach(self._model, self._grad_scaler)
         return optimizer
@@ -120,7 +126,7 @@ class ZeroStart:
             peers=dist.get_process_group_ranks(engine.seq_data_parallel_group),
         )
         replace_optimizer_class(engine.optimizer)
-        engine.optimizer.attach(ZeroLossScaler(self._grad_scaler), gradients, options)
+        engine.optimizer.attach(ZeroLossScaler(self._grad_scaler), gradients, options, self.left_out)
         if self._initial is None:
             self._write_masters(engine)
         else:

@@ -33,6 +33,7 @@ from megalowbit.optim.gradients.step_gradients import StepGradients, locate
 from megalowbit.optim.instruments import Instruments, complete_instruments
 from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.optimizers.inner_step import InnerStep
+from megalowbit.optim.optimizers.left_out import LeftOutParameters
 from megalowbit.optim.optimizers.options import NamedParameters, StepOptions
 from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.optim.optimizers.saved_state import (
@@ -98,6 +99,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         report: the last step's report; None before the first.
         gradients: the gradients of the model's parameters.
         grad_buffer: made by this optimizer; None if the gradients are stored elsewhere.
+        left_out: parameters that were frozen when the optimizer was built. It cannot train them later.
     """
 
     instruments: Instruments
@@ -115,8 +117,10 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         self.grad_scaler = grad_scaler
         self.report: StepReport | None = None
         self._are_gradients_cleared = False
+        self.left_out = LeftOutParameters()
         self._replace_by_masters()
         self._names = self._name_all(self.named_parameters)
+        self.left_out.rename(self._names)
         self.named_parameters = None  # may reference the model
         named = ((self._names[id(parameter)], parameter) for parameter, _ in self._pairs)
         refuse_sharded(type(self).__name__, named, OF_FSDP)
@@ -228,6 +232,9 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         Returns:
             A tuple `(True, norm, num_zeros)`, or `(False, None, None)` for a skipped step, which leaves
             masters, moments and step counts unchanged. `StepReport` has further attributes.
+
+        Raises:
+            UserError: a parameter that was frozen when the optimizer was built requires a gradient.
         """
         call_closure(closure)
         return take_step(self)
@@ -262,6 +269,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
 
     def begin_step(self, loss_scale: float) -> None:
         """Prepare the gradients to be measured."""
+        self.left_out.check()
         self.gradients.check_factors()
         self.gradients.collect()
         self._are_gradients_cleared = False
@@ -318,6 +326,9 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """`optimizer`, `grad_scaler` (if there is one) and `fp32_from_fp16_params` (masters by group)."""
+        return with_hooks(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
         if self.grad_scaler is not None:
             state["grad_scaler"] = self.grad_scaler.state_dict()
@@ -326,9 +337,6 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         ]
         if self.layer_scaling is not None:
             state["layer_scaling"] = self.layer_scaling.state_dict()
-        return with_hooks(self, self._state_dict)
-
-    def _state_dict(self) -> dict[str, Any]:
         return state
 
     def check_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
@@ -359,6 +367,10 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         Raises:
             UserError: keys, groups or shapes do not fit; then nothing has changed.
         """
+        self.load_checked(before_load(self, state_dict), load_optimizer_states)
+
+    def load_checked(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
+        """`load_state_dict` after its hooks before a load."""
         self.check_state_dict(state_dict, load_optimizer_states)
         inner, masters, scaler, factors = self._parts_of(state_dict)
         self._load_scales(scaler, factors)
@@ -366,11 +378,8 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         if load_optimizer_states:
             self.optimizer.load_state_dict(inner)
         self.masters_have_changed()
+        after_load(self)
 
-        self.load_checked(before_load(self, state_dict), load_optimizer_states)
-
-    def load_checked(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        """`load_state_dict` after its hooks before a load."""
     def reload_model_params(self) -> None:
         """Copy the model to the masters, after other code has written to the model; its rounding remains."""
         with torch.no_grad():
@@ -378,7 +387,6 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
                 if master is not model:
                     master.copy_(model)
 
-        after_load(self)
     @torch.no_grad()
     def matches_model(self) -> bool:
         """Whether the model's weights are the rounded masters; not after other code has written to the model.

@@ -194,7 +194,10 @@ def get_megatron_optimizer(
         "tensor_parallel_group": tensor_parallel_group,
         "training_group": training_group,
     }
-    return _with_experts(groups, config, grad_scaler or _grad_scaler(config), options, expert_parallel_group)
+    built = _with_experts(groups, config, grad_scaler or _grad_scaler(config), options, expert_parallel_group)
+    first = built.chained_optimizers[0] if isinstance(built, ChainedOptimizer) else built
+    first.left_out.add_frozen(_named_parameters(chunks))
+    return built
 
 
 def _with_experts(

@@ -8,6 +8,7 @@ even without a scaler, and loading a state restores the model from the masters.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,11 +60,11 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
         super().__init__(optimizer, grad_scaler=grad_scaler, **options)
 
     def _replace_group_params(self, group: dict[str, Any]) -> None:
+        number = len(self.float16_groups)
+        _check_dtypes(group["params"], (*HALF_DTYPES, torch.float32), number)
+        self.left_out.drop_from(group, number)
         halves, masters, fp32, inner = [], [], [], []
-        for index, parameter in enumerate(group["params"]):
-            if not parameter.requires_grad:
-                continue
-            _check_dtype(parameter, (*HALF_DTYPES, torch.float32), index, len(self.float16_groups))
+        for parameter in group["params"]:
             is_kept = is_kept_fp32(parameter) or not self.cast_parameters
             if parameter.dtype == torch.float32 and is_kept:
                 fp32.append(parameter)
@@ -101,21 +102,22 @@ class FP32Optimizer(MegatronOptimizer):
         super().__init__(optimizer, grad_scaler=None, **options)
 
     def _replace_group_params(self, group: dict[str, Any]) -> None:
-        group["params"] = [parameter for parameter in group["params"] if parameter.requires_grad]
-        for index, parameter in enumerate(group["params"]):
-            _check_dtype(parameter, (torch.float32,), index, len(self.fp32_from_fp32_groups))
+        number = len(self.fp32_from_fp32_groups)
+        _check_dtypes(group["params"], (torch.float32,), number)
+        self.left_out.drop_from(group, number)
         self.float16_groups.append([])
         self.fp32_from_float16_groups.append([])
         self.fp32_from_fp32_groups.append(list(group["params"]))
 
 
-def _check_dtype(parameter: torch.Tensor, allowed: tuple[torch.dtype, ...], index: int, group: int) -> None:
-    if parameter.dtype not in allowed:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-        raise TypeError(
-            f"parameter {index} of group {group}, shape {tuple(parameter.shape)}, is "
-            f"{str(parameter.dtype).removeprefix('torch.')}: convert it to one of {names}"
-        )
+def _check_dtypes(parameters: Sequence[torch.Tensor], allowed: tuple[torch.dtype, ...], group: int) -> None:
+    for index, parameter in enumerate(parameters):
+        if parameter.requires_grad and parameter.dtype not in allowed:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
+            raise TypeError(
+                f"parameter {index} of group {group}, shape {tuple(parameter.shape)}, is "
+                f"{str(parameter.dtype).removeprefix('torch.')}: convert it to one of {names}"
+            )
 
 
 def _master_of(parameter: torch.Tensor) -> torch.Tensor:
