@@ -86,3 +86,66 @@ def test_the_default_optimizer_is_torchs_fused_adam_and_it_steps(kind, params, e
 def test_the_weight_decay_of_a_group_overrides_the_configured_one():
     groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "weight_decay": 0.0}]
     assert build_optimizer(filled("AdamW", weight_decay=0.3), groups).param_groups[0]["weight_decay"] == 0.0
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+
+
+def engine_of(model, stage, precision="bf16", **arguments):
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "megalowbit": {"precision": precision},
+    }
+    return initialize(model=model, config=config, **arguments)[0]
+
+
+def step(engine, seed=0):
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+    engine.backward(engine(x.to(next(engine.module.parameters()).dtype)).float().square().mean())
+    engine.step()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_block_frozen_between_steps_of_stage_0_stays_where_it_is(precision):
+    engine = engine_of(two_layers(), 0, precision)
+    for seed in range(3):
+        step(engine, seed)
+    engine.module[0].requires_grad_(False)
+    frozen, trained = (layer.weight.detach().clone() for layer in engine.module)
+    for seed in range(3):
+        step(engine, seed)
+    assert torch.equal(engine.module[0].weight, frozen)
+    assert not torch.equal(engine.module[1].weight, trained)
+
+
+@pytest.mark.parametrize("stage", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("gives", ["nothing", "all", "callable"])
+def test_a_parameter_unfrozen_later_is_an_error_that_names_it(stage, gives):
+    model = two_layers()
+    model[0].bias.requires_grad_(False)
+    arguments = {
+        "nothing": {},
+        "all": {"model_parameters": model.parameters()},
+        "callable": {"optimizer": lambda groups: torch.optim.AdamW(groups, lr=0.1)},
+    }
+    engine = engine_of(model, stage, **arguments[gives])
+    step(engine)
+    engine.module[0].bias.requires_grad_(True)
+    with pytest.raises(UserError, match=r"^0\.bias requires a gradient, but was frozen when the optimizer"):
+        step(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_parameter_that_the_caller_has_left_out_may_be_unfrozen(stage):
+    model = two_layers()
+    model[0].bias.requires_grad_(False)
+    given = [each for each in model.parameters() if each.requires_grad]
+    engine = engine_of(model, stage, model_parameters=given)
+    before = engine.module[0].bias.detach().clone()
+    engine.module[0].bias.requires_grad_(True)
+    step(engine)
+    assert torch.equal(engine.module[0].bias, before)

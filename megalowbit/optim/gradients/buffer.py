@@ -88,6 +88,7 @@ class GradBuffer:
         self._aliases: dict[int, tuple[torch.Tensor, int]] = {}
         self._aliased: set[int] = set()  # ids of parameters whose `.grad` is this alias
         self._in_graphs: set[int] = set()  # ids of parameters to which a capture has added a gradient
+        self._frozen: set[int] = set()  # ids of parameters that were frozen when they were last cleared
         self._stream = _stream_of(self.flat)
         self._captured: tuple[int, Any] | None = None  # the last capture, and its stream
         for parameter in reversed(unique):
@@ -115,6 +116,8 @@ class GradBuffer:
         """
         for parameter in self.parameters:
             self._collect_grad(parameter, names)
+        if self.is_reduced:
+            self._drop_absent()
 
     def has_gradients(self) -> bool:
         """Whether there is any gradient since the last step, also if it is zero; call `collect` first.
@@ -128,7 +131,9 @@ class GradBuffer:
         """Call this directly before averaging over ranks; records which gradients are not finite on this
         rank.
 
-        Afterwards every parameter has a `.grad`, because some rank may have one.
+        Afterwards every parameter has a `.grad`, because some rank may have one. One that was frozen before
+        the last step ended has none, unless it was set by hand. If it was frozen since then, the next
+        `collect` looks whether any rank has a gradient: all ranks must decide the same.
 
         Returns:
             `flat`.
@@ -138,7 +143,8 @@ class GradBuffer:
             zip(map(id, self.parameters), _squares_of(self._gradients()), strict=True)
         )
         for parameter in self.parameters:
-            self._set_alias(parameter)
+            if parameter.requires_grad or id(parameter) not in self._frozen:
+                self._set_alias(parameter)
         return self.flat
 
     @property
@@ -188,7 +194,14 @@ class GradBuffer:
         If a CUDA graph adds to a `main_grad`, `.grad` is the zeros.
         """
         self._squares_before = None
+        self._mark_zeroed(parameters)
+
+    def _mark_zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
         for parameter in parameters:
+            if parameter.requires_grad:
+                self._frozen.discard(id(parameter))
+            else:
+                self._frozen.add(id(parameter))
             if id(parameter) in self._in_graphs:
                 self._set_alias(parameter)
             else:
@@ -207,6 +220,7 @@ class GradBuffer:
         parameter.main_grad.zero_()  # type: ignore[attr-defined]
         self._in_graphs.discard(id(parameter))
         self.mark_zeroed([parameter])
+        self._frozen.discard(id(parameter))
         self._aliases.pop(id(parameter), None)
         parameter.grad_dtype = parameter.dtype
         del parameter.main_grad, parameter.grad_buffer  # type: ignore[attr-defined]
@@ -327,6 +341,17 @@ class GradBuffer:
         check_fit((names or {}).get(key, "a parameter"), gradient, main_grad.shape, main_grad.device)
         main_grad.copy_(gradient.detach())
         self._set_alias(parameter)
+
+    def _drop_absent(self) -> None:
+        """After a reduction, set `.grad` to None for frozen parameters of which no rank had a gradient.
+
+        Reads the device, only in the first step after a parameter was frozen.
+        """
+        key_of = {id(each): each for each in self.parameters if not each.requires_grad}
+        frozen = [each for key, each in key_of.items() if key in self._aliased - self._in_graphs]
+        if frozen:
+            has_any = torch.stack([each.main_grad.any() for each in frozen]).tolist()  # type: ignore[attr-defined]
+            self._mark_zeroed(each for each, is_any in zip(frozen, has_any, strict=True) if not is_any)
 
     def _refuse_in_graphs(
         self, parameter: torch.nn.Parameter, names: Mapping[int, str] | None, change: str

@@ -59,6 +59,16 @@ class StepGradients:
         """The scaled gradient of a model parameter, fp32 or in the parameter's dtype; None if it has none."""
         return model.main_grad if self._has_main_grad else model.grad
 
+    def to_apply(self, model: Any) -> torch.Tensor | None:
+        """The gradient that a step applies: None too for a parameter that was frozen before its gradient.
+
+        As in torch, such a parameter is left alone, and one that is frozen after its backward is not. If
+        other code keeps the `main_grad`s, without `.grad`s, both are left alone.
+        """
+        if self._has_main_grad and not model.requires_grad and model.grad is None:
+            return None
+        return self.of(model)
+
     def collect(self) -> None:
         """Apply changes made to `.grad` since backward, if a `GradBuffer` keeps the sums.
 
@@ -78,7 +88,7 @@ class StepGradients:
 
     def measure(self, kind: GradientNorm, **options: Any) -> Measurement:
         """Measure all of them; `options` are those of `measure_gradients`."""
-        gradients = [self.of(model) for model in self._models]
+        gradients = [self.to_apply(model) for model in self._models]
         return measure_gradients(gradients, is_counted=self._is_counted, kind=kind, **options)
 
     def multiply(self, factor: torch.Tensor) -> None:
@@ -101,7 +111,12 @@ class StepGradients:
             torch._foreach_zero_(others)
 
     def mark_zeroed(self) -> None:
-        """Call this after an update that has cleared all `main_grad`s while reading them."""
+        """Call this after an update that has cleared all `main_grad`s that it applied, while reading them."""
+        if not self._has_main_grad:
+            return
+        not_applied = [model.main_grad for model in self._models if self.to_apply(model) is None]
+        if not_applied:
+            torch._foreach_zero_(not_applied)
         for buffer in self._buffers():
             buffer.mark_zeroed(self._models_in(buffer))
 

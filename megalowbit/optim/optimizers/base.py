@@ -128,7 +128,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         self._inner_step = InnerStep(
             optimizer,
             {master: model for model, master in self._pairs if master is not model},
-            gradient_of=lambda master: self.gradients.of(self._models[id(master)]),
+            gradient_of=lambda master: self.gradients.to_apply(self._models[id(master)]),
         )
         if self.gradient_norm == "sum_of_norms":
             check_same_parameters(len(self._pairs), self.model_parallel_group)
@@ -221,9 +221,9 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         Collective over the model-parallel and the training group. Gradients must already be averaged over
         data parallel. `before_step` is called first, with S. What it adds to the gradients is checked,
         clipped and, on overflow, dropped with them. If there is no gradient since the last step, moments and
-        weight decay still change the weights. The host reads the device once, after the update has been
-        launched. If the inner optimizer cannot skip on the device (torch's fused ones can), the read comes
-        before the update.
+        weight decay still change the weights, except those that no longer require a gradient. The host reads
+        the device once, after the update has been launched. If the inner optimizer cannot skip on the device
+        (torch's fused ones can), the read comes before the update.
 
         Args:
             closure: computes gradients and is called first, once; Lightning passes one. Its result is not

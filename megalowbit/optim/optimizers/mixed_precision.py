@@ -87,7 +87,7 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
 class FP32Optimizer(MegatronOptimizer):
     """The same report, clipping and skipping for a model that is entirely fp32, without a loss scale.
 
-    `.grad` means the same as in torch, except that None is a gradient of zero.
+    `.grad` means the same as in torch, except that None is a gradient of zero unless the parameter is frozen.
 
     Args:
         optimizer: torch optimizer over the model's parameters.

@@ -246,3 +246,23 @@ def test_a_buffer_without_parameters_goes_through_all_of_a_step(adding):
     assert buffer.overflowed(is_before=True) == []
     buffer.zero()
     buffer.detach()
+
+
+def test_a_frozen_parameter_has_a_gradient_after_a_reduction_only_if_some_rank_has_one(adding):
+    mine, others, nobodys, _ = parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(4)]
+    buffer = GradBuffer(parameters)
+    backward(mine, 1.0)
+    for each in (mine, others, nobodys):
+        each.requires_grad_(False)
+    buffer.before_reduction()
+    others.main_grad.fill_(2.0)  # the gradient of another rank
+    buffer.collect()
+    assert [each.grad is None for each in parameters] == [False, False, True, False]
+    assert buffer.is_reduced
+    buffer.zero()
+    buffer.before_reduction()  # from here on it is known which parameters are frozen
+    assert [each.grad is None for each in parameters] == [True, True, True, False]
+    buffer.zero()
+    others.requires_grad_(True)
+    buffer.before_reduction()
+    assert [each.grad is None for each in parameters] == [True, False, True, False]
