@@ -180,6 +180,18 @@ def test_reloading_takes_the_masters_from_the_model():
     assert (optimizer.fp32_from_float16_groups[0][0] == 0.5).all()
 
 
+@pytest.mark.parametrize("is_reloaded", [False, True])
+def test_weights_written_into_the_model_last_beyond_a_step_only_if_they_are_reloaded(is_reloaded):
+    model, optimizer = make(torch.bfloat16, grad_scaler=None)
+    before = model.state_dict()["0.weight"].clone()
+    model.load_state_dict({name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()})
+    if is_reloaded:
+        optimizer.reload_model_params()
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(model, optimizer, batches(1))
+    assert torch.equal(model[0].weight, torch.full_like(before, 0.5) if is_reloaded else before)
+
+
 def test_fp16_without_a_scaler_is_refused():
     with pytest.raises(UserError, match=r"fp16 expects a grad scaler\."):
         make(torch.float16, grad_scaler=None)
