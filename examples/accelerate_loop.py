@@ -27,8 +27,8 @@ def main() -> None:
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2)
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, num_attention_heads=4, max_position_embeddings=LENGTH, **SIZES)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(accelerator.device)
-    mlb.convert(model, recipe="nvfp4")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    mlb.convert(model.to(accelerator.device), recipe="nvfp4")  # before the optimizer is built
     accelerator.register_for_checkpointing(mlb.random_stream(model))  # save_state then includes it
     if accelerator.distributed_type == accelerate.DistributedType.DEEPSPEED:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

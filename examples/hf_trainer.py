@@ -36,9 +36,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=256, num_attention_heads=4, max_position_embeddings=LENGTH, **SIZES)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16
-    )  # a cast would round positions, too
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
     mlb.convert(model, recipe="nvfp4")
     args = TrainingArguments(
         options.out, max_steps=options.steps, per_device_train_batch_size=8, gradient_accumulation_steps=2,
