@@ -195,9 +195,12 @@ def get_megatron_optimizer(
         "training_group": training_group,
     }
     built = _with_experts(groups, config, grad_scaler or _grad_scaler(config), options, expert_parallel_group)
-    first = built.chained_optimizers[0] if isinstance(built, ChainedOptimizer) else built
-    first.left_out.add_frozen(_named_parameters(chunks))
+    _first_of(built).left_out.add_frozen(_named_parameters(chunks))
     return built
+
+
+def _first_of(built: MegatronOptimizer | ChainedOptimizer) -> MegatronOptimizer:
+    return built.chained_optimizers[0] if isinstance(built, ChainedOptimizer) else built
 
 
 def _with_experts(
