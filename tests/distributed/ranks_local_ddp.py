@@ -72,6 +72,21 @@ def train(rank):
     return {"started": started, "applied": applied, "norms": norms, "ended": numbers(model.parameters())}
 
 
+def freeze(rank):
+    """The body trains with momentum and weight decay, is frozen for three steps, and trains again."""
+    model = LocalDDP(Model(seed=0).bfloat16())
+    optimizer = get_megatron_optimizer(model, OptimizerConfig(lr=LR, bf16=True, weight_decay=0.1))
+    body, head, seen = model.module.body, model.module.head, []
+    for step in range(STEPS):
+        body.requires_grad_(not 3 <= step < 6)
+        model(data(step, 0, rank)).backward()
+        model.allreduce_gradients()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append({"body": numbers(body.parameters()), "head": numbers(head.parameters())})
+    return seen
+
+
 def experts(rank):
     """An expert's weights and gradients stay on its rank, the gradients divided by the number of ranks."""
     model = LocalDDP(Model(seed=rank, has_experts=True))
@@ -240,6 +255,7 @@ def main():
     own_group = [dist.new_group([each]) for each in range(2)][rank]
     seen = {
         "train": train(rank),
+        "freeze": freeze(rank),
         "experts": experts(rank),
         "alone": alone(rank, own_group),
         "max_value": strategy(rank, MaxValueGradScaler(16.0, ema_decay=0.0)),

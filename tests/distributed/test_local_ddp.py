@@ -1,6 +1,7 @@
 """LocalDDP on two real ranks, compared with float64 arithmetic in one process."""
 
 import importlib.util
+import itertools
 import math
 from pathlib import Path
 
@@ -61,6 +62,15 @@ def test_training_follows_the_average_of_all_ranks_in_float64(seen, program):
     assert max(norm for norm in norms if norm is not None) > program.CLIP  # clipping has taken part
     for mine, parameter in zip(found["ended"], model.parameters(), strict=True):
         assert mine == pytest.approx(parameter.flatten().tolist(), abs=4e-3)
+
+
+def test_frozen_parameters_rest_on_all_ranks_and_move_again_once_unfrozen(seen):
+    steps = seen[0]["freeze"]
+    assert steps == seen[1]["freeze"]
+    for before, step in itertools.pairwise(range(len(steps))):
+        assert steps[step]["head"] != steps[before]["head"]
+        is_frozen = 3 <= step < 6
+        assert (steps[step]["body"] == steps[before]["body"]) == is_frozen, step
 
 
 def test_experts_stay_with_their_rank(seen, program):
