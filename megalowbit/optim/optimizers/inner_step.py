@@ -199,6 +199,8 @@ class InnerStep:
             return
         inner: Any = self.optimizer
         with _gradients_in_place(inner, gradients) as used:
+            if path == "fused":
+                _align_state(inner, used)
             if path == "plain":
                 if grad_scale is not None and used:
                     torch._foreach_div_([master.grad for master in used], grad_scale)  # type: ignore[misc]
@@ -265,24 +267,40 @@ def _start_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[master]["momentum_buffer"] = torch.zeros_like(master)
 
 
+def _align_state(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
+    """Give moments their master's strides: it may have got others since, by `channels_last` or a load."""
+    for master in masters:
+        state = optimizer.state.get(master, {})
+        for key, value in state.items():
+            if (
+                isinstance(value, Tensor)
+                and value.shape == master.shape
+                and value.stride() != master.stride()
+            ):
+                state[key] = torch.empty_like(master, dtype=value.dtype).copy_(value)
+
+
 @contextmanager
 def _gradients_in_place(
     optimizer: torch.optim.Optimizer, gradients: Mapping[int, Tensor | None]
 ) -> Iterator[list[Tensor]]:
-    """Temporarily set the masters' `.grad` to their gradients, in fp32; yields the masters that have one."""
+    """Temporarily set the masters' `.grad` to their gradients; yields the masters that have one.
+
+    A gradient is fp32 and has its master's strides, because torch's fused kernels read memory in its order.
+    """
     masters = [master for group in optimizer.param_groups for master in group["params"]]
     before = [master.grad for master in masters]
-    used, narrow, wide = [], [], []
+    used, others, copies = [], [], []
     for master in masters:
         gradient = gradients[id(master)]
         if gradient is not None:
             used.append(master)
-            if gradient.dtype != master.dtype:
-                narrow.append(gradient)
-                wide.append(gradient := torch.empty_like(master))
+            if gradient.dtype != master.dtype or gradient.stride() != master.stride():
+                others.append(gradient)
+                copies.append(gradient := torch.empty_like(master))
         master.grad = gradient
-    if narrow:
-        torch._foreach_copy_(wide, narrow)
+    if others:
+        torch._foreach_copy_(copies, others)
     try:
         yield used
     finally:
