@@ -16,7 +16,7 @@ from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.registry import build_grad_scaler
 from megalowbit.optim.optimizers.base import MegatronOptimizer
 from megalowbit.optim.optimizers.options import options_in
-from megalowbit.optim.optimizers.param_groups import weight_decay_groups
+from megalowbit.optim.optimizers.param_groups import refuse_repeated, weight_decay_groups
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32
 
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -34,7 +34,7 @@ def groups_to_train(
     """Groups of parameters to train. The model must already be sharded and converted.
 
     Raises:
-        UserError: a parameter does not belong to the model, or none is trainable.
+        UserError: a parameter does not belong to the model or occurs twice, or none is trainable.
     """
     _check_trained(model, model.parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -45,6 +45,7 @@ def groups_to_train(
     else:
         groups = parameter_groups(model, model_parameters, config)
     _check_trained(model, (parameter for group in groups for parameter in group["params"]))
+    refuse_repeated(groups)
     return groups
 
 
@@ -58,6 +59,7 @@ def client_optimizer(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"optimizer returned a {type(optimizer).__name__}: return a torch.optim.Optimizer")
     _check_client(model, optimizer)
+    refuse_repeated(optimizer.param_groups)
     return optimizer
 
 

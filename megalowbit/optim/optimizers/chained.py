@@ -58,7 +58,7 @@ class ChainedOptimizer(torch.optim.Optimizer):
                         f"{getattr(other, name)!r}; give them the same"
                     )
         groups = [group for each in optimizers for group in each.param_groups]
-        parameters = [id(parameter) for group in groups for parameter in group["params"]]
+        parameters = [id(parameter) for each in optimizers for _, parameter in each.gradients.named()]
         if len(set(parameters)) < len(parameters):
             raise UserError("a parameter is in two of the chained optimizers: give it to one of them")
         self.chained_optimizers: list[MegatronOptimizer] = []

@@ -8,7 +8,7 @@ even without a scaler, and loading a state restores the model from the masters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Float16OptimizerWithFloat16Params(MegatronOptimizer):
             if parameter.dtype == torch.float32:
                 parameter.data = parameter.data.to(self.half_dtype)
             if parameter in self.optimizer.state:
-                self.optimizer.state[master] = self.optimizer.state.pop(parameter)
+                self.optimizer.state[master] = _widened(self.optimizer.state.pop(parameter), master)
             halves.append(parameter)
             masters.append(master)
             inner.append(master)
@@ -118,6 +118,14 @@ def _check_dtypes(parameters: Sequence[torch.Tensor], allowed: tuple[torch.dtype
                 f"parameter {index} of group {group}, shape {tuple(parameter.shape)}, is "
                 f"{str(parameter.dtype).removeprefix('torch.')}: convert it to one of {names}"
             )
+
+
+def _widened(state: Mapping[str, Any], master: torch.Tensor) -> dict[str, Any]:
+    """A parameter's state with its moments in fp32: Adagrad makes them with the half-precision parameter."""
+    return {
+        key: value.float() if isinstance(value, torch.Tensor) and value.shape == master.shape else value
+        for key, value in state.items()
+    }
 
 
 def _master_of(parameter: torch.Tensor) -> torch.Tensor:

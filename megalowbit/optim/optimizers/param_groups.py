@@ -24,6 +24,39 @@ def learning_rate(group: Mapping[str, Any]) -> float:
     return group["lr"] * group.get("lr_scale", 1.0)
 
 
+def refuse_repeated(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Reject a parameter that occurs twice; torch only warns, if that is in one group.
+
+    Each occurrence would have a master of its own, and the last one would overwrite the weight.
+
+    Raises:
+        UserError: names its place and shape.
+    """
+    seen: set[int] = set()
+    for number, group in enumerate(groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) in seen:
+                raise UserError(
+                    f"parameter {index} of group {number}, shape {tuple(parameter.shape)}, occurs twice in "
+                    "the optimizer: list each once, for example with list(dict.fromkeys(parameters))"
+                )
+            seen.add(id(parameter))
+
+
+def refuse_changed(groups: Sequence[Mapping[str, Any]], masters: Mapping[int, object]) -> None:
+    """Check that the groups still hold these masters, given by id: a removed one would keep its gradient.
+
+    Raises:
+        UserError: parameters were removed or added.
+    """
+    present = [id(master) for group in groups for master in group["params"]]
+    if len(present) != len(masters) or not masters.keys() >= set(present):
+        raise UserError(
+            f"param_groups has {len(present)} parameters, and was built with {len(masters)}: to stop the "
+            "training of some, freeze them with requires_grad_(False) or set the lr of their group to 0"
+        )
+
+
 def weight_decay_groups(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     weight_decay: float,
