@@ -32,7 +32,7 @@ from megalowbit.engine.checkpoints.methods import attach_checkpoint_methods
 from megalowbit.engine.model_optimizer import HALF, ClientOptimizer, ModelParameters
 from megalowbit.engine.parameters.initial_weights import InitialWeights, check_weights, copy_value
 from megalowbit.engine.parameters.layout import make_parameters_contiguous
-from megalowbit.engine.parameters.user_gradients import attach_zero_grad
+from megalowbit.engine.parameters.user_gradients import attach_direct_backward, attach_zero_grad
 from megalowbit.engine.pipeline.setup import (
     attach_pipeline,
     check_block,
@@ -284,6 +284,7 @@ def _attach(
     engine.clip_fp32_gradients = _leave_clipping_to_the_optimizer
     engine.checkpoint_engine = AtomicCheckpointEngine(engine)
     attach_zero_grad(engine)
+    attach_direct_backward(engine)
     engine.regularizer = regularizer
     engine.process_grid = grid
     if engine.training_dataloader is not None and not torch.accelerator.is_available():

@@ -1,9 +1,13 @@
-"""Gives `zero_grad` and assignments to `.grad` the same meaning at every ZeRO stage.
+"""Gives what users do with gradients the same meaning at every ZeRO stage: `zero_grad`, `.grad`, backwards.
 
 At stages 1 to 3 DeepSpeed does not keep reduced gradients in `.grad`, so its `zero_grad` does not clear them,
 and it never reads a `.grad` set after backward. Here `engine.zero_grad()` and `engine.module.zero_grad()`
 also clear the optimizer's gradients, and a `.grad` set by the user is copied to where the stage keeps its
 pieces.
+
+`engine.scale(loss).backward()` divides by the micro-batches of a step once, as `engine.backward(loss)` does.
+DeepSpeed divides at every tensor of the output that the backward passes, so twice where a model returns its
+loss and its logits; such a backward without `engine.scale` is an error.
 
 Not covered at stages 1 to 3:
 
@@ -18,12 +22,23 @@ import copy
 import types
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalowbit.errors import UserError
+
 NO_GRADIENTS = "engine.step() before any backward: call engine.backward(loss) first"
+DIVIDED_TWICE = (
+    "a backward of several output tensors would divide gradients by gradient_accumulation_steps more than "
+    "once: call engine.backward(loss), or engine.scale(loss).backward()"
+)
+HALF_SUMS = (
+    "engine.coalesce_grad_reduction() would add gradients in half precision at ZeRO stage {}: leave it out, "
+    "and call engine.backward several times, which adds in fp32"
+)
 
 
 class ZeroGrad:
@@ -38,7 +53,7 @@ class ZeroGrad:
     def __call__(self, set_to_none: bool = True) -> None:
         type(self._module).zero_grad(self._module, set_to_none)
         optimizer = self._optimizer()
-        if optimizer is not None:
+        if optimizer is not None and not getattr(optimizer, "is_destroyed", False):
             optimizer.zero_grad()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -48,6 +63,54 @@ class ZeroGrad:
 def attach_zero_grad(engine: Any) -> None:
     """Make `engine.zero_grad()` and `engine.module.zero_grad()` clear all gradients since the last step."""
     engine.module.zero_grad = engine.zero_grad = ZeroGrad(engine.module, engine.optimizer)
+
+
+class DirectBackward:
+    """Makes backwards without `engine.backward` divide by the micro-batches of a step exactly once."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self._scale, self._divide = engine, engine.scale, engine._backward_prologue_per_tensor
+        self._scaled_task = self._divided_task = -1  # autograd's ids of the last such backwards
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Replaces `engine.scale`: multiplies by the loss scale, divides by the micro-batches of a step."""
+        scaled: Tensor = self._scale(loss)
+        if self._engine.gradient_accumulation_steps() > 1:
+            scaled = scaled / self._engine.gradient_accumulation_steps()
+            scaled.register_hook(self._note)
+        return scaled
+
+    def divide(self, gradient: Tensor | None) -> Tensor | None:
+        """Called by DeepSpeed in backward, with the gradient of each output of the forward.
+
+        Raises:
+            UserError: this backward has divided at another output already.
+        """
+        task = torch._C._current_graph_task_id()
+        if gradient is None or task == self._scaled_task or self._engine.gradient_accumulation_steps() == 1:
+            return gradient
+        divided: Tensor = self._divide(gradient)
+        if divided is not gradient:  # it is in `engine.backward`
+            if task == self._divided_task:
+                raise UserError(DIVIDED_TWICE)
+            self._divided_task = task
+        return divided
+
+    def _note(self, _: Tensor) -> None:
+        self._scaled_task = torch._C._current_graph_task_id()
+
+
+def attach_direct_backward(engine: Any) -> None:
+    """Correct backwards without `engine.backward`, and refuse sums in half precision."""
+    direct = DirectBackward(engine)
+    engine.scale, engine._backward_prologue_per_tensor = direct.scale, direct.divide
+    stage = engine.zero_optimization_stage()
+    if stage >= 2 and any(parameter.dtype != torch.float32 for parameter in engine.module.parameters()):
+        engine.coalesce_grad_reduction = partial(_refuse, HALF_SUMS.format(stage))
+
+
+def _refuse(message: str) -> None:
+    raise UserError(message)
 
 
 def drop_from_host(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -76,12 +76,13 @@ IMPORTS = {
 }
 # attributes of the engine that we read, call or replace
 ENGINE = frozenset({
-    "backward", "checkpoint_engine", "checkpoint_mp_rank", "clip_fp32_gradients", "device", "global_samples",
-    "global_steps", "gradient_accumulation_steps", "load_checkpoint", "lr_scheduler", "micro_steps", "mpu",
-    "module", "mp_world_size", "optimizer", "save_16bit_model", "save_checkpoint", "save_fp16_model",
+    "backward", "checkpoint_engine", "checkpoint_mp_rank", "clip_fp32_gradients", "coalesce_grad_reduction",
+    "device", "global_samples", "global_steps", "gradient_accumulation_steps", "load_checkpoint",
+    "lr_scheduler", "micro_steps", "mpu",
+    "module", "mp_world_size", "optimizer", "save_16bit_model", "save_checkpoint", "save_fp16_model", "scale",
     "seq_data_parallel_group", "seq_dp_world_size", "skipped_steps", "step", "training_dataloader",
     "was_step_applied", "zero_gather_16bit_weights_on_model_save", "zero_grad", "zero_optimization_stage",
-    "_copy_recovery_script", "_get_ckpt_name", "_get_zero_ckpt_name",
+    "_backward_prologue_per_tensor", "_copy_recovery_script", "_get_ckpt_name", "_get_zero_ckpt_name",
     "_replace_module_consolidated_state_dict", "_save_checkpoint", "_save_zero_checkpoint",
     "_zero3_consolidated_16bit_state_dict",
 })  # fmt: skip
@@ -140,6 +141,7 @@ INTERNALS: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
         "checkpoint_event_prologue": (THREE, LOADED),
         "clip_grad": (ALL, "clipping stays as configured after a load"),
         "cpu_offload": (LOW, MEASURED),
+        "destroy": (ALL, "hooks on gradients are removed with the engine"),
         "fp16_groups": (THREE, "what is trained, in the order that all ranks share"),
         "fp16_partitioned_groups": (THREE, LOADED),
         "fp16_partitioned_groups_flat": (THREE, LOADED),
