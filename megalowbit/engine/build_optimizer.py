@@ -24,6 +24,7 @@ from megalowbit.engine.model_optimizer import (
 )
 from megalowbit.engine.parameters.initial_weights import InitialWeights
 from megalowbit.engine.zero.start import ZERO_KEYS, ZeroStart
+from megalowbit.errors import UserError
 from megalowbit.layers.regularizer import build_regularizer
 from megalowbit.optim.optimizers.left_out import LeftOutParameters
 from megalowbit.optim.schedules.scheduler import LRScheduler
@@ -88,12 +89,39 @@ class OptimizerStart:
     def schedule(self, lr_scheduler: Any) -> Any:
         """The `lr_scheduler` for `deepspeed.initialize`: a factory of ours, the user's, or None."""
         settings = self._parts.settings.lr_schedule
-        return lr_scheduler if settings is None else partial(LRScheduler, schedule=settings)
+        if settings is not None:
+            return partial(LRScheduler, schedule=settings)
+        if callable(lr_scheduler):
+            return lambda optimizer: needing_its_metric(lr_scheduler(optimizer))
+        return needing_its_metric(lr_scheduler)
 
     def finish(self, engine: Any) -> None:
         """Finish the optimizer of the engine that was built; collective over all ranks."""
         if self._zero is not None:
             self._zero.finish(engine)
+
+
+def needing_its_metric(scheduler: Any) -> Any:
+    """Let a scheduler that steps by a metric, as `ReduceLROnPlateau`, refuse a step without one.
+
+    DeepSpeed would pass the batch size as the metric. The object stays the same and gets a subclass.
+    """
+    if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        return scheduler
+    kind: Any = type(scheduler)
+
+    class NeedingItsMetric(kind):
+        def step(self, *metrics: Any, **named: Any) -> None:
+            if not (metrics or named):
+                raise UserError(
+                    f'{kind.__name__} steps by a metric: call engine.step(lr_kwargs={{"metrics": loss}}), or '
+                    "leave out lr_scheduler= and call its step(loss) yourself"
+                )
+            super().step(*metrics, **named)
+
+    NeedingItsMetric.__name__ = kind.__name__
+    scheduler.__class__ = NeedingItsMetric
+    return scheduler
 
 
 def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

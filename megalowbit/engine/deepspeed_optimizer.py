@@ -87,7 +87,9 @@ class EngineSurface(ZeROOptimizer, MegatronOptimizer):
 
     def destroy(self) -> None:
         """Called when the engine is destroyed: parameters get ordinary gradients again."""
+        self.is_destroyed = True
         unlink_values(self)
+        self.instruments.detach()
         if self.grad_buffer is not None:
             self.grad_buffer.detach()
 

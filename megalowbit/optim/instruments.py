@@ -81,6 +81,12 @@ class Instruments:
         """The factors that a gradient buffer must divide out."""
         return self.layer_scaling.factor_of if self.layer_scaling is not None else None
 
+    def detach(self) -> None:
+        """Remove all hooks; the factors become 1."""
+        for each in (self.watch, self.probe, self.layer_scaling):
+            if each is not None:
+                each.detach()
+
     def take(self, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
         """This step's statistics, (n,) each, on the device; collective over `group`. See `read`.
 

@@ -1,8 +1,11 @@
+import copy
+
 import pytest
 import torch
-from small_engines import make_engine
+from small_engines import config, make_engine
 
 from megalowbit.engine.deepspeed_optimizer import DeepSpeedFloat16Optimizer, DeepSpeedFP32Optimizer
+from megalowbit.engine.initialize import initialize
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
 
@@ -96,3 +99,32 @@ def test_layers_add_to_the_fp32_sums_of_stage_0_only(stage, monkeypatch):
         engine.step()
     assert not torch.equal(weight, before)
     assert weight.grad is None
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_after_destroy_no_factor_and_no_optimizer_is_left_in_the_model():
+    net = Blocks()
+    plain = copy.deepcopy(net).to(torch.bfloat16)
+    settings = config(megalowbit={"precision": "bf16", "layer_scaling": {"enabled": True}})
+    engine = initialize(model=net, config=settings)[0]
+    state = engine.optimizer.layer_scaling.state_dict()
+    for block in state["blocks"].values():
+        block["octaves"] = 6
+    engine.optimizer.layer_scaling.load_state_dict(state)
+    engine.destroy()
+    for model in (net, plain):
+        model.zero_grad()
+        model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

@@ -142,3 +142,24 @@ def test_two_schedules_are_refused():
 
     with pytest.raises(UserError, match=r"^lr_scheduler and megalowbit.lr_schedule both set the learning"):
         initialize(model=model(), config=config(megalowbit=block), lr_scheduler=make)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_scheduler_that_steps_by_a_metric_gets_it_or_refuses(stage):
+    """DeepSpeed alone would pass the batch size as the metric, and lower the learning rate at every step."""
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    settings = config(zero_optimization={"stage": stage})
+    engine, _, _, scheduler = initialize(
+        model=model(), config=settings, lr_scheduler=lambda optimizer: plateau(optimizer, patience=0)
+    )
+    assert isinstance(scheduler, plateau)
+    rates = []
+    for metric in (3.0, 2.0, 2.0, 1.0):
+        engine.backward(engine(torch.ones(2, 32, dtype=torch.bfloat16)).sum())
+        engine.step(lr_kwargs={"metrics": metric})
+        rates.append(engine.get_lr()[0])
+    assert rates == pytest.approx([0.01, 0.01, 0.001, 0.001])
+    assert scheduler.best == 1.0
+    engine.backward(engine(torch.ones(2, 32, dtype=torch.bfloat16)).sum())
+    with pytest.raises(UserError, match=r"ReduceLROnPlateau steps by a metric: call engine.step\(lr_kwargs="):
+        engine.step()

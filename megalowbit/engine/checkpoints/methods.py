@@ -95,6 +95,8 @@ def load_checkpoint(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Continue from `load_dir/tag/`; every rank must call it. See `DeepSpeedEngine.load_checkpoint`.
 
+    Micro-batches since the last step are dropped: the next one is the first of a step.
+
     Returns:
         The path of one of the checkpoint's files and the client state; two Nones if `tag` is None and there
         is no `latest`.
@@ -118,6 +120,8 @@ def load_checkpoint(
     agree(_check_complete, path)
     verify_together(path, remedy="use another checkpoint")
     own, client_state = load_together(engine, path, options)
+    engine.zero_grad()  # gradients of the weights before
+    engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
     if restores_states(options):
         restore_random_stream(engine, own, path)
     return str(header_file(path)), client_state

@@ -256,6 +256,11 @@ class ZeroSurface(LastStep):
             self._is_stepping = False
         self._has_sums = self._has_gradients = False
 
+    def detach_instruments(self) -> None:
+        """Remove the hooks on the model's gradients."""
+        for each in self.all_instruments:
+            each.detach()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:  # noqa: ARG002
         """Always raises: parameters cannot be added later."""
         raise no_later_parameters()
@@ -316,6 +321,14 @@ class ZeroOptimizer(ZeroSurface, DeepSpeedZeroOptimizer):
         clip_grad: float = self.clip_grad  # type: ignore[has-type]
         DeepSpeedZeroOptimizer.load_state_dict(self, *arguments, **named)
         self.clip_grad = clip_grad
+        if self._hp_optimizer_states_linked:  # to tensors that the load has replaced
+            self._hp_optimizer_states_linked = False
+            self._lazy_init_hp_params_optimizer_state()
+
+    def destroy(self) -> None:
+        """Called when the engine is destroyed."""
+        self.detach_instruments()
+        DeepSpeedZeroOptimizer.destroy(self)
 
     def pieces(self) -> Iterator[Piece]:
         for group, parameters in enumerate(self.params_in_partition):
@@ -378,6 +391,11 @@ class ZeroOptimizerStage3(ZeroSurface, DeepSpeedZeroOptimizer_Stage3):
         """Called by DeepSpeed after each backward."""
         DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue(self)
         self._after_reduction()
+
+    def destroy(self) -> None:
+        """Called when the engine is destroyed."""
+        self.detach_instruments()
+        DeepSpeedZeroOptimizer_Stage3.destroy(self)
 
     def _get_norm_groups(self) -> list[Tensor]:
         return [self._norm]

@@ -10,7 +10,8 @@ After a backward, `.grad` is the same memory as `main_grad`, in fp32 also on a h
 (`grad_dtype`). Changes to `.grad` therefore count as in torch: setting it to None, as `module.zero_grad()`
 does, clears the gradient, assigning a tensor replaces it, and changes in place change it. The buffer checks
 `.grad` before it adds the next gradient, before a reduction and before a step. `main_grad` may be written at
-any other time. Between steps the buffer contains zeros.
+any other time. Between steps the buffer contains zeros. A `.grad` that other code still holds when it is
+cleared keeps its values, as in torch; views of it do not.
 
 A CUDA graph adds gradients without the host's knowledge: if `.grad` was set to None, the host cannot tell
 whether a replay has added to the sum since. So a parameter to which a capture has added keeps its alias as
@@ -28,6 +29,7 @@ itself.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -41,6 +43,7 @@ from megalowbit.errors import UserError
 from megalowbit.optim.kernels import cpu as cpu_kernels
 
 FactorOf = Callable[[torch.nn.Parameter], float]
+UNHELD = 2  # `sys.getrefcount` of an alias that only the buffer holds: of its tuple, and of the call
 SPARSE = "sparse gradients are not supported: build embeddings with sparse=False"
 HAS_GRAPH = (
     "backward(create_graph=True) would lose the graph of gradients that are summed in main_grad: use "
@@ -179,6 +182,7 @@ class GradBuffer:
     def zero(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         """Clear the gradients of `parameters` or all, including a `.grad` that was not collected yet."""
         chosen = self.parameters if parameters is None else list(parameters)
+        self.release_held(chosen)
         views: list[torch.Tensor] = [parameter.main_grad for parameter in chosen]  # type: ignore[attr-defined]
         if len(chosen) == len(self.parameters):
             self.flat.zero_()
@@ -187,6 +191,19 @@ class GradBuffer:
         if views:
             torch._foreach_zero_(views)
         self.mark_zeroed(chosen)
+
+    @torch.no_grad()
+    def release_held(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Give each `.grad` that other code holds memory of its own; call it before zeroing `main_grad`s."""
+        for parameter in parameters:
+            found = self._aliases.get(id(parameter))
+            if found is None or id(parameter) in self._in_graphs or sys.getrefcount(found[0]) <= UNHELD:
+                continue
+            held = found[0]
+            held.set_(held.clone())  # type: ignore[call-overload]  # the stub only accepts storages
+            del self._aliases[id(parameter)]
+            if parameter.grad is held:
+                self._set_alias(parameter)
 
     def mark_zeroed(self, parameters: Iterable[torch.Tensor]) -> None:
         """Call this after zeroing `main_grad`s in another way; sets the `.grad`s to None.
@@ -217,6 +234,7 @@ class GradBuffer:
         """Remove one parameter from the buffer; its place remains, filled with zeros."""
         for hook in self._hooks.pop(id(parameter)):
             hook.remove()
+        self.release_held([parameter])
         parameter.main_grad.zero_()  # type: ignore[attr-defined]
         self._in_graphs.discard(id(parameter))
         self.mark_zeroed([parameter])
@@ -327,6 +345,7 @@ class GradBuffer:
         if gradient is None:
             if key in self._aliased:  # other code has cleared it
                 self._refuse_in_graphs(parameter, names, "set to None")
+                self.release_held([parameter])
                 main_grad.zero_()
                 self._aliased.discard(key)
             return

@@ -110,6 +110,11 @@ class StepGradients:
         if others:
             torch._foreach_zero_(others)
 
+    def release_held(self) -> None:
+        """Call this before an update that clears `main_grad`s: see `GradBuffer.release_held`."""
+        for buffer in self._buffers():
+            buffer.release_held(self._models_in(buffer))
+
     def mark_zeroed(self) -> None:
         """Call this after an update that has cleared all `main_grad`s that it applied, while reading them."""
         if not self._has_main_grad:

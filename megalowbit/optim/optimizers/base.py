@@ -35,7 +35,7 @@ from megalowbit.optim.loss_scale.base import GradScaler
 from megalowbit.optim.optimizers.inner_step import InnerStep
 from megalowbit.optim.optimizers.left_out import LeftOutParameters
 from megalowbit.optim.optimizers.options import NamedParameters, StepOptions
-from megalowbit.optim.optimizers.param_groups import learning_rate
+from megalowbit.optim.optimizers.param_groups import learning_rate, refuse_changed, refuse_repeated
 from megalowbit.optim.optimizers.saved_state import (
     after_load,
     before_load,
@@ -93,7 +93,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         options: see `StepOptions`.
 
     Raises:
-        UserError: `optimizer` is not one of torch's, or torch has sharded its parameters.
+        UserError: `optimizer` is not one of torch's, torch has sharded its parameters, or one occurs twice.
 
     Attributes:
         report: the last step's report; None before the first.
@@ -138,6 +138,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
         self.float16_groups: list[list[torch.nn.Parameter]] = []
         self.fp32_from_float16_groups: list[list[torch.Tensor]] = []
         self.fp32_from_fp32_groups: list[list[torch.nn.Parameter]] = []
+        refuse_repeated(self.optimizer.param_groups)
         for group in self.optimizer.param_groups:
             self._replace_group_params(group)
         groups, state = self.optimizer.param_groups, self.optimizer.state
@@ -234,7 +235,8 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
             masters, moments and step counts unchanged. `StepReport` has further attributes.
 
         Raises:
-            UserError: a parameter that was frozen when the optimizer was built requires a gradient.
+            UserError: a parameter that was frozen when the optimizer was built requires a gradient, or
+                parameters were removed from the groups or added to them.
         """
         call_closure(closure)
         return take_step(self)
@@ -269,6 +271,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
 
     def begin_step(self, loss_scale: float) -> None:
         """Prepare the gradients to be measured."""
+        refuse_changed(self.param_groups, self._models)
         self.left_out.check()
         self.gradients.check_factors()
         self.gradients.collect()
@@ -292,6 +295,7 @@ class MegatronOptimizer(StepOptions, LastStep, torch.optim.Optimizer):
 
     def update(self, measured: Measurement, facts: GradientFacts | None) -> None:
         """Update masters and model; without `facts` the device skips if the flag is set."""
+        self.gradients.release_held()
         self._are_gradients_cleared = self._inner_step.run(
             gradient_divisor(measured.norm, self.loss_scale, self.clip_grad),
             (measured.flag > 0).float() if facts is None else None,  # fused optimizers need exactly 0 or 1

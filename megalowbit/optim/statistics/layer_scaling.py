@@ -11,8 +11,9 @@ c follows the block's largest stored gradient (including S and c) and rises by a
 An overflow is attributed to the block in which backward met it first, if its c is above 1. The target of that
 block then falls by an octave, which it regains after 1000 applied steps.
 
-Not covered: compiled models; second derivatives, which are an error; parameters that code outside a block's
-forward reads; writing in place to a block's output, which autograd rejects.
+Not covered: compiled models; second derivatives, which are an error; `torch.autograd.grad`, whose gradients
+of a block's parameters contain its factor; parameters that code outside a block's forward reads; writing in
+place to a block's output, which autograd rejects.
 """
 
 from __future__ import annotations
@@ -316,17 +317,43 @@ class LayerScaling:
         block.octaves = max(0, min(wanted, block.octaves + 1, self._max_octaves))
 
     def _attach(self, module: nn.Module, block: _Block) -> None:
-        def lower(_: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any] | None:
-            if not torch.is_grad_enabled():
-                return None
-            inverse = lambda: 2.0**-block.octaves  # noqa: E731
-            return _with_multiplied(arguments, inverse), _with_multiplied(named, inverse)
+        self._hooks.append(module.register_forward_pre_hook(_DivideAtInputs(block), with_kwargs=True))
+        self._hooks.append(module.register_forward_hook(_MultiplyAtOutput(block)))
 
-        def raise_(_: nn.Module, __: Any, output: Any) -> Any:
-            return _with_multiplied(output, lambda: 2.0**block.octaves) if torch.is_grad_enabled() else None
 
-        self._hooks.append(module.register_forward_pre_hook(lower, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(raise_))
+class _FactorHook:
+    """A hook of a block; in a copy of the model it does nothing, because nothing divides the factor out."""
+
+    def __init__(self, block: _Block) -> None:
+        self._block = block
+
+    def __reduce__(self) -> tuple[type[_NoHook], tuple[()]]:
+        return _NoHook, ()
+
+
+class _DivideAtInputs(_FactorHook):
+    def __call__(self, _: nn.Module, arguments: Any, named: Any) -> tuple[Any, Any] | None:
+        if not torch.is_grad_enabled():
+            return None
+        return _with_multiplied(arguments, self._inverse), _with_multiplied(named, self._inverse)
+
+    def _inverse(self) -> float:
+        return 2.0**-self._block.octaves
+
+
+class _MultiplyAtOutput(_FactorHook):
+    def __call__(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return _with_multiplied(output, self._factor) if torch.is_grad_enabled() else None
+
+    def _factor(self) -> float:
+        return 2.0**self._block.octaves
+
+
+class _NoHook:
+    """What a `_FactorHook` becomes in copies and pickles of the model."""
+
+    def __call__(self, *_: object) -> None:
+        return None
 
 
 def _with_multiplied(value: Any, factor: Callable[[], float]) -> Any:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from small_engines import ADAMW, config, make_engine, step, trained
 
 from megalowbit.engine.checkpoints import save_and_load
@@ -250,3 +251,35 @@ def test_streams_that_differ_between_ranks_are_saved_for_each():
     assert merged == {"a": shared, "b": [first, second], "c": first}
     assert save_and_load._of_this_rank(merged) == {"a": shared, "b": first, "c": first}
     assert save_and_load._of_this_rank({"c": [None, second]}) == {"c": second}
+
+
+@pytest.mark.parametrize(
+    "stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_a_load_in_the_middle_of_an_accumulation_drops_what_was_accumulated(tmp_path, stage):
+    engine, twin = (make_engine(stage, micro_batches=2) for _ in range(2))
+    for each in (engine, twin):
+        for seed in range(2):
+            step(each, seed)
+    engine.save_checkpoint(tmp_path, "start")
+    step(engine, 99)
+    engine.load_checkpoint(tmp_path, "start")
+    for each in (engine, twin):
+        for seed in range(2, 6):
+            step(each, seed)
+    assert engine.global_steps == twin.global_steps == 3
+    assert engine.get_global_grad_norm() == twin.get_global_grad_norm()
+    for one, other in zip(engine.module.parameters(), twin.module.parameters(), strict=True):
+        assert torch.equal(safe_get_full_fp32_param(one), safe_get_full_fp32_param(other))
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_moments_can_be_read_after_a_load_into_an_engine_that_has_stepped(tmp_path, stage):
+    engine = trained(stage)
+    first = next(engine.module.parameters())
+    saved = safe_get_full_optimizer_state(first, "exp_avg").clone()
+    engine.save_checkpoint(tmp_path, "start")
+    step(engine, 5)
+    assert not torch.equal(safe_get_full_optimizer_state(first, "exp_avg"), saved)
+    engine.load_checkpoint(tmp_path, "start")
+    assert torch.equal(safe_get_full_optimizer_state(first, "exp_avg"), saved)

@@ -8,6 +8,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from staged_engines import DTYPES, S, backward, every_stage, every_stage_and_precision, make, masters, same
 
+from megalowbit.engine.initialize import initialize
 from megalowbit.errors import UserError
 
 NO_BACKWARD = r"^engine.step\(\) before any backward: call engine.backward"
@@ -204,3 +205,70 @@ def test_gradients_of_two_backwards_before_a_step_add_up(stage, precision):
     assert engine.get_global_grad_norm() == pytest.approx(
         squares.sqrt().item(), rel=1e-5 if precision == "fp32" else 2e-2
     )
+
+
+class TwoOutputs(torch.nn.Module):
+    """A model that returns its loss and what the loss is computed from, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y.float().square().sum(), y
+
+
+def engine_of_two_outputs(stage, precision):
+    settings = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": int(stage[0])},
+        "megalowbit": {"precision": precision},
+    }  # fmt: skip
+    if precision == "fp16":
+        settings["megalowbit"]["grad_scaler"] = {"type": "constant", "scale": S}
+    return initialize(model=TwoOutputs(), config=settings)[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("stage", ["0", "1", pytest.param("2", marks=pytest.mark.slow), "3"])
+def test_a_scaled_loss_is_divided_by_the_micro_batches_once(stage, precision):
+    norms = []
+    for backward_of in (lambda e, loss: e.backward(loss), lambda e, loss: e.scale(loss).backward()):
+        engine = engine_of_two_outputs(stage, precision)
+        for seed in range(2):
+            x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+            backward_of(engine, engine(x.to(DTYPES[precision]))[0])
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+        engine.destroy()
+    weight = TwoOutputs().double().layer
+    for seed in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).double()
+        (weight(x).square().sum() / 2).backward()
+    exact = torch.cat([each.grad.flatten() for each in weight.parameters()]).norm().item()
+    assert norms == pytest.approx([exact, exact], rel=1e-6 if precision == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize("stage", ["0", "1"])
+def test_a_backward_that_would_divide_twice_is_refused_and_one_of_a_single_output_is_not(stage):
+    engine = engine_of_two_outputs(stage, "fp32")
+    with pytest.raises(
+        UserError, match=r"several output tensors would divide .* call engine.backward\(loss\)"
+    ):
+        engine(torch.ones(1, 6))[0].backward()
+    engine, twin = engine_of_two_outputs(stage, "fp32"), engine_of_two_outputs(stage, "fp32")
+    for _ in range(2):
+        engine(torch.ones(1, 6))[1].square().sum().backward()
+        twin.backward(twin(torch.ones(1, 6))[0])
+        for each in (engine, twin):
+            each.step()
+    assert same(engine, twin)
+
+
+@pytest.mark.parametrize("stage", ["2", pytest.param("3", marks=pytest.mark.slow)])
+def test_sums_in_half_precision_are_refused(stage):
+    engine = make(stage, "bf16")
+    with pytest.raises(UserError, match=rf"coalesce_grad_reduction\(\) would add .* at ZeRO stage {stage}"):
+        engine.coalesce_grad_reduction()

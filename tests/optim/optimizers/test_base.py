@@ -1,5 +1,6 @@
 """The step itself: order, skip, unscale, clip. Numbers against a float64 loop written here."""
 
+import copy
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from megalowbit.optim.gradients.buffer import GradBuffer
 from megalowbit.optim.instruments import Instruments
 from megalowbit.optim.loss_scale.constant import ConstantGradScaler
 from megalowbit.optim.loss_scale.dynamic import DynamicGradScaler
+from megalowbit.optim.optimizers.megatron import OptimizerConfig, get_megatron_optimizer
 from megalowbit.optim.optimizers.mixed_precision import Float16OptimizerWithFloat16Params, FP32Optimizer
 from megalowbit.optim.optimizers.param_groups import learning_rate
 from megalowbit.optim.statistics.layer_scaling import LayerScaling
@@ -400,3 +402,94 @@ def test_factors_are_saved_and_a_resumed_run_continues_exactly():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     del state["layer_scaling"]
     scaled_optimizer(blocks_of()).load_state_dict(state)  # of a run without factors
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd"])
+@pytest.mark.parametrize("change", ["before", "after two steps", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_contiguous_train_as_in_float64(rule, change, dtype):
+    """torch's fused kernels read memory in its order, whatever the strides are."""
+
+    def model_of(dtype):
+        torch.manual_seed(0)
+        if change == "transposed":
+            layer = torch.nn.Linear(12, 8, bias=False)
+            layer.weight = torch.nn.Parameter(torch.randn(12, 8).t() * 0.1)
+            return torch.nn.Sequential(torch.nn.Flatten(), layer).to(dtype)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 2)).to(dtype)
+        return model.to(memory_format=torch.channels_last) if change == "before" else model
+
+    def train(model, step):
+        for seed in range(4):
+            if seed == 2 and change == "after two steps":
+                model.to(memory_format=torch.channels_last)
+            x = torch.randn(2, 3, 2, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            model(x.to(next(model.parameters()).dtype)).square().mean().backward()
+            step()
+
+    exact = model_of(torch.float64)
+    kinds = {"adam": lambda p: torch.optim.AdamW(p, lr=0.01, eps=0.01, weight_decay=0.0),
+             "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)}  # fmt: skip
+    reference = kinds[rule](exact.parameters())
+    train(exact, lambda: (reference.step(), reference.zero_grad()))
+    model = model_of(dtype)
+    settings = {
+        "optimizer": rule,
+        "lr": 0.01 if rule == "adam" else 0.1,
+        "weight_decay": 0.0,
+        "clip_grad": 0.0,
+        "adam_eps": 0.01,
+    }
+    optimizer = get_megatron_optimizer(model, OptimizerConfig(bf16=dtype == torch.bfloat16, **settings))
+    assert not all(each.is_contiguous() for each in model.parameters()) or change == "after two steps"
+    train(model, optimizer.step)
+    for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+        tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+        torch.testing.assert_close(optimizer.master_of(mine).double(), theirs, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_listed_twice_is_refused(dtype):
+    embedding, head = torch.nn.Embedding(6, 4), torch.nn.Linear(4, 6, bias=False)
+    head.weight = embedding.weight
+    parameters = [each.to(dtype) for each in (embedding, head)]
+    inner = torch.optim.AdamW([each.weight for each in parameters])
+    kind = FP32Optimizer if dtype == torch.float32 else Float16OptimizerWithFloat16Params
+    options = {} if dtype == torch.float32 else {"grad_scaler": None, "bf16": True}
+    with pytest.raises(UserError, match=r"parameter 1 of group 0, shape \(6, 4\), occurs twice .* list each"):
+        kind(inner, clip_grad=0.0, **options)
+
+
+def test_a_removed_group_is_refused_because_its_gradients_would_stay():
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    inner = torch.optim.AdamW([{"params": first.parameters()}, {"params": second.parameters()}])
+    optimizer = FP32Optimizer(inner, clip_grad=1.0)
+    second(first(torch.ones(1, 2))).sum().backward()
+    del optimizer.param_groups[1]
+    with pytest.raises(UserError, match="param_groups has 2 parameters, and was built with 4: to stop"):
+        optimizer.step()
+
+
+def test_gradients_that_other_code_holds_keep_their_values_as_in_torch():
+    model = torch.nn.Linear(3, 2)
+    twin = copy.deepcopy(model)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    optimizer, theirs = FP32Optimizer(inner, clip_grad=0.0), torch.optim.AdamW(twin.parameters(), lr=0.1)
+    x, kept = torch.randn(4, 3), {id(model): [], id(twin): []}
+    for one, step in ((model, optimizer), (twin, theirs)):
+        for loss in (lambda y: y.square().mean(), lambda y: y.abs().sum()):
+            step.zero_grad()
+            loss(one(x)).backward()
+            kept[id(one)] += [parameter.grad for parameter in one.parameters()]
+        step.step()
+        step.zero_grad()
+        one(x).sum().backward()
+        kept[id(one)] += [parameter.grad for parameter in one.parameters()]
+        one.zero_grad()
+        one(-x).sum().backward()
+    assert len({each.data_ptr() for each in kept[id(model)]}) == 6
+    torch.testing.assert_close(kept[id(model)], kept[id(twin)])
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+        assert mine.grad.data_ptr() == mine.main_grad.data_ptr()  # what is not held stays in the buffer

@@ -330,3 +330,9 @@ def test_optimizers_that_could_not_step_as_one_are_refused(optimizers, message, 
     monkeypatch.setattr("megalowbit.distributed.process_group.rank", lambda group=None: 0)
     with pytest.raises(UserError, match=message):
         ChainedOptimizer(optimizers())
+
+
+def test_a_model_parameter_with_masters_in_two_of_them_is_refused():
+    shared = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match="a parameter is in two of the chained optimizers"):
+        ChainedOptimizer([optimizer_of([shared]), optimizer_of([shared])])

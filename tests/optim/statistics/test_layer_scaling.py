@@ -1,6 +1,7 @@
 import copy
 import logging
 import math
+import pickle
 
 import pytest
 import torch
@@ -391,3 +392,14 @@ def test_a_graph_of_gradients_is_an_error(octaves):
         match=r"^second derivatives of a model with layer_scaling are not defined .*: leave it out$",
     ):
         gradient_of_x(scaled)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_has_ordinary_gradients(duplicate):
+    model, plain = Model(), Model()
+    settle(LayerScaling(model, find_blocks(model)), [3, 4, 5])
+    twin = duplicate(model)
+    for each in (twin, plain):
+        each(torch.ones(2, 4)).backward()
+    for one, other in zip(twin.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
