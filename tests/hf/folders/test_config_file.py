@@ -1,4 +1,8 @@
+import copy
+import json
+
 import pytest
+import torch
 from tiny_models import KINDS, tiny_config
 from transformers import GPT2Config, LlamaConfig
 
@@ -67,6 +71,121 @@ def test_overrides_replace_fields_by_their_own_or_their_common_name():
     config = config_from_dict(GPT2, {"n_layer": 5, "hidden_size": 32, "resid_pdrop": 0.0}, "x")
     assert (config.n_layer, config.n_embd, config.resid_pdrop) == (5, 32, 0.0)
     assert config_from_dict(LLAMA, {"rope_theta": 5e5}, "x").rope_parameters["rope_theta"] == 5e5
+
+
+OLD_ROPE = {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+NEW_ROPE = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+
+
+@pytest.mark.parametrize("stored", [OLD_ROPE, NEW_ROPE], ids=["older file", "file of transformers 5"])
+@pytest.mark.parametrize(
+    ("overrides", "theta", "factor"),
+    [
+        ({"rope_theta": 1e6}, 1e6, 2.0),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 5e5, 4.0),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 1e6}, 1e6, 4.0),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}}, 1e6, 4.0),
+        ({"rope_scaling": None}, 5e5, 1.0),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 5e5, 4.0),
+        ({"rope_parameters": None, "rope_theta": 1e6}, 1e6, 1.0),
+        ({"hidden_size": 32, "num_attention_heads": 4}, 5e5, 2.0),
+    ],
+)
+def test_rotary_positions_turn_by_the_overridden_angles(stored, overrides, theta, factor):
+    """Linear scaling divides positions by the factor."""
+    raw, given = {**LLAMA, "vocab_size": 8, "intermediate_size": 8, **stored}, copy.deepcopy(overrides)
+    before = copy.deepcopy(raw)
+    config = config_from_dict(raw, given, "x", is_strict=True)
+    found = random_model(config, seed=0).model.rotary_emb.inv_freq
+    expected = torch.tensor([theta ** (-2 * i / 8) / factor for i in range(4)], dtype=torch.float64)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+    assert (raw, given) == (before, overrides)  # nothing is added to what was given
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("qwen2", {"max_window_layers": 0}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": None}),
+        ("qwen3", {"num_hidden_layers": 4}),
+        ("qwen3", {"hidden_size": 64}),  # whose head size depends on nothing
+        *((kind, {"hidden_size": 64}) for kind in ("llama", "mistral", "qwen2")),
+        *((kind, {"num_attention_heads": 8}) for kind in ("llama", "mistral", "qwen2")),
+        ("llama", {"hidden_size": 64, "head_dim": 4}),
+        ("qwen2", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+    ],
+)
+def test_what_a_saved_file_derives_is_derived_again(kind, overrides):
+    """The file has all fields; the reference is built with the overrides and has never been saved."""
+    raw = json.loads(json.dumps(tiny_config(kind).to_dict()))
+    assert config_from_dict(raw, overrides, "x").to_dict() == tiny_config(kind, **overrides).to_dict()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_override_that_repeats_a_field_changes_nothing(kind):
+    config = tiny_config(kind)
+    raw = json.loads(json.dumps(config.to_dict()))
+    aliases = {alias: raw[name] for alias, name in config.attribute_map.items() if name in raw}
+    for name, value in {**raw, **aliases}.items():
+        if name != "model_type":
+            assert config_from_dict(raw, {name: value}, "x").to_dict() == config.to_dict(), name
+    for name in ("eager", "sdpa", "flash_attention_2"):
+        assert config_from_dict(raw, {"attn_implementation": name}, "x")._attn_implementation == name
+
+
+OWN_LAYERS = {
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "overrides", "message"),
+    [
+        (
+            "qwen2",
+            {"use_sliding_window": False},
+            {"sliding_window": 8},
+            "sliding_window 8 has no effect, the",
+        ),
+        ("qwen2", OWN_LAYERS, {"max_window_layers": 0}, "max_window_layers 0 has no effect, because x has"),
+        (
+            "llama",
+            {},
+            {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e5}},
+            r"rope_theta 1000000\.0 has no effect, the model would have rope_parameters \{.*100000\.0",
+        ),
+        (
+            "llama",
+            {},
+            {"rope_scaling": None, "rope_parameters": NEW_ROPE["rope_parameters"]},
+            "rope_scaling None",
+        ),
+        (
+            "gpt2",
+            {},
+            {"hidden_size": 64, "n_embd": 32},
+            "hidden_size 64 has no effect, .* n_embd 32: override",
+        ),
+        ("llama", {}, {"transformers_version": "4.0"}, r"transformers_version '4\.0' has no effect"),
+    ],
+)
+def test_an_override_without_effect_is_refused(kind, stored, overrides, message):
+    raw = tiny_config(kind, **stored).to_dict()
+    with pytest.raises(UserError, match=rf"^model\.overrides\.{message}"):
+        config_from_dict(raw, overrides, "x")
+
+
+def test_a_scaling_of_positions_must_be_an_object():
+    for name in ("rope_scaling", "rope_parameters"):
+        with pytest.raises(UserError, match=f"x: {name} must be null or an object such as .*, not 'linear'"):
+            config_from_dict(LLAMA, {name: "linear"}, "x")
+
+
+def test_a_common_name_in_the_file_is_overridden_too():
+    raw = {"model_type": "gpt2", "hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64}
+    assert config_from_dict(raw, {"n_embd": 32}, "x", is_strict=True).n_embd == 32
 
 
 def test_a_misspelt_field_is_rejected_with_the_nearest_name():
