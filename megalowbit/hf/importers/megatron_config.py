@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalowbit.errors import UserError, shown
+from megalowbit.families.registry import family
+from megalowbit.hf.folders.config_file import with_changes
 
 # Arguments that must have one of these values: others describe a model that no supported family has.
 NEEDED: Mapping[str, tuple[Any, ...]] = {
@@ -101,17 +103,19 @@ def merged_config(derived: dict[str, Any], given: Mapping[str, Any] | None, wher
     A smaller `vocab_size` is no contradiction: Megatron-LM pads the vocabulary.
 
     Raises:
-        UserError: a field differs.
+        UserError: a field differs, under whichever name the file has it.
     """
-    for name, value in (given or {}).items():
-        known = derived.get(name)
-        is_padding = name == "vocab_size" and type(value) is int and value <= derived[name]
-        if name in derived and known is not None and value != known and not is_padding:
+    merged = with_changes(derived, given or {}, family(derived["model_type"]).load_config_class(), where)
+    for name, known in derived.items():
+        value = merged[name]
+        is_padding = name == "vocab_size" and type(value) is int and value <= known
+        is_default = name == "n_inner" and value is None and known == 4 * derived["n_embd"]
+        if known is not None and value != known and not is_padding and not is_default:
             raise UserError(
                 f"{where} does not fit the configuration: {name} is {shown(known)} in the checkpoint's "
                 f"arguments and {shown(value)} in --config"
             )
-    return {**derived, **(given or {})}
+    return merged
 
 
 def _epsilon(arguments: Mapping[str, Any]) -> float:

@@ -99,3 +99,56 @@ def test_a_given_configuration_completes_but_does_not_contradict():
             UserError, match=f"x does not fit the configuration: {name} is .* in the checkpoint's"
         ):
             merged_config(derived, {name: value}, "x")
+
+
+SCALED = {**LLAMA, "use_rope_scaling": True, "rope_scaling_factor": 8.0}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (LLAMA, {"rope_theta": 10_000.0}),
+        (LLAMA, {"rope_theta": 500_000.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+        (LLAMA, {"rope_scaling": {"type": "linear", "factor": 8.0}}),
+        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),
+        (SCALED, {"rope_theta": 500_000.0, "rope_scaling": None}),
+        (SCALED, {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "factor": 32.0}}),
+    ],
+)
+def test_rotary_positions_of_a_given_configuration_must_be_those_of_the_arguments(arguments, given):
+    derived = config_from_arguments(arguments, 64, "x")
+    with pytest.raises(UserError, match=r"^x does not fit .*: rope_parameters is .* and .* in --config$"):
+        merged_config(derived, given, "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (LLAMA, {"rope_theta": 500_000, "rope_scaling": None}),
+        (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000}}),
+        (SCALED, {"rope_theta": 500_000.0, "rope_scaling": {"type": "llama3", **LLAMA3}}),
+        (SCALED, {"rope_scaling": {"rope_type": "llama3", **LLAMA3}}),
+    ],
+)
+def test_rotary_positions_of_a_given_configuration_may_have_the_form_of_any_version(arguments, given):
+    derived = config_from_arguments(arguments, 64, "x")
+    assert merged_config(derived, given, "x") == derived
+
+
+def test_a_given_gpt2_may_be_one_that_transformers_has_saved_but_not_contradict_under_a_common_name():
+    derived = config_from_arguments(GPT2, 64, "x")
+    saved = config_from_dict(derived, {"n_inner": None, "eos_token_id": 5}, "x").to_dict()
+    given = {name: value for name, value in saved.items() if name not in ("architectures", "bos_token_id")}
+    config = config_from_dict(merged_config(derived, given, "x"), {}, "x")
+    assert (config.n_inner, config.eos_token_id, config.n_layer) == (None, 5, 3)
+    with pytest.raises(UserError, match=r"n_head is 6 in the checkpoint's arguments and 4 in --config"):
+        merged_config(derived, {"num_attention_heads": 4}, "x")
+    wide = config_from_arguments({**GPT2, "ffn_hidden_size": 100}, 64, "x")
+    with pytest.raises(UserError, match=r"n_inner is 100 in the checkpoint's arguments and None"):
+        merged_config(wide, given, "x")
