@@ -31,7 +31,9 @@ from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
 from megalowbit.hf.folders.stored_weights import (
     StoredWeights,
     misshapen,
+    other_tied_values,
     refuse_differences,
+    same_bits,
     tied_names,
     widest,
 )
@@ -334,12 +336,14 @@ class PlainWeights(Mapping[str, torch.Tensor]):
         where: the checkpoint, for messages.
 
     Raises:
-        UserError: the checkpoint does not have the weights that its configuration and recipe say.
+        UserError: the checkpoint does not have the weights that its configuration and recipe say, or
+            others than the configuration ties.
     """
 
     def __init__(self, stored: TrainingCheckpoint, model: PreTrainedModel, where: str) -> None:
         self._stored, self._where = stored, where
-        self._names = [names[0] for names in tied_names(model.state_dict(keep_vars=True))]
+        groups = tied_names(model.state_dict(keep_vars=True))
+        self._names = [names[0] for names in groups]
         converted = random_model(type(model.config).from_dict(model.config.to_dict()), seed=0, device="meta")
         convert(converted, stored.recipe)
         self._layers = bit_layers(converted)
@@ -350,6 +354,7 @@ class PlainWeights(Mapping[str, torch.Tensor]):
             stored.state_dict.keys() - self._shapes.keys(),
             where,
         )
+        _refuse_newly_tied(groups, stored, where)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         module, _, kind = name.rpartition(".")
@@ -381,12 +386,24 @@ def _rebuild(stored: TrainingCheckpoint, overrides: dict[str, Any], where: str) 
     """The stored model in fp32, with plain layers."""
     config = config_from_dict(stored.hf_config, overrides, where)
     model = random_model(config, seed=0, where=where)
+    groups = tied_names(model.state_dict(keep_vars=True))
     convert(model, stored.recipe)
     fill_weights(model, stored.state_dict, where)
+    _refuse_newly_tied(groups, stored, where)
     restore(model)
     with reading(where):
         restore_generation(stored.generation, model)
     return model
+
+
+def _refuse_newly_tied(groups: list[list[str]], stored: TrainingCheckpoint, where: str) -> None:
+    """Check that weights have equal values if the model ties them and the checkpoint did not."""
+    if stored.hf_config.get("tie_word_embeddings"):
+        return
+    for first, *others in groups:
+        for other in others:
+            if not same_bits(stored.state_dict[first], stored.state_dict[other]):
+                raise other_tied_values(where, other, first)
 
 
 def source_of(settings: ModelSettings) -> Path:

@@ -199,11 +199,11 @@ def without_scale(where: str, name: str, dtype: torch.dtype | str) -> UserError:
     return UserError(f"{where}: weight {name} is {dtype}, whose scale is unknown: save the model unquantised")
 
 
-def other_tied_values(folder: Path, other: str, name: str) -> UserError:
+def other_tied_values(folder: Path | str, other: str, name: str) -> UserError:
     """The error for weights that a configuration ties and that differ."""
     return UserError(
         f"{folder}: its configuration ties {other} to {name}, but their values differ: "
-        "set tie_word_embeddings to false in its config.json"
+        "set tie_word_embeddings to false in its config.json or in model.overrides"
     )
 
 

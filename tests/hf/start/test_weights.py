@@ -68,6 +68,29 @@ def test_weights_of_a_training_checkpoint_are_those_of_a_model_that_is_loaded_at
     check(ModelSettings(checkpoint=tmp_path / "start", **changes))
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_an_override_ties_equal_weights_and_refuses_others(tmp_path, kind):
+    """Of a folder and of a training checkpoint, at once and later."""
+    model = tiny_model(kind, tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "hf")
+    write_start_checkpoint(model, "nvfp4", tmp_path / "start")
+    for folder in (tmp_path / "hf", tmp_path / "start"):
+        settings = ModelSettings(checkpoint=folder, overrides={"tie_word_embeddings": True})
+        for read in (
+            lambda given: build_model(given, seed=0),
+            lambda given: start_model(given, seed=0)[1].open(),
+        ):
+            with pytest.raises(UserError, match=r"ties lm_head\.weight to .*, but their values differ"):
+                read(settings)
+    model.lm_head.weight.data.copy_(model.get_input_embeddings().weight)
+    write_start_checkpoint(model, "nvfp4", tmp_path / "equal")
+    settings = ModelSettings(checkpoint=tmp_path / "equal", overrides={"tie_word_embeddings": True})
+    check(settings)
+    found = build_model(settings, seed=0)
+    assert found.lm_head.weight is found.get_input_embeddings().weight
+    assert torch.equal(found.lm_head.weight, model.lm_head.weight)
+
+
 def test_nothing_is_read_before_weights_are_opened_and_nothing_ever_for_a_resumed_run(tmp_path):
     tiny_model("gpt2").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
