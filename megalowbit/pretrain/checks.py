@@ -79,6 +79,7 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
         with problems.collect():
             model = read_config(settings.model)
             check_attention(model, settings.data, config.parts.settings.precision)
+            check_positions(model, settings.data)
     problems.raise_any()
 
 
@@ -110,6 +111,26 @@ def check_attention(model: PretrainedConfig, data: DataSettings, precision: str)
             f"{BLOCK}.data.packing {data.packing!r} keeps documents apart, which the model's "
             f"attn_implementation {chosen!r} would not do: set it to {', '.join(map(repr, WITH_MASKS))} or "
             "one of flash attention's"
+        )
+
+
+def check_positions(model: PretrainedConfig, data: DataSettings) -> None:
+    """Reject rotary positions with which a separate document would depend on others in its micro-batch.
+
+    transformers takes longrope's short or long factors for a whole micro-batch, by its largest position.
+
+    Raises:
+        UserError: names both settings and the remedy.
+    """
+    rope = getattr(model, "rope_parameters", None) or {}
+    if not data.separates_documents or rope.get("rope_type") != "longrope":
+        return
+    limit = rope["original_max_position_embeddings"]
+    if data.sequence_length > limit:
+        raise UserError(
+            f"{BLOCK}.data.packing {data.packing!r} keeps documents apart, but the model's longrope chooses "
+            'its factors by the longest document of a micro-batch: set data.packing to "wrapped", or '
+            f"data.sequence_length {data.sequence_length} to at most original_max_position_embeddings {limit}"
         )
 
 

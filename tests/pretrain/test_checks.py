@@ -8,6 +8,7 @@ import pytest
 from bad_values import overrides
 from forks import run_script
 from quick_cases import slow_except
+from tiny_models import tiny_config
 
 from launchers import ROOT, write_config
 from megalowbit.commands.runs import submit
@@ -189,3 +190,24 @@ def test_attention_without_a_mask_does_not_keep_documents_apart(config, tmp_path
     load_checked_config(config, weights, world_size=1)
     with pytest.raises(UserError, match="'flex_attention' would not do: set it to 'sdpa', 'eager' or one of"):
         load_checked_config(config, [*weights, "megalowbit.data.packing=documents"], world_size=1)
+
+
+def test_longrope_keeps_documents_apart_only_if_its_factors_are_always_the_short_ones(config, tmp_path):
+    """tests/hf/batches/test_separate_documents.py shows the difference."""
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+    scaling["original_max_position_embeddings"] = 16
+    (tmp_path / "config.json").write_text(
+        json.dumps({**tiny_config("llama").to_dict(), "rope_parameters": {**scaling, "rope_theta": 1e4}})
+    )
+    settings = [
+        f"megalowbit.model={json.dumps({'checkpoint': str(tmp_path)})}",
+        "megalowbit.data.sequence_length=17",
+    ]
+    load_checked_config(config, settings, world_size=1)
+    for packing in ("documents", "best_fit"):
+        settings.append(f"megalowbit.data.packing={packing}")
+        load_checked_config(config, [*settings, "megalowbit.data.sequence_length=16"], world_size=1)
+        with pytest.raises(
+            UserError, match=f"packing '{packing}' .*longrope .*_length 17 to at most .* 16$"
+        ):
+            load_checked_config(config, settings, world_size=1)

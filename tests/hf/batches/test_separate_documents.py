@@ -92,6 +92,19 @@ def test_positions_that_restart_alone_would_leak(kind):
     assert torch.allclose(found[:5], expected[:5], rtol=1e-9)  # the first document has nothing before it
 
 
+@pytest.mark.parametrize("limit", [17, 18])
+def test_longrope_keeps_documents_apart_only_up_to_its_original_length(limit):
+    """transformers chooses its factors by the longest document, which has 18 tokens; configurations in which
+    they could be the long ones are refused (pretrain/checks.py)."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+    rope |= {"rope_theta": 1e4, "original_max_position_embeddings": limit}
+    model, given = make("llama", rope_parameters=rope), batch()
+    with torch.no_grad(), attention_within_documents(given, model.config):
+        found = model(**given).logits.flatten(0, 1)
+        expected, _ = alone(model)
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12) == (limit == 18)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_changes_nothing_in_other_documents(kind):
     model, given = make(kind), batch()
