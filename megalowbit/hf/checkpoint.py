@@ -31,6 +31,7 @@ from megalowbit.hf.folders.shards import SHARD_SIZE, TensorSpec
 from megalowbit.hf.folders.stored_weights import (
     StoredWeights,
     misshapen,
+    narrowed,
     other_tied_values,
     refuse_differences,
     same_bits,
@@ -307,7 +308,7 @@ def plan_export(
     def read(name: str) -> torch.Tensor:
         weight = weights[name]
         # the rows that pad a vocabulary come last
-        return weight[: shapes[name][0]].to(chosen) if weight.ndim else weight.to(chosen)
+        return narrowed(name, weight[: shapes[name][0]] if weight.ndim else weight, chosen, str(source))
 
     def finish(draft: Path, _: Any) -> None:
         is_trained = stored.header.get("progress") is not None

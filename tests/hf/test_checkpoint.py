@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import KINDS, tiny_model
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -104,6 +105,21 @@ def test_the_dtype_of_an_export_can_be_chosen(tmp_path):
     import_checkpoint(tmp_path / "source", tmp_path / "start")
     export_checkpoint(tmp_path / "start", tmp_path / "half", torch.float16)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype == torch.float16
+
+
+def test_an_export_refuses_a_dtype_that_would_make_weights_infinite(tmp_path):
+    """65519 still rounds to 65504, the largest number of fp16."""
+    model = MODELS["llama"]()
+    for name, value in (("fits", -65519.0), ("large", -65520.0)):
+        model.model.norm.weight.data[3] = value
+        model.save_pretrained(tmp_path / name)
+        import_checkpoint(tmp_path / name, tmp_path / f"{name}_start")
+    export_checkpoint(tmp_path / "fits_start", tmp_path / "fits_half", torch.float16)
+    assert load_file(tmp_path / "fits_half" / "model.safetensors")["model.norm.weight"][3] == -65504
+    with pytest.raises(UserError, match=r"large_start: weight model\.norm\.weight has values up to 65520, "):
+        export_checkpoint(tmp_path / "large_start", tmp_path / "large_half", torch.float16)
+    assert not (tmp_path / "large_half").exists()
+    export_checkpoint(tmp_path / "large_start", tmp_path / "large_bf16", torch.bfloat16)
 
 
 def test_a_training_checkpoint_is_exported_unchanged(tmp_path):

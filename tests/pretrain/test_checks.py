@@ -207,7 +207,5 @@ def test_longrope_keeps_documents_apart_only_if_its_factors_are_always_the_short
     for packing in ("documents", "best_fit"):
         settings.append(f"megalowbit.data.packing={packing}")
         load_checked_config(config, [*settings, "megalowbit.data.sequence_length=16"], world_size=1)
-        with pytest.raises(
-            UserError, match=f"packing '{packing}' .*longrope .*_length 17 to at most .* 16$"
-        ):
+        with pytest.raises(UserError, match=f"packing '{packing}' .*longrope .*_length 17 to at most .* 16$"):
             load_checked_config(config, settings, world_size=1)

@@ -239,6 +239,25 @@ def refuse_nonfinite_weight(name: str, weight: torch.Tensor, where: str) -> None
         )
 
 
+def narrowed(name: str, weight: torch.Tensor, dtype: torch.dtype, where: str) -> torch.Tensor:
+    """A weight in the dtype in which it is written.
+
+    Raises:
+        UserError: finite values would become infinite.
+    """
+    written = weight.to(dtype)
+    if written.numel() and not all(bound.isfinite() for bound in written.aminmax()):
+        lost = weight[weight.isfinite() & ~written.isfinite()]
+        if lost.numel():
+            wider = "bfloat16" if dtype == torch.float16 else "float32"
+            largest, limit = lost.abs().max().item(), torch.finfo(dtype).max
+            raise UserError(
+                f"{where}: weight {name} has values up to {largest:.6g}, and the largest number of "
+                f"{str(dtype).removeprefix('torch.')} is {limit:.6g}: write --dtype {wider}"
+            )
+    return written
+
+
 def _names(stored: Collection[str], expected: Collection[str], prefix: str, folder: Path) -> dict[str, str]:
     """Name in the model → name in the files; a name that is not the model's stands for itself."""
     names: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tiny_models import KINDS, tiny_model
 from megalowbit.errors import TransientError, UserError
 from megalowbit.families.registry import family
 from megalowbit.hf.folders import stored_weights
-from megalowbit.hf.folders.stored_weights import StoredWeights, same_bits, widest
+from megalowbit.hf.folders.stored_weights import StoredWeights, narrowed, same_bits, widest
 from megalowbit.hf.model import load_weights
 
 FILES = {
@@ -179,3 +180,21 @@ def test_a_lost_file_system_is_not_damage(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_weights, "safe_open", lost)
     with pytest.raises(TransientError, match="Stale file handle"):
         weights["lm_head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "limit", "wider"),
+    [(torch.float16, 2.0**16 - 2.0**4, "bfloat16"), (torch.bfloat16, 2.0**128 - 2.0**119, "float32")],
+)
+def test_a_narrower_dtype_must_hold_the_finite_values(dtype, limit, wider):
+    """Infinite by IEEE 754 is what exceeds the largest number by half of its last place, or more."""
+    given = torch.tensor([limit, -limit, float("nan"), float("inf"), 0.0])
+    given[:2] = torch.nextafter(given[:2], torch.zeros(2))
+    found = narrowed("a", given, dtype, "x")
+    assert found.dtype == dtype
+    assert found.isfinite().tolist() == given.isfinite().tolist()
+    given[4] = -limit
+    text = re.escape(f"{limit:.6g}")
+    with pytest.raises(UserError, match=rf"^x: weight a has values up to {text}, .*: write --dtype {wider}$"):
+        narrowed("a", given, dtype, "x")
+    assert narrowed("a", torch.zeros(0), dtype, "x").dtype == dtype
