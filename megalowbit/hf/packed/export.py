@@ -291,7 +291,13 @@ class PackedExport:
             read=self._read,
             read_dtype=torch.float64,  # several weights of a group, and one in fp32
             finish=self._finish,
-            key={**key, "packed": self._settings, "input_scales": scales, "exact": self._is_exact},
+            key={
+                **key,
+                "packed": self._settings,
+                "quantizer": plan.format.quantizer.name,
+                "input_scales": scales,
+                "exact": self._is_exact,
+            },
             shard_size=options.get("shard_size", SHARD_SIZE),
         )
 

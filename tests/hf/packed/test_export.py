@@ -17,7 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megalowbit.errors import UserError
 from megalowbit.hf.checkpoint import export_checkpoint
 from megalowbit.hf.folders.unfinished import Draft
-from megalowbit.hf.packed.export import _Weights, export_packed_checkpoint, export_packed_model
+from megalowbit.hf.packed.export import (
+    _Weights,
+    export_packed_checkpoint,
+    export_packed_model,
+    plan_packed_folder,
+)
 from megalowbit.hf.packed.report import notes_about_run
 from megalowbit.layers.conversion.convert import bit_layers, convert
 from megalowbit.quantize.names import quantizer
@@ -314,6 +319,30 @@ def test_an_interrupted_export_is_not_continued_as_another_one(tmp_path, monkeyp
         for name, value in expected.items():
             assert found[name].flatten().view(torch.uint8).equal(value.flatten().view(torch.uint8)), name
         shutil.rmtree(tmp_path / "out")
+
+
+def test_an_interrupted_export_is_not_continued_with_another_quantizer(tmp_path, monkeypatch):
+    """Both formats are NVFP4, with other codes."""
+    tiny_model("llama", **SIZES).save_pretrained(tmp_path / "hf")
+    note = Draft.note
+
+    def interrupted(draft, name):
+        note(draft, name)
+        raise KeyboardInterrupt
+
+    def export(recipe, folder):
+        plan = plan_packed_folder(tmp_path / "hf", recipe, "compressed-tensors", shard_size=20_000)
+        plan.run(tmp_path / folder)
+
+    export("four-over-six", "whole")
+    monkeypatch.setattr(Draft, "note", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export("nvfp4", "out")
+    monkeypatch.setattr(Draft, "note", note)
+    export("four-over-six", "out")
+    files = sorted((tmp_path / "whole").glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.read_bytes() == (tmp_path / "out" / file.name).read_bytes() for file in files)
 
 
 def test_fp32_tensor_scales_are_reported_and_loaded(tmp_path):
