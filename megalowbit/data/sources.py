@@ -18,8 +18,8 @@ from megalowbit.data.cache.digests import corpus_digests
 from megalowbit.data.corpus import AllSources, Corpus, DocumentShare
 from megalowbit.data.hub import DEFAULT_CONFIG, HubCorpus, split_read, splits_overlap
 from megalowbit.data.settings import BLEND, TEXT_KINDS, DataSettings
-from megalowbit.data.stdlib import STDLIB, StdlibCorpus
 from megalowbit.data.text_files.local_files import LocalCorpus
+from megalowbit.data.text_files.stdlib import STDLIB, StdlibCorpus
 from megalowbit.data.token_files.megatron import MegatronCorpus
 from megalowbit.errors import UserError, file_system_error
 

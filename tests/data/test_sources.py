@@ -6,7 +6,7 @@ import pytest
 
 from megalowbit.data.settings import DataSettings
 from megalowbit.data.sources import is_on_hub, open_corpus
-from megalowbit.data.stdlib import StdlibCorpus
+from megalowbit.data.text_files.stdlib import StdlibCorpus
 from megalowbit.errors import UserError
 
 

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megalowbit.data.stdlib import StdlibCorpus
 from megalowbit.data.text_files.local_files import LocalCorpus
+from megalowbit.data.text_files.stdlib import StdlibCorpus
 from megalowbit.durable_files import atomic_file, sha256_of
 from megalowbit.errors import UserError
 from megalowbit.json_text import read_json_object
