@@ -34,7 +34,7 @@ class SyntheticTokens(Tokenizer):
         """Raise: there is no text."""
         raise TypeError(f"synthetic token ids stand for no text: {len(ids)} after {len(before)}")
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def write(self, folder: str | os.PathLike[str]) -> None:
         """Raise: there is nothing to save."""
         raise TypeError(f"synthetic token ids have no tokenizer to save in {folder}")
 

@@ -2,7 +2,8 @@
 
 Every tokenizer has an end-of-document id, which packing appends to each document. Every tokenizer can be
 saved as a Hugging Face tokenizer that gives the same ids, so `AutoTokenizer` can be used with the trained
-model. No tokens are added at the beginning of a text. Text that spells a special token (`<|endoftext|>`) is
+model; beside some models, transformers builds a class that ignores parts of `tokenizer.json`, and this is
+refused. No tokens are added at the beginning of a text. Text that spells a special token (`<|endoftext|>`) is
 ordinary text, so an end-of-document id in the tokens always is the end of a document; or, if the settings ask
 for it, becomes that token, as in the saved tokenizer.
 """
@@ -10,11 +11,13 @@ for it, becomes that token, as in the saved tokenizer.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -33,14 +36,22 @@ from megalowbit.data.settings import (
 )
 from megalowbit.data.sources import open_corpus
 from megalowbit.data.token_bytes import count_bytes, letters_of_bytes
-from megalowbit.errors import UserError
-from megalowbit.json_text import refuse_irregular_files
+from megalowbit.errors import UserError, shown
+from megalowbit.json_text import read_json_object, refuse_irregular_files
 
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = [END_OF_TEXT]  # these get the first ids
 TEMPLATES = "additional_chat_templates"
+TOKENIZER_JSON = "tokenizer.json"
+MODEL_CONFIG = "config.json"
+# Two tokenizers with the same ids for it are taken for the same. It has what normalizers and pre-tokenizers
+# treat differently: letters in two code points, ligatures, digits, contractions, several spaces and lines.
+TEXT_TO_COMPARE = (
+    "The 1st of 23,456 tokens isn't 'naïve':\n\tfor x in range(10):  print(x)  # 漢字 🙂 übermäßig\n"
+    "e\u0301 \u212b \ufb01 ½\u00a0WE'LL  don't...\r\n\n x+=1; (y)\n"
+)
 END_OF_DOCUMENT_BYTE = "\0"
 # More text takes longer to count but does not change which merges are frequent.
 BPE_TRAINING_CHARACTERS = 256 * 2**20
@@ -92,8 +103,39 @@ class Tokenizer(ABC):
         """
 
     @abstractmethod
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Write the tokenizer as a Hugging Face one, whatever else is in the folder."""
+
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the tokenizer so that `AutoTokenizer.from_pretrained(folder)` gives the same ids."""
+        """Write the tokenizer so that `AutoTokenizer.from_pretrained(folder)` gives the same ids.
+
+        Raises:
+            UserError: it would give others, because of the model whose configuration is in `folder`.
+        """
+        self.write(folder)
+        config = Path(folder) / MODEL_CONFIG
+        if self.eos_token_id is None or not config.is_file():
+            return
+        loaded = _loaded(Path(folder))
+        if _ids(loaded) != self.encode_batch([TEXT_TO_COMPARE])[0].tolist():
+            family, used = read_json_object(config).get("model_type"), type(loaded).__name__
+            raise UserError(
+                f"tokenizer {self.name} cannot be exported with a {family} model: transformers would load it "
+                f"as {used}, which gives other ids: use a tokenizer of a {family} model, train a model of "
+                "another family, or set checkpoint.export_hf to false"
+            )
+
+    def check_export(self, model_type: str) -> None:
+        """Check that the tokenizer can be saved with a model of this type.
+
+        Raises:
+            UserError: as `save_pretrained`.
+        """
+        if self.eos_token_id is None:  # nothing is saved
+            return
+        with TemporaryDirectory() as folder:
+            (Path(folder) / MODEL_CONFIG).write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+            self.save_pretrained(folder)
 
 
 class ByteTokenizer(Tokenizer):
@@ -118,7 +160,7 @@ class ByteTokenizer(Tokenizer):
     def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:  # noqa: ARG002
         return int(np.count_nonzero(ids))
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def write(self, folder: str | os.PathLike[str]) -> None:
         """Write a byte-level BPE without merges; unlike this class it keeps NULs within a text, as id 0."""
         vocabulary = {letter: byte for byte, letter in letters_of_bytes().items()}
         # The end-of-document token must have id 0 and match only a NUL, so it replaces that byte.
@@ -141,6 +183,7 @@ class BPETokenizer(Tokenizer):
     """
 
     name = BPE_TOKENIZER
+    eos_token_id: int
 
     def __init__(self, path: Path, *, parse_special_tokens: bool = False) -> None:
         text = path.read_text(encoding="utf-8")
@@ -159,7 +202,7 @@ class BPETokenizer(Tokenizer):
         size, end = self.vocab_size, self.eos_token_id
         return count_bytes(self.name, self._bpe, ids, before, vocab_size=size, end=end)
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def write(self, folder: str | os.PathLike[str]) -> None:
         _save(self._bpe, END_OF_TEXT, folder)
 
 
@@ -171,26 +214,16 @@ class FolderTokenizer(Tokenizer):
         parse_special_tokens: whether text that spells a special token becomes that token.
 
     Raises:
-        UserError: `folder` has no tokenizer, or the tokenizer needs its own code or has no end-of-sequence
-            token.
+        UserError: `folder` has no tokenizer, the tokenizer needs its own code or has no end-of-sequence
+            token, or transformers does not give it the ids of its `tokenizer.json`.
     """
 
-    def __init__(self, folder: Path, *, parse_special_tokens: bool = False) -> None:
-        from transformers import AutoTokenizer  # slow to import, and only this kind needs it
+    eos_token_id: int
 
+    def __init__(self, folder: Path, *, parse_special_tokens: bool = False) -> None:
         self.name, self._parses = str(folder), parse_special_tokens
-        refuse_irregular_files("tokenizer", folder, TEMPLATES)  # transformers would block on a FIFO
-        try:
-            self._tokenizer = AutoTokenizer.from_pretrained(
-                folder,
-                local_files_only=True,
-                trust_remote_code=False,  # by default, transformers would ask on stdin
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = str(error).strip().split("\n")[0]
-            if "trust_remote_code" in str(error):
-                reason = "it needs its own code, which is never run; save it as a tokenizer.json"
-            raise UserError(f"no usable tokenizer in folder {folder} ({reason}): name another") from error
+        self._tokenizer = _loaded(folder)
+        _check_file(folder, self._tokenizer)
         eos_token_id = self._tokenizer.eos_token_id
         if eos_token_id is None:
             raise UserError(
@@ -200,7 +233,7 @@ class FolderTokenizer(Tokenizer):
         # not its length: ids may have gaps, and the largest one needs a row of the embedding
         self.vocab_size = max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values(), default=0))
         self.eos_token_id = int(eos_token_id)
-        self.fingerprint = _fingerprint(_folder_fingerprint(folder), parse_special_tokens)
+        self.fingerprint = _fingerprint(_folder_fingerprint(folder, self._tokenizer), parse_special_tokens)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
         # verbose=False: no warning that documents exceed the model's length; they are packed into samples.
@@ -229,7 +262,7 @@ class FolderTokenizer(Tokenizer):
         """The text of these ids, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def write(self, folder: str | os.PathLike[str]) -> None:
         self._tokenizer.save_pretrained(folder)
 
 
@@ -250,7 +283,7 @@ class NoTokenizer(Tokenizer):
     def count_bytes(self, ids: NDArray[Any], before: NDArray[Any]) -> int:  # noqa: ARG002
         return 0
 
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+    def write(self, folder: str | os.PathLike[str]) -> None:
         """Do nothing: the exported model has no tokenizer."""
         logger.info('data.tokenizer is "%s": no tokenizer is saved in %s', NO_TOKENIZER, folder)
 
@@ -285,6 +318,21 @@ def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tok
         timeout=settings.build_timeout,
         parse_special_tokens=settings.parse_special_tokens,
     )
+
+
+def check_export(settings: DataSettings, model_type: str) -> None:
+    """Check that the tokenizer of `settings` can be saved with a model of this type; it trains no BPE.
+
+    Raises:
+        UserError: it cannot, or the tokenizer folder cannot be used.
+    """
+    if settings.tokenizer != BPE_TOKENIZER:
+        build_tokenizer(settings).check_export(model_type)
+        return
+    with TemporaryDirectory() as folder:  # what matters are its stages, which do not depend on the corpus
+        path = Path(folder) / TOKENIZER_JSON
+        path.write_text(_train(iter([TEXT_TO_COMPARE]), 2 * SMALLEST_BPE).to_str(), encoding="utf-8")
+        BPETokenizer(path).check_export(model_type)
 
 
 def train_bpe(
@@ -350,6 +398,63 @@ def _save(tokenizer: Any, eos_token: str, folder: str | os.PathLike[str]) -> Non
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token).save_pretrained(folder)
 
 
+def _loaded(folder: Path) -> Any:
+    """The Hugging Face tokenizer in a folder, as its users load it.
+
+    Raises:
+        UserError: there is none, or it needs its own code.
+    """
+    from transformers import AutoTokenizer  # slow to import, and not all kinds need it
+
+    refuse_irregular_files("tokenizer", folder, TEMPLATES)  # transformers would block on a FIFO
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,  # by default, transformers would ask on stdin
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error).strip().split("\n")[0]
+        if "trust_remote_code" in str(error):
+            reason = "it needs its own code, which is never run; save it as a tokenizer.json"
+        raise UserError(f"no usable tokenizer in folder {folder} ({reason}): name another") from error
+
+
+def _ids(loaded: Any) -> list[int]:
+    """The ids that a Hugging Face tokenizer gives `TEXT_TO_COMPARE`."""
+    return list(loaded(TEXT_TO_COMPARE, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _check_file(folder: Path, loaded: Any) -> None:
+    """Check that a loaded tokenizer gives the ids of the file `tokenizer.json`, if there is one.
+
+    Raises:
+        UserError: its class has replaced parts of it.
+    """
+    path = folder / TOKENIZER_JSON
+    if not path.is_file():
+        return
+    file = tokenizers.Tokenizer.from_file(str(path))  # transformers has read it
+    file.no_truncation()
+    file.no_padding()
+    if _ids(loaded) == file.encode(TEXT_TO_COMPARE, add_special_tokens=False).ids:
+        return
+    named, used = _class_in(folder), type(loaded).__name__
+    raise UserError(
+        f"tokenizer {folder}: transformers loads it as {used} ({named}), which does not give the ids of its "
+        f'{TOKENIZER_JSON}: for these, copy it without {MODEL_CONFIG} and set "tokenizer_class": '
+        f'"PreTrainedTokenizerFast" in tokenizer_config.json; for those of {used}, save it with transformers '
+        "to a new folder"
+    )
+
+
+def _class_in(folder: Path) -> str:
+    """The class and the model type that the files of a tokenizer name."""
+    places = {"tokenizer_class": folder / "tokenizer_config.json", "model_type": folder / MODEL_CONFIG}
+    found = {key: read_json_object(path).get(key) for key, path in places.items() if path.is_file()}
+    return ", ".join(f"{key} {shown(value)}" for key, value in found.items())
+
+
 def _fingerprint(files: str, parse_special_tokens: bool) -> str:
     """The fingerprint of a tokenizer from that of its files."""
     if parse_special_tokens:
@@ -357,11 +462,22 @@ def _fingerprint(files: str, parse_special_tokens: bool) -> str:
     return hashlib.sha256(f"{files}, special tokens are text".encode()).hexdigest()
 
 
-def _folder_fingerprint(folder: Path) -> str:
+def _folder_fingerprint(folder: Path, loaded: Any) -> str:
+    """Identifies a folder's token ids: its files, and what their class made of them.
+
+    The class also depends on a `config.json`, whose other contents change no ids.
+    """
     paths = {path for pattern in FOLDER_FILES for path in folder.glob(pattern) if path.is_file()}
     digest = hashlib.sha256()
     for path in sorted(paths):
         content = path.read_bytes()
         digest.update(f"{path.name}\0{len(content)}\0".encode())
         digest.update(content)
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        digest.update(type(loaded).__name__.encode())
+    else:
+        facts = json.loads(backend.to_str())
+        stages = [facts[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+        digest.update(json.dumps(stages).encode())
     return digest.hexdigest()

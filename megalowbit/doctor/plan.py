@@ -28,7 +28,7 @@ from megalowbit.layers.conversion.convert import convert
 from megalowbit.layers.conversion.kept_layers import linear_layers
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.checks import check_config
+from megalowbit.pretrain.checks import check_config, check_tokenizer
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings, Phase, phases
 from megalowbit.pretrain.config import PretrainConfig
 from megalowbit.pretrain.estimate.dry_run import estimate_run, without_flash_attention
@@ -202,6 +202,7 @@ def plan_run(config: PretrainConfig) -> RunPlan:
         UserError: a line for each mistake that a run or a dry run would report.
     """
     check_config(config)
+    check_tokenizer(config)
     recipe, settings = recipe_of(config.recipe), config.settings
     chosen = without_flash_attention(settings.model)
     with FakeTensorMode(allow_non_fake_inputs=True):  # look-up tables are real

@@ -2,8 +2,9 @@
 
 `load_config` makes the checks that take a second. This module checks the recipe, DeepSpeed's own blocks and
 the model's configuration. Runs, `--dry-run`, `--prepare-data`, `submit.py` and sweeps all call
-`check_config`, so all accept the same configurations. `check_kernels` checks that this machine can run the
-recipe, and loads the C kernels; the run calls it before it writes anything. Not covered: the data.
+`check_config`, so all accept the same configurations. `check_tokenizer` reads the tokenizer's files.
+`check_kernels` checks that this machine can run the recipe, and loads the C kernels; the run calls it before
+it writes anything. Not covered: the other data.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from megalowbit.config.values import is_installed
 from megalowbit.data.settings import DataSettings
+from megalowbit.data.tokenize import check_export
 from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems, UserError
 from megalowbit.hf.batches.separate_documents import uses_flash_attention
@@ -81,6 +83,16 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
             check_attention(model, settings.data, config.parts.settings.precision)
             check_positions(model, settings.data)
     problems.raise_any()
+
+
+def check_tokenizer(config: PretrainConfig) -> None:
+    """Check that the tokenizer can be exported with the model, if the run will do that.
+
+    Raises:
+        UserError: transformers would give other ids than the training, or the tokenizer cannot be used.
+    """
+    if config.settings.checkpoint.export_hf:
+        check_export(config.settings.data, read_config(config.settings.model).model_type)
 
 
 def _check_trackio(config: PretrainConfig) -> None:

@@ -386,9 +386,10 @@ def _look_only(options: argparse.Namespace, config: PretrainConfig, identity: Pr
     from megalowbit.data.cache.build_lines import reported_builds
     from megalowbit.data.loader import count_samples
     from megalowbit.data.sources import places_of_samples
-    from megalowbit.pretrain.checks import check_config
+    from megalowbit.pretrain.checks import check_config, check_tokenizer
 
     check_config(config)
+    check_tokenizer(config)
     data = config.settings.data
     with reported_builds(functools.partial(print, flush=True)):
         count = count_samples(data)

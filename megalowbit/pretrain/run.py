@@ -35,7 +35,7 @@ from megalowbit.hf.generation import store_generation, stored_generation
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.conversion.convert import added_counts, product_counts
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.checks import check_config, check_kernels
+from megalowbit.pretrain.checks import check_config, check_kernels, check_tokenizer
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings, kept_switch
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
@@ -203,6 +203,7 @@ def _lock_folder(
     if is_restart:
         agree(lambda: _check_restart(run_dir, is_resume=is_resume))
     agree(lambda: check_config(config))
+    agree(lambda: check_tokenizer(config))
     agree(lambda: check_kernels(recipe_of(config.recipe)))
     stem = config.settings.run.name or config.source.stem
     folder = agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart))

@@ -115,6 +115,31 @@ def test_trackio_without_its_package_is_refused_before_a_model_is_built(config, 
     load_checked_config(config, on, world_size=1)
 
 
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], ["--prepare-data"], []])
+def test_a_tokenizer_that_cannot_be_exported_is_refused_before_it_is_used(options, config, tmp_path, capsys):
+    config.with_name("model.json").write_text(json.dumps(QWEN2))
+    arguments = ["--ds-config", str(config), "--run-dir", str(tmp_path / "run"), *options]
+    code, lines = printed_by(main, arguments, capsys)
+    assert code == 2
+    assert len(lines) == 1
+    assert lines[0].startswith("tokenizer byte cannot be exported with a qwen2 model")
+    assert not (tmp_path / "run").exists()
+    if options == ["--prepare-data"]:
+        assert main([*arguments, "--set", "megalowbit.checkpoint.export_hf=false"]) == 0
+
+
 THREE_AT_ONCE = ["megalowbit.checkpoint.keep=true", "communication_data_type=fp99", "megalowbit.recipe={}"]
 
 

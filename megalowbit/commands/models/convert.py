@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ from megalowbit.pretrain.command_line import EXIT_INTERRUPTED
 if TYPE_CHECKING:
     from megalowbit.data.tokenize import Tokenizer
     from megalowbit.hf.folders.conversion import Conversion
+    from megalowbit.hf.model import SavableTokenizer
     from megalowbit.hf.packed.export import PackedExport
 
 DEFAULT_SHARD = 5.0  # GB
@@ -174,9 +176,7 @@ def _to_hf(options: argparse.Namespace) -> None:
 
     _silence_progress()
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    tokenizer = (
-        _tokenizer_of_run(options.source) if options.tokenizer is None else _tokenizer(options.tokenizer)
-    )
+    tokenizer, why_none = _exported_tokenizer(options.source, options.tokenizer)
     if options.packed is None:
         conversion = plan_export(options.source, dtype, tokenizer, shard_size=_shard_size(options))
         export = None
@@ -195,7 +195,7 @@ def _to_hf(options: argparse.Namespace) -> None:
     about = f"load it with {LOADER}" if export is None else export.report
     print(f"{options.folder} is {conversion.source}: {about}")
     if not has_tokenizer(options.folder):
-        print("the run has no tokenizer, so none was saved: name one with --tokenizer")
+        print(why_none)
 
 
 def _check_packed(options: argparse.Namespace) -> None:
@@ -228,6 +228,37 @@ def _convert(
     if options.verify:
         print(f"verified: all {len(conversion.tensors):,} tensors are those of {conversion.source}")
     return True
+
+
+@dataclass
+class _EndOfText:
+    """Stands for a tokenizer that is not saved, because transformers would give other ids."""
+
+    eos_token_id: int | None
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Do nothing."""
+
+
+def _exported_tokenizer(source: Path, name: str | None) -> tuple[SavableTokenizer | None, str]:
+    """The tokenizer to save, and what to say if none is saved.
+
+    Raises:
+        UserError: the named one cannot be used with the model.
+    """
+    from megalowbit.hf.training_checkpoint import find_checkpoint, stored_config
+
+    why_none = "the run has no tokenizer, so none was saved: name one with --tokenizer"
+    tokenizer = _tokenizer_of_run(source) if name is None else _tokenizer(name)
+    if tokenizer is None:
+        return None, why_none
+    try:
+        tokenizer.check_export(stored_config(find_checkpoint(source))["model_type"])
+    except UserError as error:
+        if name is not None:
+            raise
+        return _EndOfText(tokenizer.eos_token_id), f"no tokenizer was saved: {error}"
+    return tokenizer, why_none
 
 
 def _tokenizer_of_run(source: Path) -> Tokenizer | None:

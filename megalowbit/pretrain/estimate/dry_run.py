@@ -30,7 +30,14 @@ from megalowbit.layers.conversion.precision_switch import switched
 from megalowbit.layers.layer_recipe import SPLIT_FIELDS
 from megalowbit.layers.recipe import Recipe
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.checks import check_config, describe_gemms, recipe_advice, this_device, why_not
+from megalowbit.pretrain.checks import (
+    check_config,
+    check_tokenizer,
+    describe_gemms,
+    recipe_advice,
+    this_device,
+    why_not,
+)
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings
 from megalowbit.pretrain.components.speculation import describe_speculation
 from megalowbit.pretrain.config import PretrainConfig
@@ -59,6 +66,7 @@ def describe(config: PretrainConfig) -> str:
         UserError: model, recipe or corpus would fail in the real run.
     """
     check_config(config)
+    check_tokenizer(config)
     recipe = recipe_of(config.recipe)
     text, packing = describe_validation(config.settings.data), config.settings.data.describe_packing()
     sections = {

@@ -31,7 +31,7 @@ from megalowbit.data.cache.node_first import run_on_each_node_first
 from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
-from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer
+from megalowbit.data.tokenize import TEXT_TO_COMPARE, FolderTokenizer, Tokenizer, build_tokenizer
 from megalowbit.data.validation import open_validation
 from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
@@ -76,10 +76,6 @@ TEXT_MISSING = (
     'there is no text to evaluate on: name it with --set \'megalowbit.data.validation={"corpus": "…"}\''
 )
 
-# Two tokenizers with the same ids for it are taken for the same.
-TEXT_TO_COMPARE = (
-    "The 1st of 23,456 tokens isn't 'naïve':\n\tfor x in range(10):  print(x)  # 漢字 🙂 übermäßig\n"
-)
 TOKENIZER_FILES = ("tokenizer*", "vocab.*")
 
 SHOWN = ("model ", "recipe ", "kernels ", "data ")  # labels of the lines that are printed

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launchers import check_refusal
 from megalowbit.commands.models import convert
+from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.hf.folders.shards import ShardWriter
 from megalowbit.hf.packed.export import LAYOUTS
 from megalowbit.hf.packed.recipes import PRECISIONS
@@ -40,12 +41,15 @@ def test_round_trip_from_the_command_line(tmp_path, kind):
     done = convert_hf("to-megalowbit", tmp_path / "source", start, "--recipe", "nvfp4")
     assert done.returncode == 0, done.stderr
     assert f'"model": {{"checkpoint": "{start}"}}' in done.stdout
-    done = convert_hf("to-hf", start, tmp_path / "back", "--tokenizer", "byte")
+    named = ["--tokenizer", "byte"] if kind != "qwen2" else []  # which would give other ids
+    done = convert_hf("to-hf", start, tmp_path / "back", *named)
     assert done.returncode == 0, done.stderr
     assert f"{tmp_path / 'back'} is {start}/step-00000000: load it with transformers." in done.stdout
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "back")("import this", return_tensors="pt")["input_ids"]
-    assert tokens.tolist() == [list(b"import this")]
+    tokens = torch.tensor([list(b"import this")])
+    if named:
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
+        assert tokenizer("import this")["input_ids"] == tokens[0].tolist()
     with torch.no_grad():
         assert back(tokens).logits.equal(model(tokens).logits)
 
@@ -188,6 +192,22 @@ def test_a_dry_run_prints_files_and_memory_and_writes_nothing(tmp_path, capsys):
     assert "step-00000000/weights-00001-of-0000" in done.stdout
     assert "memory: at most" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_tokenizer_that_the_model_would_give_other_ids_is_not_saved_with_it(tmp_path, capsys):
+    source, run = tmp_path / "source", tmp_path / "run"
+    tiny_model("qwen2", vocab_size=256).save_pretrained(source)
+    start = run / "checkpoints"  # as in a run's folder
+    assert call_main(TOOL, "to-megalowbit", source, start, capsys=capsys).returncode == 0
+    ByteTokenizer().save_pretrained(run / "tokenizer")
+    done = call_main(TOOL, "to-hf", run, tmp_path / "hf", capsys=capsys)
+    assert done.returncode == 0, done.stderr
+    assert "no tokenizer was saved: tokenizer " in done.stdout
+    assert "cannot be exported with a qwen2 model" in done.stdout
+    assert not [*(tmp_path / "hf").glob("tokenizer*")]
+    done = call_main(TOOL, "to-hf", run, tmp_path / "named", "--tokenizer", "byte", capsys=capsys)
+    check_refusal(done, "tokenizer byte cannot be exported with a qwen2 model")
+    assert not (tmp_path / "named").exists()
 
 
 def test_a_verified_conversion_says_so(tmp_path, capsys):
