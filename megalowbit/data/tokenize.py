@@ -27,6 +27,17 @@ from numpy.typing import NDArray
 from megalowbit.data.cache.built_files import WAIT_SECONDS, cached_file
 from megalowbit.data.cache.digests import key_of
 from megalowbit.data.corpus import Corpus
+from megalowbit.data.hf_tokenizers.folder import (
+    MODEL_CONFIG,
+    TEXT_TO_COMPARE,
+    TOKENIZER_JSON,
+    check_file,
+    encoded,
+    folder_fingerprint,
+    ids_of,
+    load_folder,
+)
+from megalowbit.data.hf_tokenizers.token_bytes import count_bytes, letters_of_bytes
 from megalowbit.data.settings import (
     BPE_TOKENIZER,
     BYTE_TOKENIZER,
@@ -35,36 +46,17 @@ from megalowbit.data.settings import (
     DataSettings,
 )
 from megalowbit.data.sources import open_corpus
-from megalowbit.data.token_bytes import count_bytes, letters_of_bytes
-from megalowbit.errors import UserError, shown
-from megalowbit.json_text import read_json_object, refuse_irregular_files
+from megalowbit.errors import UserError
+from megalowbit.json_text import read_json_object
 
 logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = [END_OF_TEXT]  # these get the first ids
-TEMPLATES = "additional_chat_templates"
-TOKENIZER_JSON = "tokenizer.json"
-MODEL_CONFIG = "config.json"
-# Two tokenizers with the same ids for it are taken for the same. It has what normalizers and pre-tokenizers
-# treat differently: letters in two code points, ligatures, digits, contractions, several spaces and lines.
-TEXT_TO_COMPARE = (
-    "The 1st of 23,456 tokens isn't 'naïve':\n\tfor x in range(10):  print(x)  # 漢字 🙂 übermäßig\n"
-    "e\u0301 \u212b \ufb01 ½\u00a0WE'LL  don't...\r\n\n x+=1; (y)\n"
-)
 END_OF_DOCUMENT_BYTE = "\0"
 # More text takes longer to count but does not change which merges are frequent.
 BPE_TRAINING_CHARACTERS = 256 * 2**20
 BPE_FORMAT = 1  # increment when training changes, so that cached tokenizers are trained again
-# The files that determine a folder's token ids; the folder may also hold gigabytes of weights.
-FOLDER_FILES = (
-    "tokenizer*",
-    "vocab*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "*.model",
-)
 
 
 class Tokenizer(ABC):
@@ -116,8 +108,8 @@ class Tokenizer(ABC):
         config = Path(folder) / MODEL_CONFIG
         if self.eos_token_id is None or not config.is_file():
             return
-        loaded = _loaded(Path(folder))
-        if _ids(loaded) != self.encode_batch([TEXT_TO_COMPARE])[0].tolist():
+        loaded = load_folder(Path(folder))
+        if ids_of(loaded) != encoded(lambda: self.encode_batch([TEXT_TO_COMPARE])[0].tolist()):
             family, used = read_json_object(config).get("model_type"), type(loaded).__name__
             raise UserError(
                 f"tokenizer {self.name} cannot be exported with a {family} model: transformers would load it "
@@ -222,8 +214,8 @@ class FolderTokenizer(Tokenizer):
 
     def __init__(self, folder: Path, *, parse_special_tokens: bool = False) -> None:
         self.name, self._parses = str(folder), parse_special_tokens
-        self._tokenizer = _loaded(folder)
-        _check_file(folder, self._tokenizer)
+        self._tokenizer = load_folder(folder)
+        check_file(folder, self._tokenizer)
         eos_token_id = self._tokenizer.eos_token_id
         if eos_token_id is None:
             raise UserError(
@@ -233,7 +225,7 @@ class FolderTokenizer(Tokenizer):
         # not its length: ids may have gaps, and the largest one needs a row of the embedding
         self.vocab_size = max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values(), default=0))
         self.eos_token_id = int(eos_token_id)
-        self.fingerprint = _fingerprint(_folder_fingerprint(folder, self._tokenizer), parse_special_tokens)
+        self.fingerprint = _fingerprint(folder_fingerprint(folder, self._tokenizer), parse_special_tokens)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:
         # verbose=False: no warning that documents exceed the model's length; they are packed into samples.
@@ -398,86 +390,8 @@ def _save(tokenizer: Any, eos_token: str, folder: str | os.PathLike[str]) -> Non
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos_token).save_pretrained(folder)
 
 
-def _loaded(folder: Path) -> Any:
-    """The Hugging Face tokenizer in a folder, as its users load it.
-
-    Raises:
-        UserError: there is none, or it needs its own code.
-    """
-    from transformers import AutoTokenizer  # slow to import, and not all kinds need it
-
-    refuse_irregular_files("tokenizer", folder, TEMPLATES)  # transformers would block on a FIFO
-    try:
-        return AutoTokenizer.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,  # by default, transformers would ask on stdin
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = str(error).strip().split("\n")[0]
-        if "trust_remote_code" in str(error):
-            reason = "it needs its own code, which is never run; save it as a tokenizer.json"
-        raise UserError(f"no usable tokenizer in folder {folder} ({reason}): name another") from error
-
-
-def _ids(loaded: Any) -> list[int]:
-    """The ids that a Hugging Face tokenizer gives `TEXT_TO_COMPARE`."""
-    return list(loaded(TEXT_TO_COMPARE, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _check_file(folder: Path, loaded: Any) -> None:
-    """Check that a loaded tokenizer gives the ids of the file `tokenizer.json`, if there is one.
-
-    Raises:
-        UserError: its class has replaced parts of it.
-    """
-    path = folder / TOKENIZER_JSON
-    if not path.is_file():
-        return
-    file = tokenizers.Tokenizer.from_file(str(path))  # transformers has read it
-    file.no_truncation()
-    file.no_padding()
-    if _ids(loaded) == file.encode(TEXT_TO_COMPARE, add_special_tokens=False).ids:
-        return
-    named, used = _class_in(folder), type(loaded).__name__
-    raise UserError(
-        f"tokenizer {folder}: transformers loads it as {used} ({named}), which does not give the ids of its "
-        f'{TOKENIZER_JSON}: for these, copy it without {MODEL_CONFIG} and set "tokenizer_class": '
-        f'"PreTrainedTokenizerFast" in tokenizer_config.json; for those of {used}, save it with transformers '
-        "to a new folder"
-    )
-
-
-def _class_in(folder: Path) -> str:
-    """The class and the model type that the files of a tokenizer name."""
-    places = {"tokenizer_class": folder / "tokenizer_config.json", "model_type": folder / MODEL_CONFIG}
-    found = {key: read_json_object(path).get(key) for key, path in places.items() if path.is_file()}
-    return ", ".join(f"{key} {shown(value)}" for key, value in found.items())
-
-
 def _fingerprint(files: str, parse_special_tokens: bool) -> str:
     """The fingerprint of a tokenizer from that of its files."""
     if parse_special_tokens:
         return files
     return hashlib.sha256(f"{files}, special tokens are text".encode()).hexdigest()
-
-
-def _folder_fingerprint(folder: Path, loaded: Any) -> str:
-    """Identifies a folder's token ids: its files, and what their class made of them.
-
-    The class also depends on a `config.json`, whose other contents change no ids.
-    """
-    paths = {path for pattern in FOLDER_FILES for path in folder.glob(pattern) if path.is_file()}
-    digest = hashlib.sha256()
-    for path in sorted(paths):
-        content = path.read_bytes()
-        digest.update(f"{path.name}\0{len(content)}\0".encode())
-        digest.update(content)
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if backend is None:
-        digest.update(type(loaded).__name__.encode())
-    else:
-        facts = json.loads(backend.to_str())
-        stages = [facts[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-        digest.update(json.dumps(stages).encode())
-    return digest.hexdigest()

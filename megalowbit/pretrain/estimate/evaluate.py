@@ -29,9 +29,10 @@ import numpy as np
 from megalowbit.data.cache.build_lines import reported_builds
 from megalowbit.data.cache.node_first import run_on_each_node_first
 from megalowbit.data.loader import ShardedLoader
+from megalowbit.data.hf_tokenizers.folder import TEXT_TO_COMPARE
 from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
-from megalowbit.data.tokenize import TEXT_TO_COMPARE, FolderTokenizer, Tokenizer, build_tokenizer
+from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer
 from megalowbit.data.validation import open_validation
 from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks

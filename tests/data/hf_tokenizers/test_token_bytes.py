@@ -5,22 +5,8 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megalowbit.data.corpus import Corpus
-from megalowbit.data.token_bytes import letters_of_bytes
-from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer, train_bpe
-
-
-class Words(Corpus):
-    name, fingerprint = "words", "0123"
-
-    def documents(self):
-        yield "low precision numerics need few bits and much care to train " * 20
-
-
-@pytest.fixture(scope="module")
-def bpe(tmp_path_factory):
-    return train_bpe(Words(), 300, tmp_path_factory.mktemp("cache"))
-
+from megalowbit.data.hf_tokenizers.token_bytes import letters_of_bytes
+from megalowbit.data.tokenize import ByteTokenizer, FolderTokenizer
 
 UNUSUAL = ["naïve日本 🙂🙂 e\u0301", " leading ▁ and Ġ", "a", "日", "plain text </s> inside", "🙂"]
 
