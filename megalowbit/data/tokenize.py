@@ -254,6 +254,16 @@ class FolderTokenizer(Tokenizer):
         """The text of these ids, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
+    def decode_after(self, before: list[int], ids: list[int]) -> str:
+        """The text that these ids add to that of the ids before them.
+
+        On their own, ids may have another text: some decoders take away a space at the beginning.
+        """
+        known, text = self.decode(before), self.decode([*before, *ids])
+        while not text.startswith(known):  # the ids have changed its end, such as a space before a full stop
+            known = known[:-1]
+        return text.removeprefix(known)
+
     def write(self, folder: str | os.PathLike[str]) -> None:
         self._tokenizer.save_pretrained(folder)
 

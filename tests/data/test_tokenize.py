@@ -219,6 +219,19 @@ def test_ids_take_two_bytes_if_they_fit(vocab_size, dtype):
     assert vocab_size - 1 <= np.iinfo(dtype).max
 
 
+def test_text_after_a_prompt_is_what_the_ids_add_to_it(tmp_path, bpe):
+    bpe.save_pretrained(tmp_path)
+    tokenizer = FolderTokenizer(tmp_path)
+    text = "few bits, naïve 日本 🙂"
+    ids = tokenizer.encode_batch([text])[0].tolist()
+    for place in range(len(ids) + 1):  # some of them are within a character, which the rest completes
+        added = tokenizer.decode_after(ids[:place], ids[place:])
+        assert text.endswith(added)
+        shown = tokenizer.decode(ids[:place]).rstrip("\ufffd")
+        assert shown + added == text
+    assert tokenizer.decode_after([0], [*ids, 0]) == text  # the end of a document is no text
+
+
 def test_the_settings_choose_the_tokenizer(tmp_path, bpe):
     (tmp_path / "a.txt").write_text(" ".join(Sentences().texts))
     values = {"sequence_length": 8, "cache_dir": tmp_path, "corpus": str(tmp_path / "a.txt")}

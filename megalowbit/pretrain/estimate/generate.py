@@ -133,7 +133,7 @@ class Generator:
                 **chosen,
             )
         new = output[0, len(ids) :].tolist()
-        return self.tokenizer.decode(new), len(new)
+        return self.tokenizer.decode_after(ids, new), len(new)
 
 
 def generator_of(

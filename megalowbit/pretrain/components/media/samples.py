@@ -226,9 +226,9 @@ class Samples(Component):
         if self._decoder is None:
             self._decoder = decoder_of(self._tokenizer)
         return [
-            TextSample(number=number, prompt=prompt, text=self._decoder.decode(tokens))
-            for number, (prompt, tokens) in enumerate(
-                zip(self._settings.prompts, self._written, strict=True), start=1
+            TextSample(number=number, prompt=prompt, text=self._decoder.decode_after(ids, tokens))
+            for number, (prompt, ids, tokens) in enumerate(
+                zip(self._settings.prompts, self._prompts, self._written, strict=True), start=1
             )
         ]
 

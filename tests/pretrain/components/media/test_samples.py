@@ -2,17 +2,21 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 from quick_cases import slow_except
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import PreTrainedTokenizerFast
 
 from launchers import SPEEDS, write_config
+from megalowbit.data.tokenize import FolderTokenizer
 from megalowbit.distributed.process_group import ProcessIdentity
 from megalowbit.errors import UserError
-from megalowbit.pretrain.components.media.samples import Samples, sample_line, seed_of
+from megalowbit.pretrain.components.media.samples import Samples, SamplesSettings, sample_line, seed_of
 from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.estimate.generate import generator_of
 from megalowbit.pretrain.run import pretrain
@@ -83,6 +87,19 @@ def test_a_text_is_what_generate_writes_with_the_checkpoint(resolve, tmp_path):
     for row in texts(tmp_path / "run"):
         text, count = generator.write(row["prompt"], max_tokens=12, temperature=0.0, seed=0)
         assert (row["text"], row["tokens"]) == (text, count)
+
+
+def test_a_text_keeps_the_space_that_a_decoder_takes_away_at_the_beginning(tmp_path):
+    pieces = ["</s>", "▁the", "▁cat", "s"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({each: i for i, each in enumerate(pieces)}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    made.decoder = tokenizers.decoders.Metaspace()
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(tmp_path)
+    engine = SimpleNamespace(module=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=9)))
+    settings = SamplesSettings(prompts=("the", "the", ""), tokens=4)
+    found = Samples(settings, engine, FolderTokenizer(tmp_path), seed=0, total_steps=1)
+    found._written = [[2, 3], [3, 2], [2, 1]]
+    assert [sample.text for sample in found.media()] == [" cats", "s cat", "cat the"]
 
 
 def test_a_resumed_run_repeats_the_texts(resolve, tmp_path):
