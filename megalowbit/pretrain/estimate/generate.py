@@ -28,7 +28,6 @@ from megalowbit.errors import UserError, shown
 from megalowbit.families.vocabulary import num_tokens
 from megalowbit.hf.checkpoint import build_model
 from megalowbit.hf.folders.tokenizer_files import FOLDER, has_tokenizer
-from megalowbit.hf.generation import restore_generation, stored_generation
 from megalowbit.hf.settings import ModelSettings
 from megalowbit.hf.training_checkpoint import (
     OUR_KEY,
@@ -107,7 +106,6 @@ class Generator:
         """
         [encoded] = self.tokenizer.encode_batch([prompt])
         end = self.tokenizer.eos_token_id
-        assert end is not None  # a folder's tokenizer has one
         ids = [int(number) for number in encoded] or [end]  # as documents begin
         room = int(self.model.config.max_position_embeddings) - len(ids)
         if room < 1:
@@ -129,7 +127,6 @@ class Generator:
                 # rows of the vocabulary that no text has: padding, or a tokenizer with fewer ids
                 suppress_tokens=list(range(self.tokenizer.vocab_size, self.model.config.vocab_size)) or None,
                 use_cache=True,
-                repetition_penalty=1.0,
                 **chosen,
             )
         new = output[0, len(ids) :].tolist()
@@ -169,8 +166,10 @@ def generator_of(
         convert(model, used, seed=0)
     _cast(model, precision, settings)
     lines.append(f"recipe    {'none, nothing is rounded: --recipe names one' if used is None else used.name}")
+    from transformers import GenerationConfig
+
     lines += _set_forward(model, origin, forward if recipe is None else AS_RECIPE)
-    restore_generation(stored_generation(model), model)
+    model.generation_config = GenerationConfig()  # the folder's may ask for beams, or forbid tokens
     model.to(this_device()).eval()
     return Generator(model=model, tokenizer=writer, lines=tuple(lines))
 

@@ -4,8 +4,9 @@ import json
 import shutil
 
 import pytest
+import tokenizers
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import megalowbit as mlb
 from launchers import training_text, write_config
@@ -74,6 +75,77 @@ def test_after_a_late_switch_nothing_is_rounded_unless_asked_for(tmp_path):
     assert rounded.lines[-1].startswith("inputs    ")
     logits = [each.model(torch.tensor([[1, 2, 3]])).logits for each in (found, rounded)]
     assert not logits[0].equal(logits[1])
+
+
+def model_folder(folder, tokenizer, **generation):
+    """A random LLaMA with a tokenizer of the tokenizers library; `generation` are its generation settings."""
+    torch.manual_seed(0)
+    size = tokenizer.get_vocab_size()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=size, max_position_embeddings=64, initializer_range=0.3, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(folder)
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def like_sentencepiece():
+    """Words with the space before them, which the decoder takes away at the beginning of a text."""
+    pieces = ["</s>", "▁", *"abc", *(f"▁{letter}" for letter in "abc"), "<|user|>"]
+    merges = [("▁", letter) for letter in "abc"]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=merges))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
+    made.add_special_tokens(["</s>", "<|user|>"])
+    return made
+
+
+@torch.no_grad()
+def most_probable(folder, ids, count):
+    """The ids of the greedy text, by whole forwards."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text = list(ids)
+    while len(text) < len(ids) + count and text[len(ids) :][-1:] != [0]:
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return text
+
+
+def test_a_text_keeps_the_space_between_prompt_and_continuation(tmp_path):
+    made = like_sentencepiece()
+    writer = generator_of(model_folder(tmp_path, made))
+    found = {}
+    for prompt in ("a b", "b", "c", "ab cb", " a"):
+        ids = most_probable(tmp_path, made.encode(prompt).ids, 16)
+        found[prompt] = writer.write(prompt, **GREEDY)[0]
+        assert prompt.lstrip() + found[prompt] == made.decode(ids)
+    assert {text[:1] == " " for text in found.values()} == {False, True}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        {"bad_words_ids": [[5], [6]]},
+        {"encoder_repetition_penalty": 3.0, "repetition_penalty": 2.0, "no_repeat_ngram_size": 2},
+        {"sequence_bias": [[[4], 50.0]], "min_new_tokens": 12},
+        {"do_sample": True, "min_p": 0.9, "typical_p": 0.2, "top_k": 1, "epsilon_cutoff": 0.5},
+        {"exponential_decay_length_penalty": [1, 3.0]},
+        {"do_sample": True, "num_return_sequences": 2},
+        {"stop_strings": ["a"]},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_folders_generation_settings_change_no_text(tmp_path, settings):
+    made = like_sentencepiece()
+    plain = generator_of(model_folder(tmp_path / "plain", made))
+    found = generator_of(model_folder(tmp_path / "set", made, **settings))
+    ids = made.encode("a b").ids
+    text = most_probable(tmp_path / "set", ids, 16)
+    assert found.write("a b", **GREEDY) == (made.decode(text).removeprefix("a b"), len(text) - len(ids))
+    sampled = {"max_tokens": 12, "temperature": 1.0, "seed": 1}
+    assert found.write("a b", **sampled) == plain.write("a b", **sampled)
 
 
 def test_sampling_repeats_with_its_seed_and_stops_at_the_models_positions(tmp_path, capsys):
