@@ -264,6 +264,11 @@ class FolderTokenizer(Tokenizer):
             known = known[:-1]
         return text.removeprefix(known)
 
+    def special_tokens_in(self, text: str) -> list[str]:
+        """The special tokens that `text` spells."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        return [each.content for each in added if each.special and each.content in text]
+
     def write(self, folder: str | os.PathLike[str]) -> None:
         self._tokenizer.save_pretrained(folder)
 

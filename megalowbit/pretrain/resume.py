@@ -144,9 +144,15 @@ def unwritten_tokens(config: Path) -> dict[str, bool]:
     return {f"data.{key}": value for key, value in found.items() if key not in written}
 
 
+def parses_special_tokens(config: Mapping[str, Any]) -> bool:
+    """Whether the run of a resolved configuration made tokens of text that spells special ones."""
+    written = config.get("megalowbit", {}).get("data") or {}
+    return bool({**_tokens_of_earlier_versions(config), **written}["parse_special_tokens"])
+
+
 def _tokens_of_earlier_versions(saved: Mapping[str, Any]) -> dict[str, bool]:
     """Runs of earlier versions parsed special tokens; those of bytes have none."""
-    data = saved.get("megalowbit", {}).get("data", {})
+    data = saved.get("megalowbit", {}).get("data") or {}
     return {
         "parse_special_tokens": data.get("tokenizer", BYTE_TOKENIZER) not in (BYTE_TOKENIZER, NO_TOKENIZER)
     }

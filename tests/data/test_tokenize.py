@@ -230,6 +230,8 @@ def test_text_after_a_prompt_is_what_the_ids_add_to_it(tmp_path, bpe):
         shown = tokenizer.decode(ids[:place]).rstrip("\ufffd")
         assert shown + added == text
     assert tokenizer.decode_after([0], [*ids, 0]) == text  # the end of a document is no text
+    assert tokenizer.special_tokens_in("few<|endoftext|>") == ["<|endoftext|>"]
+    assert tokenizer.special_tokens_in(text) == []
 
 
 def test_the_settings_choose_the_tokenizer(tmp_path, bpe):

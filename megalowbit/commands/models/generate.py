@@ -61,6 +61,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer", metavar="TOKENIZER", help='"byte" or a folder (default: as saved with the weights)'
     )
+    parser.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        default=None,
+        help="a prompt that spells a special token has that token (default: as data.parse_special_tokens of "
+        "the run; text if there is none)",
+    )
     return parser
 
 
@@ -96,7 +103,11 @@ def _generate(options: argparse.Namespace) -> None:
         from megalowbit.pretrain.estimate.generate import generator_of
 
         generator = generator_of(
-            options.path, recipe=options.recipe, tokenizer=options.tokenizer, forward=options.forward
+            options.path,
+            recipe=options.recipe,
+            tokenizer=options.tokenizer,
+            forward=options.forward,
+            parse_special_tokens=options.parse_special_tokens,
         )
         print("\n".join(generator.lines), file=sys.stderr, flush=True)
         temperature = 1.0 if options.temperature is None else options.temperature

@@ -12,6 +12,7 @@ which are joined. A line says so.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +46,14 @@ from megalowbit.optim.precision.autocast import attach_autocast
 from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.pretrain.checks import check_kernels, this_device
 from megalowbit.pretrain.components.late_switch import AS_RECIPE, AS_STORED, LateSwitchSettings
+from megalowbit.pretrain.resume import parses_special_tokens
 from megalowbit.pretrain.run_folder.folder import RunFolder, run_folder_of
 from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -83,11 +87,13 @@ class Generator:
         model: on its device, in evaluation mode.
         tokenizer: gives ids and takes them back.
         lines: what a person should know about how the model runs.
+        is_parsing_known: whether the training says what text is that spells a special token.
     """
 
     model: PreTrainedModel
     tokenizer: FolderTokenizer
     lines: tuple[str, ...]
+    is_parsing_known: bool = True
 
     def write(self, prompt: str, *, max_tokens: int, temperature: float, seed: int) -> tuple[str, int]:
         """Continue a prompt.
@@ -104,6 +110,12 @@ class Generator:
         Raises:
             UserError: the prompt leaves no position for a token.
         """
+        if not self.is_parsing_known and (spelled := self.tokenizer.special_tokens_in(prompt)):
+            logger.warning(
+                "the prompt spells the special token %r, which is read as text: --parse-special-tokens makes "
+                "the token of it",
+                spelled[0],
+            )
         [encoded] = self.tokenizer.encode_batch([prompt])
         end = self.tokenizer.eos_token_id
         ids = [int(number) for number in encoded] or [end]  # as documents begin
@@ -134,7 +146,12 @@ class Generator:
 
 
 def generator_of(
-    path: Path, *, recipe: str | None = None, tokenizer: str | None = None, forward: str = AS_STORED
+    path: Path,
+    *,
+    recipe: str | None = None,
+    tokenizer: str | None = None,
+    forward: str = AS_STORED,
+    parse_special_tokens: bool | None = None,
 ) -> Generator:
     """Read the weights in `path` and make them run as they were trained.
 
@@ -143,12 +160,19 @@ def generator_of(
         recipe: another recipe than the recorded one.
         tokenizer: "byte" or a folder; None: the one that was saved with the weights.
         forward: "checkpoint", or "recipe": round as the recipe says, also after a late switch.
+        parse_special_tokens: whether a prompt that spells a special token has that token; None: as in the
+            run's training, and if there is no run, it is text.
 
     Raises:
         UserError: weights, recipe or tokenizer cannot be used here.
     """
+    from transformers import GenerationConfig
+
     origin = _training_checkpoint(path) if is_training_checkpoint(path) else _hf_folder(path)
-    writer = _tokenizer(origin, tokenizer)
+    parses = parse_special_tokens
+    if parses is None and origin.block:
+        parses = parses_special_tokens({BLOCK: origin.block})
+    writer = _tokenizer(origin, tokenizer, parses=bool(parses))
     model = build_model(ModelSettings(checkpoint=origin.path), seed=0)
     if writer.vocab_size > (size := num_tokens(model.config)):
         raise UserError(
@@ -166,12 +190,10 @@ def generator_of(
         convert(model, used, seed=0)
     _cast(model, precision, settings)
     lines.append(f"recipe    {'none, nothing is rounded: --recipe names one' if used is None else used.name}")
-    from transformers import GenerationConfig
-
     lines += _set_forward(model, origin, forward if recipe is None else AS_RECIPE)
     model.generation_config = GenerationConfig()  # the folder's may ask for beams, or forbid tokens
     model.to(this_device()).eval()
-    return Generator(model=model, tokenizer=writer, lines=tuple(lines))
+    return Generator(model=model, tokenizer=writer, lines=tuple(lines), is_parsing_known=parses is not None)
 
 
 def _training_checkpoint(path: Path) -> Origin:
@@ -200,7 +222,7 @@ def _hf_folder(path: Path) -> Origin:
     return Origin(path=path, block=block, recipe=recipe, tokenizers=(path, path.parent / FOLDER))
 
 
-def _tokenizer(origin: Origin, name: str | None) -> FolderTokenizer:
+def _tokenizer(origin: Origin, name: str | None, *, parses: bool) -> FolderTokenizer:
     if name is None:
         name = next((str(folder) for folder in origin.tokenizers if has_tokenizer(folder)), None)
     if name is None:
@@ -208,11 +230,11 @@ def _tokenizer(origin: Origin, name: str | None) -> FolderTokenizer:
     if name == BYTE_TOKENIZER:
         with TemporaryDirectory() as folder:
             ByteTokenizer().save_pretrained(folder)
-            return FolderTokenizer(Path(folder))
+            return FolderTokenizer(Path(folder), parse_special_tokens=parses)
     if name is None or not Path(name).is_dir():
         what = "" if name is None else f", and {shown(name)} is no folder"
         raise UserError(f'{origin.path} has no tokenizer{what}: name "byte" or a folder with --tokenizer')
-    return FolderTokenizer(Path(name))
+    return FolderTokenizer(Path(name), parse_special_tokens=parses)
 
 
 def _stored_precision(model: PreTrainedModel) -> str:

@@ -148,6 +148,26 @@ def test_a_folders_generation_settings_change_no_text(tmp_path, settings):
     assert found.write("a b", **sampled) == plain.write("a b", **sampled)
 
 
+@pytest.mark.parametrize("parses", [False, True, None])
+def test_a_prompt_has_special_tokens_as_the_training_of_the_run(tmp_path, parses, caplog):
+    made, prompt = like_sentencepiece(), "a<|user|>b"
+    folder = model_folder(tmp_path / "hf", made)
+    if parses is not None:
+        block = {"precision": "fp32", "data": {"tokenizer": "x", "parse_special_tokens": parses}}
+        (tmp_path / "config.json").write_text(json.dumps({"megalowbit": block}))
+    writer = generator_of(folder)
+    token = made.token_to_id("<|user|>")
+    assert (token in writer.tokenizer.encode_batch([prompt])[0]) == bool(parses)
+    writer.write(prompt, **GREEDY)
+    message = "the prompt spells the special token '<|user|>', which is read as text: --parse-special-tokens"
+    assert (message in caplog.text) == (parses is None)
+    forced = generator_of(folder, parse_special_tokens=True)
+    assert token in forced.tokenizer.encode_batch([prompt])[0]
+    caplog.clear()
+    forced.write(prompt, **GREEDY)
+    assert not caplog.text
+
+
 def test_sampling_repeats_with_its_seed_and_stops_at_the_models_positions(tmp_path, capsys):
     run = trained(tmp_path)
     writer = generator_of(run)
