@@ -188,7 +188,7 @@ class LateSwitch(Component):
         """Switch if the last step before the switch has just been trained."""
         if step != self.step:
             return None
-        self._switch()
+        self.switch()
         return (
             f"precision switched after step {step}: {counted(self._num_layers, 'layer')} now "
             f"{'uses' if self._num_layers == 1 else 'use'} {self.recipe.name}; "
@@ -239,11 +239,12 @@ class LateSwitch(Component):
         state = state or {"before": [], "since": []}
         self._before, self._since = list(state["before"]), list(state["since"])
         if step > self.step:
-            self._switch()
+            self.switch()
         elif self.is_switched:
             self.undo()
 
-    def _switch(self) -> None:
+    def switch(self) -> None:
+        """Give the layers the recipes of after the switch, if they do not have them."""
         from megalowbit.layers.conversion.convert import bit_layers
         from megalowbit.layers.conversion.precision_switch import quantizes_in, switch_precision
 

@@ -6,7 +6,8 @@ does what `components/validation.py` does in a run. The corpus of the training n
 If the checkpoint holds the range of the layers' inputs (`components/static_inputs.py`), layers quantise by
 it, as servers do: the loss then depends on no batch. With `--inputs dynamic` they quantise by the numbers of
 each batch, and a checkpoint gives the losses that its run has recorded, bit for bit on the same process grid.
-After a late switch the forward rounds nothing; `--forward recipe` rounds as before it, like a packed model.
+After a late switch the forward rounds nothing, also with the run's export in `hf/`; `--forward recipe` rounds
+as before it, like a packed model.
 
 The configuration is that of the run that the path is in, or any other. If its recipe is that of the
 checkpoint, the full state is restored, with a late switch, chosen precisions and split weights; otherwise
@@ -28,8 +29,8 @@ import numpy as np
 
 from megalowbit.data.cache.build_lines import reported_builds
 from megalowbit.data.cache.node_first import run_on_each_node_first
-from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.hf_tokenizers.folder import TEXT_TO_COMPARE
+from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
 from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer
@@ -49,6 +50,7 @@ from megalowbit.hf.training_checkpoint import (
     stored_config,
     stored_static_inputs,
 )
+from megalowbit.json_text import read_json_object
 from megalowbit.layers.conversion.convert import bit_layers
 from megalowbit.layers.conversion.static_inputs import (
     StaticInputs,
@@ -65,7 +67,7 @@ from megalowbit.pretrain.job import Job, assemble
 from megalowbit.pretrain.records.lines import job_lines
 from megalowbit.pretrain.resume import unwritten_tokens
 from megalowbit.pretrain.run import report_lost_ranks, start_facts
-from megalowbit.pretrain.run_folder.folder import RunFolder, run_folder_of
+from megalowbit.pretrain.run_folder.folder import RunFolder, exported_step, run_folder_of
 from megalowbit.shipped_files import to_stderr
 from megalowbit.telemetry.columns import clock_text
 from megalowbit.telemetry.facts import Fact
@@ -139,12 +141,22 @@ def evaluate(
             agree(_check_rows, source, job.engine.module.config.vocab_size)
             job.load(source)
         late_switch = job.find(LateSwitch)
+        if late_switch is not None and agree(_is_exported_after, late_switch.step, source, config):
+            late_switch.switch()
         if forward == AS_RECIPE and late_switch is not None:
             late_switch.undo()
         used = _use_inputs(job, agree(stored_static_inputs, source) if is_ours else None, inputs)
         facts, share = _measure(job, identity, used)
         agree(lambda: _report(output, source, job, facts, used.kind, share))
     return facts
+
+
+def _is_exported_after(switch: int, source: Path, config: PretrainConfig) -> bool:
+    """Whether a run has exported `source` after its late switch, and `config` has the recipe of the run."""
+    step, run = exported_step(source), run_folder_of(source)
+    if step is None or run is None or step <= switch:
+        return False
+    return recipe_of(read_json_object(RunFolder(run).config)[BLOCK]["recipe"]) == recipe_of(config.recipe)
 
 
 def _measure(job: Job, identity: ProcessIdentity, used: UsedInputs) -> tuple[dict[str, Fact], float | None]:

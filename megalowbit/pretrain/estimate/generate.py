@@ -47,7 +47,7 @@ from megalowbit.optim.precision.fp32_modules import is_kept_fp32, keep_fp32
 from megalowbit.pretrain.checks import check_kernels, this_device
 from megalowbit.pretrain.components.late_switch import AS_RECIPE, AS_STORED, LateSwitchSettings
 from megalowbit.pretrain.resume import parses_special_tokens
-from megalowbit.pretrain.run_folder.folder import RunFolder, run_folder_of
+from megalowbit.pretrain.run_folder.folder import RunFolder, exported_step, run_folder_of
 from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Origin:
         path: of the weights: a step's folder or a Hugging Face folder.
         block: the `"megalowbit"` block of the run's configuration; empty: there is none.
         recipe: that the layers were trained with; None: unknown.
-        step: of the checkpoint; None: not a training checkpoint.
+        step: of the checkpoint or of the run's export; None: unknown.
         static: the recorded range of the layers' inputs.
         tokenizers: folders that may have the tokenizer, the best first.
     """
@@ -219,7 +219,8 @@ def _hf_folder(path: Path) -> Origin:
     if (run := run_folder_of(path)) is not None:
         block = read_json_object(RunFolder(run).config).get(BLOCK) or {}
     recipe = recipe_of(block["recipe"]) if block.get("recipe") is not None else None
-    return Origin(path=path, block=block, recipe=recipe, tokenizers=(path, path.parent / FOLDER))
+    tokenizers = (path, path.parent / FOLDER)
+    return Origin(path=path, block=block, recipe=recipe, step=exported_step(path), tokenizers=tokenizers)
 
 
 def _tokenizer(origin: Origin, name: str | None, *, parses: bool) -> FolderTokenizer:
@@ -285,7 +286,7 @@ def _use_inputs(model: PreTrainedModel, static: StaticInputs | None) -> str:
 
 
 def _is_switched(origin: Origin) -> bool:
-    """Whether the checkpoint was saved after the run's late switch."""
+    """Whether the weights were saved after the run's late switch."""
     settings = origin.block.get("late_switch")
     if settings is None or origin.step is None:
         return False

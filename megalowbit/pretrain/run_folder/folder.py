@@ -31,6 +31,7 @@ MAX_LOCK_BYTES = 4096  # a larger file belongs to another program and must not b
 ATTEMPT_VARIABLE = "MEGALOWBIT_TRY"  # set by the job script to the name of the attempt
 RECORDS = (METRICS, *(name for component in COMPONENTS for name in component.records))
 # `--restart` moves a run to before-restart-<n>; the name ends in .moving until everything has been moved.
+EXPORT = re.compile(r"hf(?:-step-(\d+).*)?")  # an earlier one has its step, perhaps with a number after it
 ASIDE_PREFIX, MOVING_SUFFIX = "before-restart", ".moving"
 # These are written as drafts, which a kill can leave behind. Drafts of other files are not ours to remove.
 DRAFT_NAMES = ("hf", CONFIG, SAVED, SUMMARY, DONE, REPORT, "*.jsonl")
@@ -48,6 +49,21 @@ def run_folder_of(path: Path) -> Path | None:
             if config.is_file() and BLOCK in read_json_object(config):
                 return folder
     return None
+
+
+def exported_step(path: Path) -> int | None:
+    """Optimizer steps of the run's export in `path`, which the run or its continuation has named; None: none.
+
+    Raises:
+        UserError: the run's configuration cannot be read.
+    """
+    run, named = run_folder_of(path), EXPORT.fullmatch(path.name)
+    if run is None or run != path.parent or named is None:
+        return None
+    if named[1] is not None:
+        return int(named[1])
+    steps: int | None = read_json_object(run / CONFIG)[BLOCK].get("run", {}).get("steps")
+    return steps  # the export is written at the end
 
 
 @dataclass(frozen=True)

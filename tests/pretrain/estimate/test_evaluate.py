@@ -171,14 +171,23 @@ def test_after_a_late_switch_the_forward_of_the_recipe_is_evaluated_on_demand(tm
         evaluated(run, tmp_path, inputs="static")
     served = evaluated(run, tmp_path, inputs="static", forward="recipe")
     assert (served["inputs"], served["late_switch"]) == ("static", False)
+    exported = evaluated(run / "hf", tmp_path, inputs=None)
+    assert figures(exported) == recorded[4]
+    assert (exported["inputs"], exported["late_switch"]) == (None, True)
+    assert "inputs    not quantised: a late switch of the run has ended" in capsys.readouterr().out
+    before = shutil.copytree(run / "hf", run / "hf-step-00000002")  # as if an earlier end had been there
+    rounded = [evaluated(before, tmp_path), evaluated(run / "hf", tmp_path, forward="recipe")]
+    assert [each["late_switch"] for each in rounded] == [False, False]
     # the same weights in a configuration without a switch are rounded, too
     config = tmp_path / "other.json"
     content = json.loads((run / "config.json").read_text())
     content["megalowbit"]["late_switch"] = None
     config.write_text(json.dumps(content))
-    rounded = evaluated(run / "hf", tmp_path, config_file=config)
+    rounded += [evaluated(run / "hf", tmp_path, config_file=config)]
     dynamic = evaluated(run, tmp_path, inputs="dynamic", forward="recipe")
-    assert dynamic["validation/loss"] == rounded["validation/loss"]
+    assert {each["validation/loss"] for each in rounded} == {dynamic["validation/loss"]}
+    mxfp4 = evaluated(run / "hf", tmp_path, "megalowbit.recipe=mxfp4")  # as with a checkpoint
+    assert mxfp4["late_switch"] is False
     assert 0 < abs(served["validation/loss"] - dynamic["validation/loss"]) < 0.01
     assert abs(served["validation/loss"] - found["validation/loss"]) > 1e-4
 

@@ -77,6 +77,19 @@ def test_after_a_late_switch_nothing_is_rounded_unless_asked_for(tmp_path):
     assert not logits[0].equal(logits[1])
 
 
+def test_the_export_of_a_run_runs_as_the_run_did_when_it_was_written(tmp_path):
+    run = trained(tmp_path, late_switch={"at": 3})
+    shutil.copytree(run / "hf", run / "hf-step-00000002")  # as if an earlier end had been there
+    found = generator_of(run / "hf")
+    assert found.lines[-1] == generator_of(run).lines[-1]
+    assert found.write(PROMPT, **GREEDY)[0] == expected(run)
+    rounded = expected(run, recipe="nvfp4")
+    for path, forward in ((run / "hf", "recipe"), (run / "hf-step-00000002", "checkpoint")):
+        found = generator_of(path, forward=forward)
+        assert found.write(PROMPT, **GREEDY)[0] == rounded
+        assert not found.lines[-1].startswith("forward")
+
+
 def model_folder(folder, tokenizer, **generation):
     """A random LLaMA with a tokenizer of the tokenizers library; `generation` are its generation settings."""
     torch.manual_seed(0)

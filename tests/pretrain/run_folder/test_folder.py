@@ -10,7 +10,7 @@ from unprivileged import said_without_privileges
 
 from megalowbit.errors import UserError
 from megalowbit.pretrain.run import _hold
-from megalowbit.pretrain.run_folder.folder import RunFolder, claim, run_folder_of
+from megalowbit.pretrain.run_folder.folder import RunFolder, claim, exported_step, run_folder_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,6 +18,17 @@ ROOT = Path(__file__).parents[3]
 def test_a_new_run_gets_the_next_free_number(tmp_path):
     names = [claim("gpt2", run_dir=None, is_resume=False, root=tmp_path).path.name for _ in range(3)]
     assert names == ["gpt2", "gpt2-2", "gpt2-3"]
+
+
+def test_an_export_is_of_the_step_in_its_name_or_of_the_last(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text('{"megalowbit": {"run": {"steps": 7}}}')
+    names = {"hf": 7, "hf-step-00000005": 5, "hf-step-00000005-2": 5, "hf-2": None, "x/hf": None, "": None}
+    for name, step in names.items():
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        assert exported_step(tmp_path / name) == step, name
+    monkeypatch.chdir(tmp_path)
+    assert exported_step(Path("hf")) == 7
+    assert exported_step(tmp_path.parent) is None
 
 
 def test_numbers_of_longer_names_do_not_count(tmp_path):
