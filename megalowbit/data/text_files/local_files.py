@@ -7,6 +7,9 @@ Text must be valid UTF-8. A byte, line or field that is not is a bad record: it 
 that names file and line, because nobody would notice silently missing text, unless `max_bad_records` allows
 leaving it out. Blank lines and empty texts within a file are not documents.
 
+Of a folder that datasets' `save_to_disk` has written, only the files of the data set are read: beside them
+are caches of `map` and `filter`, and shards of an earlier data set.
+
 A file that is edited between fingerprint and the end of reading is an error: otherwise the cache would keep
 its tokens under the fingerprint of the content before.
 """
@@ -15,12 +18,14 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import logging
 import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -41,6 +46,8 @@ from megalowbit.errors import UserError
 logger = logging.getLogger(__name__)
 
 ANY_FOLDERS = "**"  # in a glob
+DATASET_STATE = "state.json"  # what `save_to_disk` of the datasets library writes
+CACHES = "cache-*.arrow"  # of its `map` and `filter`
 READERS: dict[str, Callable[[TextFile], Iterator[str]]] = {
     ".txt": text_documents,
     ".jsonl": jsonl_documents,
@@ -212,6 +219,8 @@ def _find_files(path: Path, text_field: str) -> list[Path]:
     root = _root(path)
     assert root is not None
     found = list(_matches(path)) if is_glob else _files_below(path, text_field)
+    if not (is_glob and path.name.startswith("cache-")):  # then caches are meant
+        found = _without_leftovers(path, found)
     files = sorted(set(found), key=lambda file: file.relative_to(root).as_posix())
     if not files:
         place = f"glob {path} matches" if is_glob else f"folder {path} has"
@@ -283,6 +292,45 @@ def _files_below(path: Path, text_field: str) -> list[Path]:
     if others:
         _log_others(path, len(others), min(others))
     return files
+
+
+def _without_leftovers(path: Path, files: Sequence[Path]) -> list[Path]:
+    """The files without those that the datasets library would not read, either."""
+    data_sets = {folder: _data_files(folder) for folder in {file.parent for file in files}}
+    kept, leftovers, caches = list[Path](), list[Path](), list[Path]()
+    for file in files:
+        named = data_sets[file.parent]
+        if named is not None:
+            (kept if file.name in named else leftovers).append(file)
+        else:
+            (caches if fnmatch(file.name, CACHES) else kept).append(file)
+    if leftovers:
+        what = f"files that the {DATASET_STATE} beside them does not name"
+        _log_left_out(path, what, len(leftovers), min(leftovers))
+    if caches:
+        _log_left_out(path, "caches of the datasets library", len(caches), min(caches), logging.WARNING)
+    return kept
+
+
+def _data_files(folder: Path) -> set[str] | None:
+    """The names of the files of a data set that `save_to_disk` has written; None: the folder has none.
+
+    Raises:
+        UserError: one of them is missing.
+    """
+    state = folder / DATASET_STATE
+    with _naming_files(state):
+        content = state.read_bytes() if state.is_file() else b"null"
+    try:
+        names = {str(entry["filename"]) for entry in json.loads(content)["_data_files"]}
+    except (ValueError, KeyError, TypeError, RecursionError):  # none, or of another program
+        return None
+    for name in sorted(names):
+        if not os.path.lexists(folder / name):
+            raise UserError(
+                f"corpus file {folder / name} is missing, and {state} names it: copy it, or remove that file"
+            )
+    return names
 
 
 def _listed(files: Sequence[Path]) -> str:
@@ -360,8 +408,8 @@ def _leave_out(path: Path, files: Sequence[Path], empty: Sequence[Path], what: s
 
 
 @lru_cache(maxsize=64)  # so each is logged once
-def _log_left_out(path: Path, what: str, count: int, first: Path) -> None:
-    logger.info("corpus %s: %s are left out (%d, such as %s)", path, what, count, first)
+def _log_left_out(path: Path, what: str, count: int, first: Path, level: int = logging.INFO) -> None:
+    logger.log(level, "corpus %s: %s are left out (%d, such as %s)", path, what, count, first)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import tracemalloc
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -339,6 +340,44 @@ def test_a_folder_without_text_files_is_refused_with_what_it_has(tmp_path, names
         LocalCorpus(tmp_path, text_field="body")
     assert message in str(caught.value)
     assert str(caught.value).endswith("a field 'body'" if "copy" in message else "name another")
+
+
+def test_of_a_saved_data_set_only_its_own_files_are_read(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="megalowbit")
+    datasets.disable_progress_bars()
+    folder = tmp_path / "data" / "set"
+    for name, rows, shards in (("old", 4, 2), ("new", 3, 1)):  # the second leaves a shard of the first
+        saved = datasets.Dataset.from_dict({"text": [f"{name} {i}" for i in range(rows)]})
+        saved.save_to_disk(folder, num_shards=shards)
+    loaded = datasets.load_from_disk(folder)
+    loaded.map(lambda row: {"text": row["text"].upper()})
+    loaded.filter(lambda row: row["text"] != "new 0")
+    assert len(list(folder.glob("*.arrow"))) == 5
+    (tmp_path / "data" / "a.txt").write_text("beside it")
+    expected = list(loaded["text"])
+    assert documents(folder) == documents(folder / "*.arrow") == expected
+    assert documents(tmp_path / "data") == documents(tmp_path / "data" / "**") == ["beside it", *expected]
+    line = f"corpus {folder}: files that the state.json beside them does not name are left out (4, such as "
+    assert caplog.text.count(line) == 1
+    assert len(LocalCorpus(folder / "cache-*.arrow").files) == 2  # which names them
+    only = next(folder.glob("data-00000-of-00001.arrow"))
+    only.rename(tmp_path / "elsewhere.arrow")
+    with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow is missing, and .*state\.json names it"):
+        documents(folder)
+
+
+@pytest.mark.parametrize("state", [None, "{", "[]", "{}", '{"_data_files": [1]}'])
+def test_caches_of_the_datasets_library_are_not_read_elsewhere(tmp_path, state, caplog):
+    rows = pyarrow.table({"text": ["one", "two"]})
+    for name in ("cache-0123abcd.arrow", "data.arrow"):
+        with pyarrow.ipc.new_stream(tmp_path / name, rows.schema) as stream:
+            stream.write_table(rows)
+    if state is not None:
+        (tmp_path / "state.json").write_text(state)  # of another program
+    assert documents(tmp_path) == ["one", "two"]
+    assert "caches of the datasets library are left out (1, such as " in caplog.text
+    assert caplog.records[0].levelname == "WARNING"
+    assert documents(tmp_path / "cache-0123abcd.arrow") == ["one", "two"]
 
 
 def test_an_unreadable_folder_is_rejected_and_not_skipped(tmp_path):
