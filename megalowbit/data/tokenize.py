@@ -67,12 +67,15 @@ class Tokenizer(ABC):
         vocab_size: number of ids; a model needs at least this `vocab_size`.
         eos_token_id: id that ends a document; None if it is not known, and then nothing can be tokenised.
         fingerprint: hexadecimal; equal for tokenizers that give equal ids.
+        begin: id and name of the token that transformers, and servers with it, put before a text by default;
+            None: none. `encode_batch` does not.
     """
 
     name: str
     vocab_size: int
     eos_token_id: int | None
     fingerprint: str
+    begin: tuple[int, str] | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -225,6 +228,9 @@ class FolderTokenizer(Tokenizer):
         # not its length: ids may have gaps, and the largest one needs a row of the embedding
         self.vocab_size = max(len(self._tokenizer), 1 + max(self._tokenizer.get_vocab().values(), default=0))
         self.eos_token_id = int(eos_token_id)
+        begin = self._tokenizer.bos_token_id
+        if begin is not None and self._tokenizer("")["input_ids"][:1] == [begin]:
+            self.begin = int(begin), str(self._tokenizer.bos_token)
         self.fingerprint = _fingerprint(folder_fingerprint(folder, self._tokenizer), parse_special_tokens)
 
     def encode_batch(self, texts: list[str]) -> list[NDArray[Any]]:

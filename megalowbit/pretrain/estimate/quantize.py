@@ -6,7 +6,9 @@ and after. Both are computed in bf16. The loss after uses the weights that a ser
 files; with static inputs, also its rounding of inputs by the scales in these files.
 
 These scales come from a part of the text: one sequence in four calibrates, with nothing rounded, and the
-other three are evaluated. Sequences predict different tokens. All figures are known before the folder
+other three are evaluated. Sequences predict different tokens. If the tokenizer begins texts with a token, as
+LLaMA's does, sequences for calibration begin with it, because a trained model may have its largest inputs
+there; evaluated ones do not. All figures are known before the folder
 appears.
 
 Runs in one process. Without a text, memory holds one group of tensors at a time; with one, the model in bf16.
@@ -25,7 +27,7 @@ import torch
 
 from megalowbit.data.settings import DataSettings, ValidationSource
 from megalowbit.data.tokenize import Tokenizer, build_tokenizer
-from megalowbit.data.validation import TextLoss, ValidationText, open_validation
+from megalowbit.data.validation import Batch, TextLoss, ValidationText, open_validation
 from megalowbit.errors import UserError
 from megalowbit.families.config_checks import check_fits
 from megalowbit.families.registry import family
@@ -160,9 +162,10 @@ class _Text(NamedTuple):
         calibration, evaluated = self.parts(is_calibrated=is_calibrated)
         sequences = counted(len(evaluated), "sequence")
         line = f"text: {self.text.name}, {sequences} of {self.text.sequence_length} tokens"
+        begin = "" if self.tokenizer.begin is None else f", after {self.tokenizer.begin[1]!r} as on servers"
         if calibration == evaluated:
-            return f"{line}; it is too short for two parts, so the same sequence calibrates"
-        return line + f", and {len(calibration):,} more for calibration" * is_calibrated
+            return f"{line}; it is too short for two parts, so the same sequence calibrates{begin}"
+        return line + f", and {len(calibration):,} more for calibration{begin}" * is_calibrated
 
 
 def _open_text(source: Path, options: TextOptions) -> _Text:
@@ -261,7 +264,7 @@ class _Measured:
         """The losses, where they are from, and the range of the inputs."""
         assert self.after is not None
         calibration, evaluated = self._text.parts(is_calibrated=self._is_static)
-        text = self._text.text
+        text, begin = self._text.text, self._text.tokenizer.begin
         return {
             "text": {
                 "name": text.name,
@@ -270,6 +273,7 @@ class _Measured:
                 "tokens": self.before.num_tokens,
                 "calibration_sequences": len(calibration),
                 "calibration_is_evaluated": bool(calibration) and calibration == evaluated,
+                "calibration_begins_with": begin[1] if calibration and begin is not None else None,
             },
             "rounds_inputs": self.rounds_inputs,
             "before": _losses(self.before),
@@ -302,12 +306,23 @@ class _Measured:
                 ranges.record(is_on=True)
             for number in numbers:
                 batch = text.batch(number, 1)
+                if ranges is not None:
+                    batch = _begun(batch, tokenizer)
                 sums.append(_sum_of_losses(self._model, batch, self._device))
                 is_label = batch["labels"] != IGNORED_LABEL
                 num_tokens += int(is_label.sum())
                 ids, before = (batch[name][is_label].numpy() for name in ("labels", "input_ids"))
                 num_bytes += tokenizer.count_bytes(ids, before)
         return TextLoss(nats=math.fsum(sums), num_tokens=num_tokens, num_bytes=num_bytes)
+
+
+def _begun(batch: Batch, tokenizer: Tokenizer) -> Batch:
+    """Sequences of the same length after the token that begins texts, if there is one; their loss is void."""
+    if tokenizer.begin is None:
+        return batch
+    ids = batch["input_ids"]
+    first = torch.full_like(ids[:, :1], tokenizer.begin[0])
+    return {**batch, "input_ids": torch.cat([first, ids[:, :-1]], dim=1)}
 
 
 def _sum_of_losses(model: PreTrainedModel, batch: Mapping[str, torch.Tensor], device: torch.device) -> float:

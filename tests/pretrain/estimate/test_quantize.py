@@ -5,6 +5,7 @@ import math
 import sys
 
 import pytest
+import tokenizers
 import torch
 from packed_decoding import e2m1, e4m3, times_blocks
 from packed_models import SIZES
@@ -12,9 +13,10 @@ from safetensors import safe_open
 from test_rounded_inputs import nearest
 from tiny_models import tiny_model
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from launchers import training_text
+from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.errors import UserError
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.pretrain.estimate.quantize import REPORT_FILE, TextOptions, quantize
@@ -161,9 +163,8 @@ def test_each_layer_computes_with_decoded_weights_and_inputs_rounded_by_the_scal
     assert report["inputs_beyond_range"] == beyond / count
 
 
-def test_input_scales_are_those_of_the_calibration_sequences(source):
-    packed = source.parent / "packed"
-    report = quantize(source, packed, layout="modelopt", inputs="static", text=options(source))
+def watched(source):
+    """A model, and a mapping that gets the largest inputs of its projections."""
     model, largest = AutoModelForCausalLM.from_pretrained(source).eval(), {}
 
     def record(name):
@@ -175,6 +176,43 @@ def test_input_scales_are_those_of_the_calibration_sequences(source):
     for name, layer in model.named_modules():
         if name.endswith("_proj"):
             layer.register_forward_pre_hook(record(name))
+    return model, largest
+
+
+@pytest.mark.parametrize("adds_begin", [True, False])
+def test_calibration_begins_with_the_token_that_servers_put_before_a_text(source, capsys, adds_begin):
+    begin, folder = 1, source.parent / "tokenizer"  # a byte that the text does not have
+    ByteTokenizer().save_pretrained(folder)
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    name = made.id_to_token(begin)
+    if adds_begin:
+        parts = {"single": f"{name} $A", "special_tokens": [(name, begin)]}
+        made.post_processor = tokenizers.processors.TemplateProcessing(**parts)
+    saved = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="\0", bos_token=name)
+    saved.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():  # as trained LLaMAs have there
+        model.model.embed_tokens.weight[begin] *= 50
+    model.save_pretrained(source)
+    text = options(source)._replace(tokenizer=str(folder))
+    report = quantize(source, source.parent / "packed", layout="modelopt", inputs="static", text=text)
+    model, largest = watched(source)
+    ids = torch.tensor([*TEXT.encode(), 0])
+    first = torch.tensor([begin] * adds_begin, dtype=torch.long)
+    for number in numbers_of(False)[::4]:
+        start = min(number * LENGTH, len(ids) - 1 - LENGTH)
+        model(torch.cat([first, ids[start : start + LENGTH]])[None, :LENGTH])
+    assert report["input_maxima"] == pytest.approx(largest)
+    assert report["text"]["calibration_begins_with"] == (name if adds_begin else None)
+    assert (f"more for calibration, after {name!r} as on servers" in capsys.readouterr().out) == adds_begin
+    before, _ = loss_of(model, numbers_of(True))
+    assert report["before"]["loss"] == pytest.approx(before, rel=1e-6)  # evaluated text has no such token
+
+
+def test_input_scales_are_those_of_the_calibration_sequences(source):
+    packed = source.parent / "packed"
+    report = quantize(source, packed, layout="modelopt", inputs="static", text=options(source))
+    model, largest = watched(source)
     calibrating = [number for number in numbers_of(False) if number % 4 == 0]
     loss_of(model, calibrating)
     assert report["input_maxima"] == pytest.approx(largest)
