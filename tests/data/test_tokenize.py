@@ -114,13 +114,17 @@ def test_an_error_in_the_corpus_ends_training(tmp_path):
         train_bpe(Broken(), 300, tmp_path)
 
 
+def tokenizer_of(kind, bpe, folder):
+    if kind == "folder":
+        bpe.save_pretrained(folder)
+        return FolderTokenizer(folder)
+    return bpe if kind == "bpe" else ByteTokenizer()
+
+
 @pytest.mark.parametrize("config", [None, GPT2Config, LlamaConfig])
 @pytest.mark.parametrize("kind", ["byte", "bpe", "folder"])
 def test_a_saved_tokenizer_is_loaded_by_transformers_and_gives_the_same_ids(tmp_path, bpe, kind, config):
-    tokenizer = {"byte": ByteTokenizer(), "bpe": bpe}.get(kind)
-    if tokenizer is None:
-        bpe.save_pretrained(tmp_path / "source")
-        tokenizer = FolderTokenizer(tmp_path / "source")
+    tokenizer = tokenizer_of(kind, bpe, tmp_path / "source")
     tokenizer.save_pretrained(tmp_path / "saved")
     if config is not None:  # as beside a model's weights; its model_type must not change the tokenizer
         config().save_pretrained(tmp_path / "saved")
@@ -134,10 +138,7 @@ def test_a_saved_tokenizer_is_loaded_by_transformers_and_gives_the_same_ids(tmp_
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral", "gpt2"])
 @pytest.mark.parametrize("kind", ["byte", "bpe", "folder"])
 def test_a_tokenizer_that_a_model_gives_other_ids_is_not_exported_with_it(tmp_path, bpe, kind, model_type):
-    tokenizer = {"byte": ByteTokenizer(), "bpe": bpe}.get(kind)
-    if tokenizer is None:
-        bpe.save_pretrained(tmp_path / "source")
-        tokenizer = FolderTokenizer(tmp_path / "source")
+    tokenizer = tokenizer_of(kind, bpe, tmp_path / "source")
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True, trust_remote_code=False)

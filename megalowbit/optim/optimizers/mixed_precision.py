@@ -122,10 +122,11 @@ def _check_dtypes(parameters: Sequence[torch.Tensor], allowed: tuple[torch.dtype
 
 def _widened(state: Mapping[str, Any], master: torch.Tensor) -> dict[str, Any]:
     """A parameter's state with its moments in fp32: Adagrad makes them with the half-precision parameter."""
-    return {
-        key: value.float() if isinstance(value, torch.Tensor) and value.shape == master.shape else value
-        for key, value in state.items()
-    }
+
+    def is_moment(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == master.shape
+
+    return {key: value.float() if is_moment(value) else value for key, value in state.items()}
 
 
 def _master_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -141,10 +141,10 @@ def evaluate(
             agree(_check_rows, source, job.engine.module.config.vocab_size)
             job.load(source)
         late_switch = job.find(LateSwitch)
-        if late_switch is not None and agree(_is_exported_after, late_switch.step, source, config):
-            late_switch.switch()
-        if forward == AS_RECIPE and late_switch is not None:
+        if late_switch is not None and forward == AS_RECIPE:
             late_switch.undo()
+        elif late_switch is not None and agree(_is_exported_after, late_switch.step, source, config):
+            late_switch.switch()
         used = _use_inputs(job, agree(stored_static_inputs, source) if is_ours else None, inputs)
         facts, share = _measure(job, identity, used)
         agree(lambda: _report(output, source, job, facts, used.kind, share))

@@ -294,7 +294,9 @@ def test_moments_that_the_inner_optimizer_has_made_already_become_fp32():
     """Adagrad makes its sums of squares with the parameters; 1 is lost beside 256 in bf16."""
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     inner = torch.optim.Adagrad([parameter], lr=0.1)
+    inner.state[parameter]["codes"] = torch.ones(2, dtype=torch.uint8)  # as optimizers of 8 bits keep theirs
     optimizer = Float16OptimizerWithFloat16Params(inner, grad_scaler=None, bf16=True, clip_grad=0.0)
+    assert optimizer.state_of(parameter)["codes"].dtype == torch.uint8
     for _ in range(400):
         parameter.grad = torch.ones(2, dtype=torch.bfloat16)
         optimizer.step()
