@@ -59,9 +59,10 @@ def config_from_dict(
     for name in raw if is_strict else ():
         if name not in known and name not in IDLE_FIELDS:
             raise UserError(f"{where}: {unknown_name('field', name, known)}")
+    changeable = [name for name in known if name != "model_type"]
     for name in overrides:
-        if name not in known or name == "model_type":
-            raise unknown_name("field in model.overrides", name, known)
+        if name not in changeable:
+            raise unknown_name("field in model.overrides", name, changeable)
     fields = with_changes(raw, overrides, config_class, where)
     _refuse_fields(fields, where)
     if overrides:

@@ -51,7 +51,7 @@ from megalowbit.pretrain.run_folder.folder import RunFolder, exported_step, run_
 from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,6 @@ class Generator:
                 input,
                 attention_mask=torch.ones_like(input),
                 max_new_tokens=min(max_tokens, room),
-                eos_token_id=end,
                 pad_token_id=end,
                 # rows of the vocabulary that no text has: padding, or a tokenizer with fewer ids
                 suppress_tokens=list(range(self.tokenizer.vocab_size, self.model.config.vocab_size)) or None,
@@ -191,9 +190,17 @@ def generator_of(
     _cast(model, precision, settings)
     lines.append(f"recipe    {'none, nothing is rounded: --recipe names one' if used is None else used.name}")
     lines += _set_forward(model, origin, forward if recipe is None else AS_RECIPE)
-    model.generation_config = GenerationConfig()  # the folder's may ask for beams, or forbid tokens
+    ends = _ends(model.generation_config, writer)
+    model.generation_config = GenerationConfig(eos_token_id=ends)  # the folder's may ask for beams
     model.to(this_device()).eval()
     return Generator(model=model, tokenizer=writer, lines=tuple(lines), is_parsing_known=parses is not None)
+
+
+def _ends(settings: GenerationConfig | None, tokenizer: FolderTokenizer) -> list[int]:
+    """The ids that end a text: the tokenizer's, and others that the folder's settings add to it."""
+    listed = settings.eos_token_id if settings is not None else None
+    own = tokenizer.eos_token_id
+    return listed if isinstance(listed, list) and own in listed else [own]
 
 
 def _training_checkpoint(path: Path) -> Origin:

@@ -116,11 +116,11 @@ def like_sentencepiece():
 
 
 @torch.no_grad()
-def most_probable(folder, ids, count):
+def most_probable(folder, ids, count, ends=(0,)):
     """The ids of the greedy text, by whole forwards."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = list(ids)
-    while len(text) < len(ids) + count and text[len(ids) :][-1:] != [0]:
+    while len(text) < len(ids) + count and not {*text[len(ids) :][-1:]} & {*ends}:
         text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
     return text
 
@@ -159,6 +159,18 @@ def test_a_folders_generation_settings_change_no_text(tmp_path, settings):
     assert found.write("a b", **GREEDY) == (made.decode(text).removeprefix("a b"), len(text) - len(ids))
     sampled = {"max_tokens": 12, "temperature": 1.0, "seed": 1}
     assert found.write("a b", **sampled) == plain.write("a b", **sampled)
+
+
+def test_a_folders_further_end_tokens_end_a_text_if_the_tokenizers_is_one_of_them(tmp_path):
+    made = like_sentencepiece()
+    ids = made.encode("a b").ids
+    plain = most_probable(model_folder(tmp_path / "plain", made), ids, 16)
+    third = plain[len(ids) + 2]
+    for listed, ends in (([0, third], (0, third)), ([third], (0,)), (third, (0,))):
+        folder = model_folder(tmp_path / str(listed), made, eos_token_id=listed)
+        text = most_probable(folder, ids, 16, ends)
+        assert generator_of(folder).write("a b", **GREEDY)[1] == len(text) - len(ids)
+        assert (len(text) <= len(ids) + 3) == (third in ends)
 
 
 @pytest.mark.parametrize("parses", [False, True, None])
