@@ -75,6 +75,10 @@ def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, chan
     data = job.config.settings.data
     packing, padding = data.describe_packing(), job.loader.dataset.padding_share
     packing += f" ({padding:.2%} padding)" if padding else ""
+    tokens = data.sequence_length * job.loader.num_samples
+    epochs = job.config.settings.run.steps * job.tokens_per_step / tokens
+    # sources of a blend are read differently often; `source_losses` has a line for each
+    often = "" if job.source_losses is not None else f", read {epochs:.3g} times in the whole run"
     return "\n".join(
         [
             f"run       {job.folder.path}" + (f", resumed after step {job.step}" if is_resumed else ""),
@@ -82,7 +86,7 @@ def startup_lines(job: Job, identity: ProcessIdentity, *, is_resumed: bool, chan
                 job,
                 identity,
                 f"{data.corpus}, {job.loader.num_samples:,} sequences of {data.sequence_length} tokens "
-                f"({job.loader.tokenizer.name})" + (f", {packing}" if packing else ""),
+                f"({job.loader.tokenizer.name})" + (f", {packing}" if packing else "") + often,
             ),
             *([f"advice    {advice}"] if (advice := recipe_advice(job.config)) and not is_resumed else []),
             *([f"schedule  {warning}"] if (warning := zero_rate_warning(job)) is not None else []),

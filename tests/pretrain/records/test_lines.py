@@ -35,6 +35,9 @@ def test_the_startup_lines_name_folder_model_recipe_data_and_batch(build_job):
     parameters = sum(p.numel() for p in job.engine.module.parameters())
     assert f"{parameters:,} parameters" in text
     assert f"{2 * 2 * 32:,} tokens per step on 1 process" in text
+    epochs = float(text.partition(", read ")[2].split()[0])
+    steps = job.config.settings.run.steps
+    assert epochs == pytest.approx(steps * 4 / job.loader.num_samples, rel=0.01)
     assert "resumed" not in text
 
 
