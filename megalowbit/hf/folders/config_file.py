@@ -25,8 +25,9 @@ IDLE_FIELDS = ("torch_dtype", "n_ctx", "task_specific_params", "gradient_checkpo
 ATTENTION = "attn_implementation"
 # Rotary positions: the field that transformers 5 stores, and the fields of older files.
 ROPE, SCALING, THETA = "rope_parameters", "rope_scaling", "rope_theta"
-# Fields that transformers derives from others if they are unset, and then stores.
-DERIVED = ("head_dim", "layer_types")
+# Fields that transformers derives from others if they are unset, and then stores. Where a class has a fixed
+# default instead, deriving again gives the stored value.
+DERIVED = ("head_dim", "layer_types", "num_key_value_heads")
 # Fields of a stored model that describe more than its architecture, and why such a model is rejected.
 REFUSED_FIELDS = {
     "quantization_config": "its weights are quantised already: save the model unquantised",

@@ -121,6 +121,22 @@ def test_what_a_saved_file_derives_is_derived_again(kind, overrides):
     assert config_from_dict(raw, overrides, "x").to_dict() == tiny_config(kind, **overrides).to_dict()
 
 
+@pytest.mark.parametrize(
+    ("kind", "stored", "expected"),
+    [
+        ("llama", None, 8),  # as many as query heads
+        ("llama", 2, 2),
+        ("mistral", 8, 8),  # these classes have a number of their own
+        ("qwen2", 4, 4),
+        ("qwen3", 4, 4),
+    ],
+)
+def test_heads_of_keys_and_values_follow_those_of_queries_unless_they_are_grouped(kind, stored, expected):
+    raw = json.loads(json.dumps(tiny_config(kind, num_key_value_heads=stored).to_dict()))
+    config = config_from_dict(raw, {"num_attention_heads": 8}, "x")
+    assert (config.num_attention_heads, config.num_key_value_heads) == (8, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_override_that_repeats_a_field_changes_nothing(kind):
     config = tiny_config(kind)
