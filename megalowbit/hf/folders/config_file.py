@@ -60,6 +60,8 @@ def config_from_dict(
     for name in raw if is_strict else ():
         if name not in known and name not in IDLE_FIELDS:
             raise UserError(f"{where}: {unknown_name('field', name, known)}")
+    if is_strict:
+        _refuse_untyped(raw, where)
     changeable = [name for name in known if name != "model_type"]
     for name in overrides:
         if name not in changeable:
@@ -88,7 +90,7 @@ def with_changes(
         where: the file's name, for messages.
 
     Raises:
-        UserError: rotary positions are not an object.
+        UserError: rotary positions are not an object, or change by a scaling without a type.
     """
     aliases = config_class.attribute_map
     # an alias ("hidden_size" for GPT-2's "n_embd") must replace the original field, not be added to it
@@ -96,6 +98,7 @@ def with_changes(
     fields = {name: value for name, value in raw.items() if aliases.get(name, name) not in changed} | changed
     if not changed.keys().isdisjoint((ROPE, SCALING, THETA)):
         stored, rope = _rope_parameters(raw, where), _rope_parameters(changed, where)
+        _refuse_untyped(changed, where)
         if not changed.keys().isdisjoint((ROPE, SCALING)):
             stored = {name: value for name, value in stored.items() if name == THETA}
         fields = {name: value for name, value in fields.items() if name not in (SCALING, THETA)}
@@ -116,6 +119,19 @@ def _rope_parameters(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     if THETA in fields:
         rope.setdefault(THETA, fields[THETA])
     return rope
+
+
+def _refuse_untyped(fields: Mapping[str, Any], where: str) -> None:
+    """Reject a scaling that does not say which one it is: transformers would scale nothing."""
+    for name in (SCALING, ROPE):
+        found = fields.get(name)
+        if not isinstance(found, Mapping) or found.get("rope_type") or found.get("type"):
+            continue
+        if found.keys() - {"rope_type", "type", THETA, "partial_rotary_factor"}:
+            raise UserError(
+                f"{where}: {name} {shown(found)} has no rope_type, so it has no effect: name its rope_type, "
+                'for example "linear"'
+            )
 
 
 def _drop_derived(

@@ -199,6 +199,19 @@ def test_a_scaling_of_positions_must_be_an_object():
             config_from_dict(LLAMA, {name: "linear"}, "x")
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_a_scaling_of_positions_must_name_its_type(name):
+    message = rf"^x: {name} \{{.*4\.0.*\}} has no rope_type, so it has no effect: name its rope_type"
+    for scaling in ({"factor": 4.0}, {"factor": 4.0, "rope_theta": 1e6, "rope_type": None}):
+        with pytest.raises(UserError, match=message):
+            config_from_dict(LLAMA, {name: scaling}, "x")
+        with pytest.raises(UserError, match=message):
+            config_from_dict({**LLAMA, name: scaling}, {}, "x", is_strict=True)
+        config_from_dict({**LLAMA, name: scaling}, {}, "x")  # a checkpoint, trained without the scaling
+    without_scaling = {"rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    assert config_from_dict(LLAMA, {name: without_scaling}, "x").rope_parameters["rope_theta"] == 1e6
+
+
 def test_a_common_name_in_the_file_is_overridden_too():
     raw = {"model_type": "gpt2", "hidden_size": 16, "n_layer": 2, "n_head": 2, "vocab_size": 64}
     assert config_from_dict(raw, {"n_embd": 32}, "x", is_strict=True).n_embd == 32
