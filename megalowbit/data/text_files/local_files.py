@@ -7,8 +7,8 @@ Text must be valid UTF-8. A byte, line or field that is not is a bad record: it 
 that names file and line, because nobody would notice silently missing text, unless `max_bad_records` allows
 leaving it out. Blank lines and empty texts within a file are not documents.
 
-Of a folder that datasets' `save_to_disk` has written, only the files of the data set are read: beside them
-are caches of `map` and `filter`, and shards of an earlier data set.
+Of the `.arrow` files in a folder that datasets' `save_to_disk` has written, only those of the data set are
+read: beside them are caches of `map` and `filter`, and shards of an earlier data set.
 
 A file that is edited between fingerprint and the end of reading is an error: otherwise the cache would keep
 its tokens under the fingerprint of the content before.
@@ -47,12 +47,13 @@ logger = logging.getLogger(__name__)
 
 ANY_FOLDERS = "**"  # in a glob
 DATASET_STATE = "state.json"  # what `save_to_disk` of the datasets library writes
-CACHES = "cache-*.arrow"  # of its `map` and `filter`
+ARROW = ".arrow"
+CACHES = f"cache-*{ARROW}"  # of its `map` and `filter`
 READERS: dict[str, Callable[[TextFile], Iterator[str]]] = {
     ".txt": text_documents,
     ".jsonl": jsonl_documents,
     ".parquet": parquet_documents,
-    ".arrow": arrow_documents,
+    ARROW: arrow_documents,
 }
 
 
@@ -295,20 +296,33 @@ def _files_below(path: Path, text_field: str) -> list[Path]:
 
 
 def _without_leftovers(path: Path, files: Sequence[Path]) -> list[Path]:
-    """The files without those that the datasets library would not read, either."""
+    """The files without `.arrow` files that the datasets library would not read, either.
+
+    Raises:
+        UserError: none is left.
+    """
     data_sets = {folder: _data_files(folder) for folder in {file.parent for file in files}}
     kept, leftovers, caches = list[Path](), list[Path](), list[Path]()
     for file in files:
         named = data_sets[file.parent]
-        if named is not None:
-            (kept if file.name in named else leftovers).append(file)
+        if kind_of(file) != ARROW or (named is not None and file.name in named):
+            kept.append(file)
+        elif named is not None:
+            leftovers.append(file)
         else:
             (caches if fnmatch(file.name, CACHES) else kept).append(file)
-    if leftovers:
-        what = f"files that the {DATASET_STATE} beside them does not name"
-        _log_left_out(path, what, len(leftovers), min(leftovers))
-    if caches:
-        _log_left_out(path, "caches of the datasets library", len(caches), min(caches), logging.WARNING)
+    groups = (
+        (leftovers, f"{ARROW} files that the {DATASET_STATE} beside them does not name", logging.INFO),
+        (caches, "caches of the datasets library", logging.WARNING),
+    )
+    for group, what, level in groups:
+        if group and not kept:
+            raise UserError(
+                f"corpus {path} has only files that are left out, {what} ({len(group)}, such as "
+                f"{min(group)}): name other files"
+            )
+        if group:
+            _log_left_out(path, what, len(group), min(group), level)
     return kept
 
 

@@ -357,9 +357,14 @@ def test_of_a_saved_data_set_only_its_own_files_are_read(tmp_path, caplog):
     expected = list(loaded["text"])
     assert documents(folder) == documents(folder / "*.arrow") == expected
     assert documents(tmp_path / "data") == documents(tmp_path / "data" / "**") == ["beside it", *expected]
-    line = f"corpus {folder}: files that the state.json beside them does not name are left out (4, such as "
+    line = f"corpus {folder}: .arrow files that the state.json beside them does not name are left out (4, "
     assert caplog.text.count(line) == 1
     assert len(LocalCorpus(folder / "cache-*.arrow").files) == 2  # which names them
+    with pytest.raises(UserError, match=r"only files that are left out, .* state\.json beside .*of-00002"):
+        documents(folder / "data-*-of-00002.arrow")
+    (folder / "extra.jsonl").write_text('{"text": "by hand"}\n')
+    assert documents(folder / "*.jsonl") == ["by hand"]
+    assert documents(folder) == [*expected, "by hand"]
     only = next(folder.glob("data-00000-of-00001.arrow"))
     only.rename(tmp_path / "elsewhere.arrow")
     with pytest.raises(UserError, match=r"data-00000-of-00001\.arrow is missing, and .*state\.json names it"):
@@ -378,6 +383,8 @@ def test_caches_of_the_datasets_library_are_not_read_elsewhere(tmp_path, state, 
     assert "caches of the datasets library are left out (1, such as " in caplog.text
     assert caplog.records[0].levelname == "WARNING"
     assert documents(tmp_path / "cache-0123abcd.arrow") == ["one", "two"]
+    with pytest.raises(UserError, match="has only files that are left out, caches of the datasets library"):
+        documents(tmp_path / "*abcd.arrow")
 
 
 def test_an_unreadable_folder_is_rejected_and_not_skipped(tmp_path):
