@@ -154,7 +154,6 @@ def save_hf(
     folder: Path,
     tokenizer: SavableTokenizer | None = None,
     *,
-    dtype: torch.dtype | None = None,
     whole: Mapping[str, torch.Tensor] | None = None,
     tokenizer_files: Path | None = None,
     card: str | None = None,
@@ -168,7 +167,6 @@ def save_hf(
         model: converted or not, on any device.
         folder: a new folder.
         tokenizer: saved with the weights; its end-of-text id becomes the model's.
-        dtype: of the saved weights; `None` keeps the model's.
         whole: the model's full weights if ranks hold parts of them, see `plain_state_dict`.
         tokenizer_files: folder of a tokenizer whose files are copied unchanged.
         card: text of the model card, see `folders.model_card`; None: none.
@@ -178,8 +176,6 @@ def save_hf(
     """
     plain = _plain_copy(model, whole)
     pad_vocabulary(plain, None)
-    if dtype is not None:
-        plain = plain.to(dtype)
     restore_generation(generation_to_export(model), plain)
     if tokenizer is not None:
         use_end_of_text(plain, tokenizer)

@@ -253,7 +253,7 @@ def narrowed(name: str, weight: torch.Tensor, dtype: torch.dtype, where: str) ->
             largest, limit = lost.abs().max().item(), torch.finfo(dtype).max
             raise UserError(
                 f"{where}: weight {name} has values up to {largest:.6g}, and the largest number of "
-                f"{str(dtype).removeprefix('torch.')} is {limit:.6g}: write --dtype {wider}"
+                f"{str(dtype).removeprefix('torch.')} is {limit:.6g}: choose {wider} as its dtype (--dtype)"
             )
     return written
 

@@ -195,6 +195,7 @@ def test_a_narrower_dtype_must_hold_the_finite_values(dtype, limit, wider):
     assert found.isfinite().tolist() == given.isfinite().tolist()
     given[4] = -limit
     text = re.escape(f"{limit:.6g}")
-    with pytest.raises(UserError, match=rf"^x: weight a has values up to {text}, .*: write --dtype {wider}$"):
+    message = rf"^x: weight a has values up to {text}, .*: choose {wider} as its dtype \(--dtype\)$"
+    with pytest.raises(UserError, match=message):
         narrowed("a", given, dtype, "x")
     assert narrowed("a", torch.zeros(0), dtype, "x").dtype == dtype

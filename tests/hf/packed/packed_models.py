@@ -48,7 +48,7 @@ def emulated(model, folder):
     with torch.no_grad():
         for layer in bit_layers(copied).values():
             layer.weight.copy_(quantizer(layer.recipe.q_forward_weight)(layer.weight))
-    save_hf(copied, folder, dtype=torch.bfloat16)
+    save_hf(copied.to(torch.bfloat16), folder)
     return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
