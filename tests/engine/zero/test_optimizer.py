@@ -115,6 +115,24 @@ def test_a_backward_without_the_scale_is_an_error_with_a_constant_scale_too(stag
         engine(torch.ones(1, 3).half()).float().sum().backward()
 
 
+def hooks_on(engine):
+    """How many hooks other code has on the gradients of the weights."""
+    return sum(
+        len(hooks or ())
+        for weight in engine.module.parameters()
+        for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_no_hook_of_an_instrument_outlives_the_engine(stage):
+    bare, engine = (start(stage, grad_scaler={"type": kind}) for kind in ("dynamic", "max_value"))
+    assert hooks_on(engine) > hooks_on(bare)
+    for each in (bare, engine):
+        each.destroy()
+    assert hooks_on(engine) == hooks_on(bare)
+
+
 def test_an_optimizer_of_another_kind_is_rejected():
     with pytest.raises(UserError, match="selects DeepSpeed's SGD, which is not supported"):
         replace_optimizer_class(torch.optim.SGD([torch.zeros(1)]))
