@@ -87,6 +87,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_a_user_error(tiny):
         tiny(model={"vocab_size": 128})
 
 
+def test_a_tokenizer_that_cannot_be_exported_with_the_model_is_a_user_error(tmp_path):
+    path = write_config(tmp_path)
+    config = tiny_config("qwen2", vocab_size=256, positions=64)
+    path.with_name("model.json").write_text(json.dumps(config.to_dict()))
+    with pytest.raises(UserError, match="tokenizer byte cannot be exported with a qwen2 model"):
+        plan_run(load_config(path, [], world_size=1))
+
+
 def test_the_docstring_of_a_plan_names_its_fields():
     documented = re.findall(r"^ {8}(\w+): ", RunPlan.__doc__.partition("Attributes:")[2], flags=re.MULTILINE)
     assert documented == [each.name for each in fields(RunPlan)]
