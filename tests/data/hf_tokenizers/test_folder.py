@@ -58,6 +58,20 @@ def test_a_folder_whose_file_transformers_does_not_follow_is_refused(tmp_path, b
             assert ids.tolist() == expected.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_lengths_in_the_file_are_no_ids_of_another_class(tmp_path, bpe, setting):
+    """Some files have been saved while their tokenizer cut or filled texts; neither applies here."""
+    made = tokenizers.Tokenizer.from_str(bpe._bpe.to_str())
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|endoftext|>").save_pretrained(tmp_path)
+    if setting == "truncation":
+        made.enable_truncation(8)
+    else:
+        made.enable_padding(length=1000)
+    made.save(str(tmp_path / "tokenizer.json"))
+    ids = FolderTokenizer(tmp_path).encode_batch([TEXT_TO_COMPARE])[0].tolist()
+    assert ids == bpe.encode_batch([TEXT_TO_COMPARE])[0].tolist()
+
+
 def test_the_fingerprint_knows_the_class_that_a_model_gives_a_folder(tmp_path, bpe):
     stored = json.loads(bpe._bpe.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(stored["vocab"]))
