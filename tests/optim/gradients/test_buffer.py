@@ -240,6 +240,17 @@ def test_another_buffer_takes_parameters_over(adding):
     assert former.flat.tolist() == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
+def test_a_gradient_that_is_still_held_outlives_the_buffer(adding):
+    one, two, buffer = pair_of()
+    backward(one, 5.0)
+    backward(two, 7.0)
+    held = one.grad, two.grad
+    GradBuffer([one])  # takes it over
+    buffer.detach()
+    assert [each.tolist() for each in held] == [[5.0, 5.0], [7.0, 7.0, 7.0]]
+    assert not buffer.flat.any()
+
+
 def test_a_buffer_without_parameters_goes_through_all_of_a_step(adding):
     buffer = GradBuffer([])
     assert buffer.before_reduction().numel() == 0
