@@ -7,7 +7,8 @@ pieces.
 
 `engine.scale(loss).backward()` divides by the micro-batches of a step once, as `engine.backward(loss)` does.
 DeepSpeed divides at every tensor of the output that the backward passes, so twice where a model returns its
-loss and its logits; such a backward without `engine.scale` is an error.
+loss and its logits. A backward without `engine.scale` that passes two is an error. A loss on detached outputs
+is not divided by `engine.scale`, because its gradients are when they are given to the outputs.
 
 Not covered at stages 1 to 3:
 
@@ -21,19 +22,20 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from megalowbit.errors import UserError
 
+OUTPUT = "megalowbit.output"  # marks the nodes of autograd's graph that an engine's forward has returned
 NO_GRADIENTS = "engine.step() before any backward: call engine.backward(loss) first"
 DIVIDED_TWICE = (
-    "a backward of several output tensors would divide gradients by gradient_accumulation_steps more than "
-    "once: call engine.backward(loss), or engine.scale(loss).backward()"
+    "a backward of several output tensors may divide gradients by gradient_accumulation_steps more than "
+    "once, if one is computed from another: call engine.backward(loss), or engine.scale(loss).backward()"
 )
 HALF_SUMS = (
     "engine.coalesce_grad_reduction() would add gradients in half precision at ZeRO stage {}: leave it out, "
@@ -75,7 +77,7 @@ class DirectBackward:
     def scale(self, loss: Tensor) -> Tensor:
         """Replaces `engine.scale`: multiplies by the loss scale, divides by the micro-batches of a step."""
         scaled: Tensor = self._scale(loss)
-        if self._engine.gradient_accumulation_steps() > 1:
+        if self._engine.gradient_accumulation_steps() > 1 and _reaches_output(scaled):
             scaled = scaled / self._engine.gradient_accumulation_steps()
             scaled.register_hook(self._note)
         return scaled
@@ -100,10 +102,40 @@ class DirectBackward:
         self._scaled_task = torch._C._current_graph_task_id()
 
 
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors of a model's output that DeepSpeed divides at."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list | Mapping):
+        for each in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(each)
+
+
+def _mark_outputs(_: torch.nn.Module, __: Any, output: Any) -> None:
+    for each in _tensors(output):
+        if each.grad_fn is not None:
+            cast(dict[str, Any], each.grad_fn.metadata)[OUTPUT] = True
+
+
+def _reaches_output(loss: Tensor) -> bool:
+    """Whether the backward of a loss passes an output of the model; the search goes no further than those."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if OUTPUT in cast(dict[str, Any], node.metadata):
+            return True
+        seen.add(node)
+        nodes.extend(each for each, _ in node.next_functions)
+    return False
+
+
 def attach_direct_backward(engine: Any) -> None:
     """Correct backwards without `engine.backward`, and refuse sums in half precision."""
     direct = DirectBackward(engine)
     engine.scale, engine._backward_prologue_per_tensor = direct.scale, direct.divide
+    engine.register_forward_hook(_mark_outputs)  # not the module's, which may be compiled
     stage = engine.zero_optimization_stage()
     if stage >= 2 and any(parameter.dtype != torch.float32 for parameter in engine.module.parameters()):
         engine.coalesce_grad_reduction = partial(_refuse, HALF_SUMS.format(stage))
