@@ -333,6 +333,12 @@ def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tok
     )
 
 
+def gives_same_ids(first: Tokenizer, second: Tokenizer) -> bool:
+    """Whether two tokenizers give a text of many scripts the same ids, and end documents alike."""
+    ids = [[int(number) for number in each.encode_batch([TEXT_TO_COMPARE])[0]] for each in (first, second)]
+    return ids[0] == ids[1] and first.eos_token_id == second.eos_token_id
+
+
 def check_export(settings: DataSettings, model_type: str) -> None:
     """Check that the tokenizer of `settings` can be saved with a model of this type; it trains no BPE.
 

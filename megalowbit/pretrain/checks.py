@@ -10,6 +10,7 @@ it writes anything. Not covered: the other data.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from megalowbit.config.values import is_installed
-from megalowbit.data.settings import DataSettings
-from megalowbit.data.tokenize import check_export
+from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
+from megalowbit.data.tokenize import FolderTokenizer, build_tokenizer, check_export, gives_same_ids
 from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems, UserError
 from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import read_config
+from megalowbit.hf.folders.tokenizer_files import FOLDER, has_tokenizer
 from megalowbit.layers.cpu_gemm import cpu_gemm
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
@@ -34,6 +36,8 @@ from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 _DESCRIBED = {"c": "C kernel", "triton": "Triton kernels", "torch": "plain torch (slow)"}
 WITH_MASKS = ("sdpa", "eager")  # attention of transformers that takes a mask for each row
@@ -88,11 +92,39 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
 def check_tokenizer(config: PretrainConfig) -> None:
     """Check that the tokenizer can be exported with the model, if the run will do that.
 
+    A warning is logged if the model starts from a checkpoint with a tokenizer that gives other ids.
+
     Raises:
         UserError: transformers would give other ids than the training, or the tokenizer cannot be used.
     """
-    if config.settings.checkpoint.export_hf:
-        check_export(config.settings.data, read_config(config.settings.model).model_type)
+    settings = config.settings
+    if settings.checkpoint.export_hf:
+        check_export(settings.data, read_config(settings.model).model_type)
+    start = settings.model.checkpoint
+    for folder in () if start is None else (start / FOLDER, start):
+        if has_tokenizer(folder):
+            _compare_tokenizers(settings.data, folder)
+            return
+
+
+def _compare_tokenizers(data: DataSettings, folder: Path) -> None:
+    if data.tokenizer in (BPE_TOKENIZER, NO_TOKENIZER):  # not known before the corpus is read
+        return
+    tokenizer = build_tokenizer(data)
+    try:
+        own = FolderTokenizer(folder, parse_special_tokens=data.parse_special_tokens)
+    except UserError as error:
+        logger.warning("it is not known whether %s has data.tokenizer %s: %s", folder, tokenizer.name, error)
+        return
+    if not gives_same_ids(own, tokenizer):
+        logger.warning(
+            "the tokenizer in %s gives other ids than data.tokenizer %r, so the model must learn its "
+            "embedding anew: unless you mean that, add --set %s.data.tokenizer=%s",
+            folder,
+            data.tokenizer,
+            BLOCK,
+            folder,
+        )
 
 
 def _check_trackio(config: PretrainConfig) -> None:

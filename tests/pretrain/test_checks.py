@@ -12,10 +12,13 @@ from tiny_models import tiny_config
 
 from launchers import ROOT, write_config
 from megalowbit.commands.runs import submit
+from megalowbit.data.text_files.local_files import LocalCorpus
+from megalowbit.data.tokenize import ByteTokenizer, train_bpe
 from megalowbit.errors import UserError, lines_of
 from megalowbit.pretrain import checks
-from megalowbit.pretrain.checks import load_checked_config
+from megalowbit.pretrain.checks import check_tokenizer, load_checked_config
 from megalowbit.pretrain.command_line import main
+from megalowbit.pretrain.config import load_config
 from megalowbit.pretrain.sweep.runs import Run
 
 SUBMIT = ROOT / "launch" / "slurm"
@@ -138,6 +141,23 @@ def test_a_tokenizer_that_cannot_be_exported_is_refused_before_it_is_used(option
     assert not (tmp_path / "run").exists()
     if options == ["--prepare-data"]:
         assert main([*arguments, "--set", "megalowbit.checkpoint.export_hf=false"]) == 0
+
+
+@pytest.mark.parametrize("place", [".", "tokenizer"], ids=["of Hugging Face", "converted"])
+def test_a_start_with_the_ids_of_another_tokenizer_gets_a_warning(place, config, tmp_path, caplog):
+    start = tmp_path / "start"
+    (start / place).mkdir(parents=True)
+    (start / "config.json").write_text(config.with_name("model.json").read_text())
+    model = f'megalowbit.model={{"checkpoint": "{start}"}}'
+    own = f"megalowbit.data.tokenizer={start / place}"
+    (tmp_path / "text.txt").write_text("one two three " * 20)
+    bpe = train_bpe(LocalCorpus(tmp_path / "text.txt"), 300, tmp_path / "cache")
+    for tokenizer, named, is_told in ((bpe, [], True), (bpe, [own], False), (ByteTokenizer(), [], False)):
+        tokenizer.write(start / place)
+        caplog.clear()
+        check_tokenizer(load_config(config, [model, *named], world_size=1))
+        assert ("gives other ids than data.tokenizer 'byte'" in caplog.text) == is_told
+        assert (f"add --set {own}" in caplog.text) == is_told
 
 
 THREE_AT_ONCE = ["megalowbit.checkpoint.keep=true", "communication_data_type=fp99", "megalowbit.recipe={}"]

@@ -29,11 +29,10 @@ import numpy as np
 
 from megalowbit.data.cache.build_lines import reported_builds
 from megalowbit.data.cache.node_first import run_on_each_node_first
-from megalowbit.data.hf_tokenizers.folder import TEXT_TO_COMPARE
 from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.packing import PackedDataset
 from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
-from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer
+from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer, gives_same_ids
 from megalowbit.data.validation import open_validation
 from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
@@ -365,16 +364,12 @@ def _tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
     except UserError as error:
         logger.warning("it is not known whether %s has data.tokenizer %s: %s", folder, tokenizer.name, error)
         return tokenizer
-    if own.eos_token_id != tokenizer.eos_token_id or _ids(own) != _ids(tokenizer):
+    if not gives_same_ids(own, tokenizer):
         raise UserError(
             f"the tokenizer in {folder} gives other ids than data.tokenizer {settings.tokenizer!r}, and the "
             f"losses would be of no use: add --set {BLOCK}.data.tokenizer={folder}"
         )
     return tokenizer
-
-
-def _ids(tokenizer: Tokenizer) -> list[int]:
-    return [int(number) for number in tokenizer.encode_batch([TEXT_TO_COMPARE])[0]]
 
 
 def _check_output(output: Path | None) -> None:
