@@ -78,8 +78,8 @@ IMPORTS = {
 ENGINE = frozenset({
     "backward", "checkpoint_engine", "checkpoint_mp_rank", "clip_fp32_gradients", "coalesce_grad_reduction",
     "device", "global_samples", "global_steps", "gradient_accumulation_steps", "load_checkpoint",
-    "lr_scheduler", "micro_steps", "mpu",
-    "module", "mp_world_size", "optimizer", "save_16bit_model", "save_checkpoint", "save_fp16_model", "scale",
+    "lr_scheduler", "micro_steps", "module", "mp_world_size", "mpu", "optimizer", "register_forward_hook",
+    "save_16bit_model", "save_checkpoint", "save_fp16_model", "scale",
     "seq_data_parallel_group", "seq_dp_world_size", "skipped_steps", "step", "training_dataloader",
     "was_step_applied", "zero_gather_16bit_weights_on_model_save", "zero_grad", "zero_optimization_stage",
     "_backward_prologue_per_tensor", "_copy_recovery_script", "_get_ckpt_name", "_get_zero_ckpt_name",
