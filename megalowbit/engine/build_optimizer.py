@@ -6,6 +6,8 @@ ZeRO optimizer, which gets our class once the engine is built.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -91,37 +93,37 @@ class OptimizerStart:
         settings = self._parts.settings.lr_schedule
         if settings is not None:
             return partial(LRScheduler, schedule=settings)
-        if callable(lr_scheduler):
-            return lambda optimizer: needing_its_metric(lr_scheduler(optimizer))
-        return needing_its_metric(lr_scheduler)
+        return lr_scheduler
 
     def finish(self, engine: Any) -> None:
         """Finish the optimizer of the engine that was built; collective over all ranks."""
         if self._zero is not None:
             self._zero.finish(engine)
+        engine._take_model_step = partial(take_step_with_arguments, engine, engine._take_model_step)
 
 
-def needing_its_metric(scheduler: Any) -> Any:
-    """Let a scheduler that steps by a metric, as `ReduceLROnPlateau`, refuse a step without one.
+def take_step_with_arguments(engine: Any, take_step: Callable[[Any], None], lr_kwargs: Any = None) -> None:
+    """Replaces `engine._take_model_step`: refuse a step whose scheduler lacks an argument that it needs.
 
-    DeepSpeed would pass the batch size as the metric. The object stays the same and gets a subclass.
+    DeepSpeed would pass the batch size, as the metric of `ReduceLROnPlateau`, or as the epoch.
     """
-    if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        return scheduler
-    kind: Any = type(scheduler)
+    if engine.lr_scheduler is not None:
+        _check_scheduler_arguments(engine.lr_scheduler, lr_kwargs or {})
+    take_step(lr_kwargs)
 
-    class NeedingItsMetric(kind):
-        def step(self, *metrics: Any, **named: Any) -> None:
-            if not (metrics or named):
-                raise UserError(
-                    f'{kind.__name__} steps by a metric: call engine.step(lr_kwargs={{"metrics": loss}}), or '
-                    "leave out lr_scheduler= and call its step(loss) yourself"
-                )
-            super().step(*metrics, **named)
 
-    NeedingItsMetric.__name__ = kind.__name__
-    scheduler.__class__ = NeedingItsMetric
-    return scheduler
+def _check_scheduler_arguments(scheduler: Any, arguments: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(scheduler.step)
+    except ValueError:  # a method in C
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{type(scheduler).__name__}.step{signature} can't be called with {arguments} ({error}): call "
+            "engine.step(lr_kwargs={...}) with its needs, or leave out lr_scheduler= and call step yourself"
+        ) from None
 
 
 def build_optimizer(block: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

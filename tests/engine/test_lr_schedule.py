@@ -161,5 +161,33 @@ def test_a_scheduler_that_steps_by_a_metric_gets_it_or_refuses(stage):
     assert rates == pytest.approx([0.01, 0.01, 0.001, 0.001])
     assert scheduler.best == 1.0
     engine.backward(engine(torch.ones(2, 32, dtype=torch.bfloat16)).sum())
-    with pytest.raises(UserError, match=r"ReduceLROnPlateau steps by a metric: call engine.step\(lr_kwargs="):
+    with pytest.raises(UserError, match=r"ReduceLROnPlateau.step\(metrics.* call engine.step\(lr_kwargs="):
         engine.step()
+    assert type(scheduler) is plateau  # of a class that can be pickled
+    assert "step" not in scheduler.state_dict()
+    engine.step(lr_kwargs={"metrics": 1.0})  # the refused step has changed nothing
+    assert engine.global_steps == 5
+
+
+class StepsByEpoch:
+    """A scheduler like those of timm, whose `step` needs the epoch."""
+
+    def __init__(self):
+        self.epochs = []
+
+    def step(self, epoch, metric=None):
+        self.epochs.append(epoch)
+
+    def get_last_lr(self):
+        return [0.01]
+
+
+def test_a_scheduler_that_steps_by_the_epoch_does_not_get_the_batch_size():
+    scheduler = StepsByEpoch()
+    engine = initialize(model=model(), config=config(), lr_scheduler=scheduler)[0]
+    engine.backward(engine(torch.ones(2, 32, dtype=torch.bfloat16)).sum())
+    for arguments in (None, {"metric": 3.0}, {"epochs": 1}):
+        with pytest.raises(UserError, match=r"^StepsByEpoch.step\(epoch, metric=None\) can't be called with"):
+            engine.step(lr_kwargs=arguments)
+    engine.step(lr_kwargs={"epoch": 7})
+    assert scheduler.epochs == [7]

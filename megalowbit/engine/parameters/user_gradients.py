@@ -6,9 +6,10 @@ also clear the optimizer's gradients, and a `.grad` set by the user is copied to
 pieces.
 
 `engine.scale(loss).backward()` divides by the micro-batches of a step once, as `engine.backward(loss)` does.
-DeepSpeed divides at every tensor of the output that the backward passes, so twice where a model returns its
-loss and its logits. A backward without `engine.scale` that passes two is an error. A loss on detached outputs
-is not divided by `engine.scale`, because its gradients are when they are given to the outputs.
+DeepSpeed divides at every output of the forward that the backward passes. So a loss of detached outputs is
+not divided: the backward that continues at the outputs is. And where a model returns its loss and the logits
+that the loss is computed from, DeepSpeed would divide twice; such a backward without `engine.scale` is an
+error.
 
 Not covered at stages 1 to 3:
 
@@ -22,20 +23,21 @@ from __future__ import annotations
 import copy
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalowbit.errors import UserError
 
-OUTPUT = "megalowbit.output"  # marks the nodes of autograd's graph that an engine's forward has returned
+OUTPUT = "megalowbit.output"
 NO_GRADIENTS = "engine.step() before any backward: call engine.backward(loss) first"
 DIVIDED_TWICE = (
-    "a backward of several output tensors may divide gradients by gradient_accumulation_steps more than "
-    "once, if one is computed from another: call engine.backward(loss), or engine.scale(loss).backward()"
+    "a backward of an output computed from another output would divide gradients by "
+    "gradient_accumulation_steps more than once: call engine.backward(loss), or engine.scale(loss).backward()"
 )
 HALF_SUMS = (
     "engine.coalesce_grad_reduction() would add gradients in half precision at ZeRO stage {}: leave it out, "
@@ -72,12 +74,25 @@ class DirectBackward:
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._scale, self._divide = engine, engine.scale, engine._backward_prologue_per_tensor
+        self._parameters = {id(parameter) for parameter in engine.module.parameters()}
         self._scaled_task = self._divided_task = -1  # autograd's ids of the last such backwards
+        self._divided_nodes: list[Any] = []  # autograd's nodes at which the backward has divided
+        self._divided: Tensor | None = None  # the gradient divided last
+
+    def mark(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        """A forward hook of the engine, which marks autograd's nodes of the outputs."""
+        if torch._C._current_graph_task_id() == -1:
+            self._forget()  # of a backward that has failed
+        if self._engine.gradient_accumulation_steps() > 1:
+            _mark(output)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Replaces `engine.scale`: multiplies by the loss scale, divides by the micro-batches of a step."""
+        """Replaces `engine.scale`: multiplies by the loss scale, divides by the micro-batches of a step.
+
+        A loss of detached outputs is not divided here, as the backward of the outputs divides.
+        """
         scaled: Tensor = self._scale(loss)
-        if self._engine.gradient_accumulation_steps() > 1 and _reaches_output(scaled):
+        if self._engine.gradient_accumulation_steps() > 1 and _reaches([loss.grad_fn], self._is_of_model):
             scaled = scaled / self._engine.gradient_accumulation_steps()
             scaled.register_hook(self._note)
         return scaled
@@ -86,48 +101,63 @@ class DirectBackward:
         """Called by DeepSpeed in backward, with the gradient of each output of the forward.
 
         Raises:
-            UserError: this backward has divided at another output already.
+            UserError: this backward has divided at another output already, which is computed from this one.
         """
         task = torch._C._current_graph_task_id()
         if gradient is None or task == self._scaled_task or self._engine.gradient_accumulation_steps() == 1:
             return gradient
+        if task == self._divided_task and gradient is self._divided:  # a tensor that is returned twice
+            return gradient
         divided: Tensor = self._divide(gradient)
         if divided is not gradient:  # it is in `engine.backward`
-            if task == self._divided_task:
-                raise UserError(DIVIDED_TWICE)
-            self._divided_task = task
+            self._note_divided(task, divided)
         return divided
+
+    def _note_divided(self, task: int, divided: Tensor) -> None:
+        """Keep where this backward has divided; refuse a second division of the same gradient."""
+        node = torch._C._current_autograd_node()
+        if task != self._divided_task:
+            self._forget()
+            torch.autograd.Variable._execution_engine.queue_callback(self._forget)  # when backward ends
+        later = [each for one in self._divided_nodes for each, _ in one.next_functions]
+        if _reaches(later, lambda each: each is node):
+            raise UserError(DIVIDED_TWICE)
+        self._divided_task, self._divided = task, divided
+        self._divided_nodes.append(node)
+
+    def _forget(self) -> None:
+        self._divided_task, self._divided, self._divided_nodes = -1, None, []
 
     def _note(self, _: Tensor) -> None:
         self._scaled_task = torch._C._current_graph_task_id()
 
+    def _is_of_model(self, node: Any) -> bool:
+        """Whether a node of autograd is an output's, or a parameter's, as in a call of the module itself."""
+        return OUTPUT in node.metadata or id(getattr(node, "variable", None)) in self._parameters
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors of a model's output that DeepSpeed divides at."""
+
+def _mark(output: Any) -> None:
+    """Mark the outputs at which DeepSpeed divides: tensors, also in lists, tuples and dicts."""
     if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple | list | Mapping):
-        for each in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(each)
+        if output.grad_fn is not None:
+            node: Any = output.grad_fn
+            node.metadata[OUTPUT] = True
+    elif isinstance(output, (list, tuple, dict)):
+        for each in output.values() if isinstance(output, dict) else output:
+            _mark(each)
 
 
-def _mark_outputs(_: torch.nn.Module, __: Any, output: Any) -> None:
-    for each in _tensors(output):
-        if each.grad_fn is not None:
-            cast(dict[str, Any], each.grad_fn.metadata)[OUTPUT] = True
-
-
-def _reaches_output(loss: Tensor) -> bool:
-    """Whether the backward of a loss passes an output of the model; the search goes no further than those."""
-    nodes, seen = [loss.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
+def _reaches(nodes: Iterable[Any], is_wanted: Callable[[Any], bool]) -> bool:
+    """Whether a backward from `nodes` of autograd passes a wanted one; the nearest are tried first."""
+    waiting, seen = deque(nodes), {None}
+    while waiting:
+        node = waiting.popleft()
+        if node in seen:
             continue
-        if OUTPUT in cast(dict[str, Any], node.metadata):
+        if is_wanted(node):
             return True
         seen.add(node)
-        nodes.extend(each for each, _ in node.next_functions)
+        waiting.extend(each for each, _ in node.next_functions)
     return False
 
 
@@ -135,7 +165,7 @@ def attach_direct_backward(engine: Any) -> None:
     """Correct backwards without `engine.backward`, and refuse sums in half precision."""
     direct = DirectBackward(engine)
     engine.scale, engine._backward_prologue_per_tensor = direct.scale, direct.divide
-    engine.register_forward_hook(_mark_outputs)  # not the module's, which may be compiled
+    engine.register_forward_hook(direct.mark)  # of the engine: its module may be compiled, with its hooks
     stage = engine.zero_optimization_stage()
     if stage >= 2 and any(parameter.dtype != torch.float32 for parameter in engine.module.parameters()):
         engine.coalesce_grad_reduction = partial(_refuse, HALF_SUMS.format(stage))

@@ -84,7 +84,7 @@ ENGINE = frozenset({
     "was_step_applied", "zero_gather_16bit_weights_on_model_save", "zero_grad", "zero_optimization_stage",
     "_backward_prologue_per_tensor", "_copy_recovery_script", "_get_ckpt_name", "_get_zero_ckpt_name",
     "_replace_module_consolidated_state_dict", "_save_checkpoint", "_save_zero_checkpoint",
-    "_zero3_consolidated_16bit_state_dict",
+    "_take_model_step", "_zero3_consolidated_16bit_state_dict",
 })  # fmt: skip
 PIPELINE_ENGINE = frozenset({
     "_INSTRUCTION_MAP", "_exec_reduce_grads", "batch_fn", "data_iterator", "dynamic_shape", "eval_batch",

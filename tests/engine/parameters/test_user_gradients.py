@@ -220,7 +220,7 @@ class TwoOutputs(torch.nn.Module):
         return y.float().square().sum(), y
 
 
-def engine_of_two_outputs(stage, precision):
+def engine_of_two_outputs(stage, precision, net=None):
     settings = {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": int(stage[0])},
@@ -228,7 +228,7 @@ def engine_of_two_outputs(stage, precision):
     }  # fmt: skip
     if precision == "fp16":
         settings["megalowbit"]["grad_scaler"] = {"type": "constant", "scale": S}
-    return initialize(model=TwoOutputs(), config=settings)[0]
+    return initialize(model=net or TwoOutputs(), config=settings)[0]
 
 
 def backward_through_detached_outputs(engine, _, y):
@@ -269,7 +269,9 @@ def test_a_scaled_loss_is_divided_by_the_micro_batches_once(stage, precision):
 @pytest.mark.parametrize("stage", ["0", "1"])
 def test_a_backward_that_would_divide_twice_is_refused_and_one_of_a_single_output_is_not(stage):
     engine = engine_of_two_outputs(stage, "fp32")
-    with pytest.raises(UserError, match=r"several output tensors may divide .* call engine.backward\(loss\)"):
+    with pytest.raises(
+        UserError, match=r"output computed from another output would divide .* call engine.backward\(loss\)"
+    ):
         engine(torch.ones(1, 6))[0].backward()
     engine, twin = engine_of_two_outputs(stage, "fp32"), engine_of_two_outputs(stage, "fp32")
     for _ in range(2):
@@ -278,6 +280,65 @@ def test_a_backward_that_would_divide_twice_is_refused_and_one_of_a_single_outpu
         for each in (engine, twin):
             each.step()
     assert same(engine, twin)
+
+
+CALLS = {
+    "forward": lambda engine, x: engine.forward(x)[0],
+    "module": lambda engine, x: engine.module(x)[0],
+    "a part of the module": lambda engine, x: engine.module.layer(x).square().sum(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_scaled_loss_of_another_call_is_divided_once(call):
+    engine, twin = engine_of_two_outputs("0", "fp32"), engine_of_two_outputs("0", "fp32")
+    for _ in range(2):
+        engine.scale(CALLS[call](engine, torch.ones(1, 6))).backward()
+        twin.backward(twin(torch.ones(1, 6))[0])
+        for each in (engine, twin):
+            each.step()
+    assert engine.get_global_grad_norm() == pytest.approx(twin.get_global_grad_norm(), rel=1e-6)
+
+
+def squares(*outputs):
+    return sum(each.float().square().sum() for each in outputs)
+
+
+IN_PARALLEL = {
+    "two forwards": lambda engine, x: squares(engine(x)[1], engine(2 * x)[1]),
+    "two outputs of one operation": lambda engine, x: squares(*engine(x)[0]),
+    "an output that is returned twice": lambda engine, x: squares(engine(x)[1]),
+}
+
+
+class ParallelOutputs(TwoOutputs):
+    def forward(self, x):
+        hidden = self.layer(x)
+        again = hidden.tanh()
+        return hidden.exp().unbind(-1), again, {"again": again}
+
+
+@pytest.mark.parametrize(
+    ("stage", "case"),  # from stage 1 on, DeepSpeed ends no direct backward of two forwards
+    [(stage, case) for stage in ("0", "1") for case in IN_PARALLEL if (stage, case) != ("1", "two forwards")],
+)
+def test_a_backward_of_parallel_outputs_divides_each_once(stage, case):
+    engine, twin = (engine_of_two_outputs(stage, "fp32", ParallelOutputs()) for _ in range(2))
+    for seed in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        IN_PARALLEL[case](engine, x).backward()
+        twin.backward(IN_PARALLEL[case](twin, x))
+        for each in (engine, twin):
+            each.step()
+    assert engine.get_global_grad_norm() == pytest.approx(twin.get_global_grad_norm(), rel=1e-6)
+
+
+def test_a_forward_of_an_output_of_the_model_is_divided_twice_and_refused():
+    engine = engine_of_two_outputs("0", "fp32")
+    first = engine(torch.ones(1, 6))[1]
+    with pytest.raises(UserError, match="output computed from another output"):
+        engine(torch.cat([first, first], -1))[1].sum().backward()
+    engine(torch.ones(1, 6))[1].sum().backward()  # the refused backward is forgotten
 
 
 @pytest.mark.parametrize("stage", ["2", pytest.param("3", marks=pytest.mark.slow)])
