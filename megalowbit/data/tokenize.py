@@ -333,10 +333,36 @@ def build_tokenizer(settings: DataSettings, corpus: Corpus | None = None) -> Tok
     )
 
 
-def gives_same_ids(first: Tokenizer, second: Tokenizer) -> bool:
-    """Whether two tokenizers give a text of many scripts the same ids, and end documents alike."""
-    ids = [[int(number) for number in each.encode_batch([TEXT_TO_COMPARE])[0]] for each in (first, second)]
-    return ids[0] == ids[1] and first.eos_token_id == second.eos_token_id
+def check_same_ids(tokenizer: Tokenizer, settings: DataSettings, folder: Path, *, remedy: str) -> None:
+    """Check that `tokenizer`, that of `settings`, gives the ids of the model whose tokenizer is in `folder`.
+
+    Token ids of an unknown tokenizer cannot be compared. It warns if the one in `folder` cannot be used.
+
+    Args:
+        tokenizer: made of `settings`.
+        settings: name the tokenizer in the message.
+        folder: with a Hugging Face tokenizer.
+        remedy: ends the message; what goes wrong, and what to set.
+
+    Raises:
+        UserError: they give other ids.
+    """
+    if settings.tokenizer == NO_TOKENIZER:
+        return
+    try:
+        own = FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)
+    except UserError as error:
+        logger.warning("it is not known whether %s has data.tokenizer %s: %s", folder, tokenizer.name, error)
+        return
+    ends = own.eos_token_id, tokenizer.eos_token_id
+    if ends[0] != ends[1] or _compared_ids(own) != _compared_ids(tokenizer):
+        raise UserError(
+            f"the tokenizer in {folder} gives other ids than data.tokenizer {settings.tokenizer!r}, {remedy}"
+        )
+
+
+def _compared_ids(tokenizer: Tokenizer) -> list[int] | None:
+    return encoded(lambda: [int(number) for number in tokenizer.encode_batch([TEXT_TO_COMPARE])[0]])
 
 
 def check_export(settings: DataSettings, model_type: str) -> None:

@@ -10,7 +10,6 @@ it writes anything. Not covered: the other data.
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from megalowbit.config.values import is_installed
-from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
-from megalowbit.data.tokenize import FolderTokenizer, build_tokenizer, check_export, gives_same_ids
+from megalowbit.data.settings import BPE_TOKENIZER, DataSettings
+from megalowbit.data.tokenize import Tokenizer, build_tokenizer, check_export, check_same_ids
 from megalowbit.engine.run_checks.deepspeed_blocks import check_parts
 from megalowbit.errors import Problems, UserError
 from megalowbit.hf.batches.separate_documents import uses_flash_attention
 from megalowbit.hf.checkpoint import read_config
-from megalowbit.hf.folders.tokenizer_files import FOLDER, has_tokenizer
+from megalowbit.hf.folders.tokenizer_files import tokenizer_folder
 from megalowbit.layers.cpu_gemm import cpu_gemm
 from megalowbit.layers.matmul import fp4 as native_fp4
 from megalowbit.layers.matmul import fp8 as fp8_product
@@ -36,8 +35,6 @@ from megalowbit.values import BLOCK
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-logger = logging.getLogger(__name__)
 
 _DESCRIBED = {"c": "C kernel", "triton": "Triton kernels", "torch": "plain torch (slow)"}
 WITH_MASKS = ("sdpa", "eager")  # attention of transformers that takes a mask for each row
@@ -89,42 +86,43 @@ def check_config(config: PretrainConfig, *, has_model: bool = True) -> None:
     problems.raise_any()
 
 
-def check_tokenizer(config: PretrainConfig) -> None:
+def check_tokenizer(config: PretrainConfig, *, is_start: bool = True) -> None:
     """Check that the tokenizer can be exported with the model, if the run will do that.
 
-    A warning is logged if the model starts from a checkpoint with a tokenizer that gives other ids.
+    Args:
+        config: the configuration.
+        is_start: whether training begins with the weights of `model.checkpoint`, if that is set; then the
+            tokenizer must be theirs. A BPE is not compared: a run has trained it later.
 
     Raises:
-        UserError: transformers would give other ids than the training, or the tokenizer cannot be used.
+        UserError: transformers would give other ids than the training, or the tokenizer cannot be used, or
+            is not that of the weights.
     """
-    settings = config.settings
-    if settings.checkpoint.export_hf:
-        check_export(settings.data, read_config(settings.model).model_type)
-    start = settings.model.checkpoint
-    for folder in () if start is None else (start / FOLDER, start):
-        if has_tokenizer(folder):
-            _compare_tokenizers(settings.data, folder)
-            return
+    if is_start and config.settings.data.tokenizer != BPE_TOKENIZER:
+        check_start_tokenizer(config)
+    if config.settings.checkpoint.export_hf:
+        check_export(config.settings.data, read_config(config.settings.model).model_type)
 
 
-def _compare_tokenizers(data: DataSettings, folder: Path) -> None:
-    if data.tokenizer in (BPE_TOKENIZER, NO_TOKENIZER):  # not known before the corpus is read
+def check_start_tokenizer(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> None:
+    """Check that the tokenizer is the one that was saved with the weights to start from, if one was.
+
+    Args:
+        config: the configuration.
+        tokenizer: that of the configuration, if it is already there.
+
+    Raises:
+        UserError: it gives other ids, or cannot be used.
+    """
+    settings, start = config.settings.data, config.settings.model.checkpoint
+    folder = None if start is None else tokenizer_folder(start)
+    if folder is None:
         return
-    tokenizer = build_tokenizer(data)
-    try:
-        own = FolderTokenizer(folder, parse_special_tokens=data.parse_special_tokens)
-    except UserError as error:
-        logger.warning("it is not known whether %s has data.tokenizer %s: %s", folder, tokenizer.name, error)
-        return
-    if not gives_same_ids(own, tokenizer):
-        logger.warning(
-            "the tokenizer in %s gives other ids than data.tokenizer %r, so the model must learn its "
-            "embedding anew: unless you mean that, add --set %s.data.tokenizer=%s",
-            folder,
-            data.tokenizer,
-            BLOCK,
-            folder,
-        )
+    remedy = (
+        f"and the weights to start from would get the wrong ids: set {BLOCK}.data.tokenizer to {folder}, or, "
+        "to train new embeddings on purpose, move the tokenizer's files out of there"
+    )
+    check_same_ids(tokenizer or build_tokenizer(settings), settings, folder, remedy=remedy)
 
 
 def _check_trackio(config: PretrainConfig) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 from megalowbit.config.deepspeed_json import load_json
 from megalowbit.data.cache.build_lines import reported_builds
+from megalowbit.data.settings import BPE_TOKENIZER
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks, succeed_together
 from megalowbit.distributed.process_group import ProcessIdentity, is_true_anywhere
+from megalowbit.durable_files import steps_in
 from megalowbit.engine.parameters.full_weights import full_state_dict
 from megalowbit.engine.pipeline.setup import gather_weights
 from megalowbit.engine.process_start import (
@@ -35,7 +37,7 @@ from megalowbit.hf.generation import store_generation, stored_generation
 from megalowbit.hf.model import random_model, save_hf
 from megalowbit.layers.conversion.convert import added_counts, product_counts
 from megalowbit.layers.recipe import recipe as recipe_of
-from megalowbit.pretrain.checks import check_config, check_kernels, check_tokenizer
+from megalowbit.pretrain.checks import check_config, check_kernels, check_start_tokenizer, check_tokenizer
 from megalowbit.pretrain.components.late_switch import LateSwitchSettings, kept_switch
 from megalowbit.pretrain.config import Monitors, PretrainConfig
 from megalowbit.pretrain.job import Job, assemble
@@ -108,6 +110,9 @@ def pretrain(
         stack.enter_context(watchdog)
         watchdog.mark("the load of a checkpoint")
         is_resumed = is_resume and job.resume()
+        has_bpe = config.settings.data.tokenizer == BPE_TOKENIZER
+        if not is_resumed and (has_bpe or is_resume):  # not known before: a BPE, whether a checkpoint is used
+            agree(lambda: check_start_tokenizer(config, job.loader.tokenizer))
         succeed_together(job.plan_data)
         if is_restart or (is_resume and not is_resumed):
             agree(lambda: _move_aside(folder) if is_restart else _keep_records(folder))
@@ -203,7 +208,8 @@ def _lock_folder(
     if is_restart:
         agree(lambda: _check_restart(run_dir, is_resume=is_resume))
     agree(lambda: check_config(config))
-    agree(lambda: check_tokenizer(config))
+    is_start = not (is_resume and run_dir is not None and steps_in(RunFolder(run_dir).checkpoints))
+    agree(lambda: check_tokenizer(config, is_start=is_start))
     agree(lambda: check_kernels(recipe_of(config.recipe)))
     stem = config.settings.run.name or config.source.stem
     folder = agree(lambda: claim(stem, run_dir=run_dir, is_resume=is_resume, is_restart=is_restart))

@@ -1,6 +1,7 @@
 """All entry points reject the same values with the same messages."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -8,17 +9,21 @@ import pytest
 from bad_values import overrides
 from forks import run_script
 from quick_cases import slow_except
-from tiny_models import tiny_config
+from tiny_models import tiny_config, tiny_model
 
 from launchers import ROOT, write_config
 from megalowbit.commands.runs import submit
 from megalowbit.data.text_files.local_files import LocalCorpus
-from megalowbit.data.tokenize import ByteTokenizer, train_bpe
+from megalowbit.data.tokenize import train_bpe
+from megalowbit.distributed.process_group import ProcessIdentity
+from megalowbit.doctor.plan import plan_run
 from megalowbit.errors import UserError, lines_of
+from megalowbit.hf.checkpoint import import_checkpoint
 from megalowbit.pretrain import checks
-from megalowbit.pretrain.checks import check_tokenizer, load_checked_config
+from megalowbit.pretrain.checks import load_checked_config
 from megalowbit.pretrain.command_line import main
-from megalowbit.pretrain.config import load_config
+from megalowbit.pretrain.estimate.dry_run import describe
+from megalowbit.pretrain.run import pretrain
 from megalowbit.pretrain.sweep.runs import Run
 
 SUBMIT = ROOT / "launch" / "slurm"
@@ -143,23 +148,6 @@ def test_a_tokenizer_that_cannot_be_exported_is_refused_before_it_is_used(option
         assert main([*arguments, "--set", "megalowbit.checkpoint.export_hf=false"]) == 0
 
 
-@pytest.mark.parametrize("place", [".", "tokenizer"], ids=["of Hugging Face", "converted"])
-def test_a_start_with_the_ids_of_another_tokenizer_gets_a_warning(place, config, tmp_path, caplog):
-    start = tmp_path / "start"
-    (start / place).mkdir(parents=True)
-    (start / "config.json").write_text(config.with_name("model.json").read_text())
-    model = f'megalowbit.model={{"checkpoint": "{start}"}}'
-    own = f"megalowbit.data.tokenizer={start / place}"
-    (tmp_path / "text.txt").write_text("one two three " * 20)
-    bpe = train_bpe(LocalCorpus(tmp_path / "text.txt"), 300, tmp_path / "cache")
-    for tokenizer, named, is_told in ((bpe, [], True), (bpe, [own], False), (ByteTokenizer(), [], False)):
-        tokenizer.write(start / place)
-        caplog.clear()
-        check_tokenizer(load_config(config, [model, *named], world_size=1))
-        assert ("gives other ids than data.tokenizer 'byte'" in caplog.text) == is_told
-        assert (f"add --set {own}" in caplog.text) == is_told
-
-
 THREE_AT_ONCE = ["megalowbit.checkpoint.keep=true", "communication_data_type=fp99", "megalowbit.recipe={}"]
 
 
@@ -254,3 +242,57 @@ def test_longrope_keeps_documents_apart_only_if_its_factors_are_always_the_short
         load_checked_config(config, [*settings, "megalowbit.data.sequence_length=16"], world_size=1)
         with pytest.raises(UserError, match=f"packing '{packing}' .*longrope .*_length 17 to at most .* 16$"):
             load_checked_config(config, settings, world_size=1)
+
+
+@pytest.fixture
+def start(config, tmp_path):
+    """A checkpoint to start from, and a BPE beside it."""
+    tiny_model("gpt2", vocab_size=320).save_pretrained(tmp_path / "hf")
+    bpe = train_bpe(LocalCorpus(tmp_path / "text.txt"), 300, tmp_path / "cache")
+    bpe.save_pretrained(tmp_path / "hf")
+    import_checkpoint(tmp_path / "hf", tmp_path / "start")
+    return tmp_path / "start"
+
+
+def from_start(config, path, tokenizer=None, **data):
+    data |= {} if tokenizer is None else {"tokenizer": str(tokenizer)}
+    named = [f"megalowbit.data.{key}={json.dumps(value)}" for key, value in data.items()]
+    model = f"megalowbit.model={json.dumps({'checkpoint': str(path)})}"
+    fast = ["megalowbit.run.steps=2", "megalowbit.checkpoint.export_hf=false"]
+    return load_checked_config(config, [model, *fast, *named], world_size=1)
+
+
+def train(config, folder, *, is_resume=False):
+    pretrain(config, ProcessIdentity(), run_dir=folder, is_resume=is_resume)
+
+
+def test_weights_are_not_trained_with_the_ids_of_another_tokenizer(config, start, tmp_path):
+    for path, tokenizer in ((start, start / "tokenizer"), (tmp_path / "hf", tmp_path / "hf")):
+        expected = f"tokenizer in {tokenizer} .*'byte', .* set megalowbit.data.tokenizer to {tokenizer}, or, "
+        for look in (describe, plan_run, lambda settings: train(settings, tmp_path / "run")):
+            with pytest.raises(UserError, match=expected):
+                look(from_start(config, path))
+        plan_run(from_start(config, path, tokenizer))
+        plan_run(from_start(config, path, "none", vocab_size=256))
+    assert not (tmp_path / "run").exists()
+    shutil.rmtree(start / "tokenizer")
+    plan_run(from_start(config, start))
+
+
+def test_a_resumed_run_may_have_another_tokenizer_than_its_first_weights(config, start, tmp_path):
+    byte, run = from_start(config, start), tmp_path / "run"
+    with pytest.raises(UserError, match=r"gives other ids than data\.tokenizer 'byte'"):
+        train(byte, run, is_resume=True)  # there is nothing to continue
+    (start / "tokenizer").rename(tmp_path / "aside")
+    train(byte, run)
+    (tmp_path / "aside").rename(start / "tokenizer")
+    train(byte, run, is_resume=True)
+
+
+def test_a_bpe_is_compared_with_that_of_the_weights_once_it_is_trained(config, start, tmp_path):
+    bpe = {"tokenizer": "bpe", "cache_dir": str(tmp_path / "cache")}
+    other = from_start(config, start, vocab_size=270, **bpe)
+    plan_run(other)
+    with pytest.raises(UserError, match=r"gives other ids than data\.tokenizer 'bpe'"):
+        train(other, tmp_path / "other")
+    train(from_start(config, start, vocab_size=300, **bpe), tmp_path / "same")

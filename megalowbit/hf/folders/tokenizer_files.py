@@ -10,6 +10,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from megalowbit.errors import UserError
+from megalowbit.hf.training_checkpoint import CHECKPOINTS_FOLDER, find_checkpoint, is_training_checkpoint
 from megalowbit.json_text import refuse_irregular_files
 
 FOLDER = "tokenizer"  # in a run's folder, and in that of a checkpoint to start from
@@ -28,6 +30,23 @@ CONFIG = "config.json"
 def has_tokenizer(folder: Path) -> bool:
     """Whether `folder` contains a tokenizer."""
     return any(path.is_file() for pattern in MAIN_FILES for path in folder.glob(pattern))
+
+
+def tokenizer_folder(path: Path) -> Path | None:
+    """The folder with the tokenizer of the weights in `path`; None: there is none, or no weights.
+
+    Args:
+        path: a Hugging Face folder, or a run, a checkpoint to start from, or a step folder in them.
+    """
+    place = path
+    if is_training_checkpoint(path):
+        try:
+            step = find_checkpoint(path)
+        except UserError:
+            return None
+        is_of_run = step.parent.name == CHECKPOINTS_FOLDER
+        place = (step.parent.parent if is_of_run else step.parent) / FOLDER
+    return place if has_tokenizer(place) else None
 
 
 def copy_tokenizer(source: Path, target: Path, *, with_config: bool) -> None:

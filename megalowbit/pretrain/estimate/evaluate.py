@@ -18,7 +18,6 @@ checkpoint keeps its padding, which has no influence on the losses, whatever the
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,8 +30,8 @@ from megalowbit.data.cache.build_lines import reported_builds
 from megalowbit.data.cache.node_first import run_on_each_node_first
 from megalowbit.data.loader import ShardedLoader
 from megalowbit.data.packing import PackedDataset
-from megalowbit.data.settings import BPE_TOKENIZER, NO_TOKENIZER, DataSettings
-from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer, gives_same_ids
+from megalowbit.data.settings import BPE_TOKENIZER, DataSettings
+from megalowbit.data.tokenize import FolderTokenizer, Tokenizer, build_tokenizer, check_same_ids
 from megalowbit.data.validation import open_validation
 from megalowbit.distributed import collectives, process_group
 from megalowbit.distributed.agreement import agree, gather, raised_on_all_ranks
@@ -71,8 +70,6 @@ from megalowbit.shipped_files import to_stderr
 from megalowbit.telemetry.columns import clock_text
 from megalowbit.telemetry.facts import Fact
 from megalowbit.values import BLOCK
-
-logger = logging.getLogger(__name__)
 
 TEXT_MISSING = (
     'there is no text to evaluate on: name it with --set \'megalowbit.data.validation={"corpus": "…"}\''
@@ -357,18 +354,8 @@ def _tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
     if settings.tokenizer == BPE_TOKENIZER:
         return FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)
     tokenizer = build_tokenizer(settings)
-    if settings.tokenizer == NO_TOKENIZER:  # the ids are in the text for validation
-        return tokenizer
-    try:
-        own = FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)
-    except UserError as error:
-        logger.warning("it is not known whether %s has data.tokenizer %s: %s", folder, tokenizer.name, error)
-        return tokenizer
-    if not gives_same_ids(own, tokenizer):
-        raise UserError(
-            f"the tokenizer in {folder} gives other ids than data.tokenizer {settings.tokenizer!r}, and the "
-            f"losses would be of no use: add --set {BLOCK}.data.tokenizer={folder}"
-        )
+    remedy = f"and the losses would be of no use: add --set {BLOCK}.data.tokenizer={folder}"
+    check_same_ids(tokenizer, settings, folder, remedy=remedy)
     return tokenizer
 
 

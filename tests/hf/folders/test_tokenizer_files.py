@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from megalowbit.data.tokenize import ByteTokenizer
 from megalowbit.hf.checkpoint import export_checkpoint, import_checkpoint
-from megalowbit.hf.folders.tokenizer_files import copy_tokenizer, has_tokenizer
+from megalowbit.hf.folders.tokenizer_files import copy_tokenizer, has_tokenizer, tokenizer_folder
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
@@ -77,3 +77,21 @@ def test_a_named_tokenizer_takes_precedence_over_the_kept_one(tmp_path):
     import_checkpoint(hf_folder(tmp_path / "source"), tmp_path / "start")
     export_checkpoint(tmp_path / "start", tmp_path / "back", tokenizer=ByteTokenizer())
     assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template is None
+
+
+def test_the_tokenizer_of_weights_is_found_wherever_they_are(tmp_path):
+    source = hf_folder(tmp_path / "source")
+    assert tokenizer_folder(source) == source
+    start, run = tmp_path / "start", tmp_path / "run"
+    import_checkpoint(source, start)
+    step = "step-00000000"
+    assert tokenizer_folder(start) == tokenizer_folder(start / step) == start / "tokenizer"
+    run.mkdir()
+    start.rename(run / "checkpoints")
+    assert tokenizer_folder(run) is None  # a run has it beside the folder of its checkpoints
+    (run / "checkpoints" / "tokenizer").rename(run / "tokenizer")
+    for path in (run, run / "checkpoints", run / "checkpoints" / step):
+        assert tokenizer_folder(path) == run / "tokenizer"
+    (run / "checkpoints" / step / "manifest.json").unlink()
+    assert tokenizer_folder(run) is None
+    assert tokenizer_folder(tmp_path) is None
