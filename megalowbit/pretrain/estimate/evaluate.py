@@ -41,6 +41,7 @@ from megalowbit.engine.process_start import compute_deterministically, start_pro
 from megalowbit.engine.run_checks.ranks_agree import check_ranks_agree
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.families.vocabulary import FIELD, padding_multiple
+from megalowbit.hf.folders.tokenizer_files import has_tokenizer, tokenizer_folder
 from megalowbit.hf.training_checkpoint import (
     find_checkpoint,
     holds_run,
@@ -74,8 +75,6 @@ from megalowbit.values import BLOCK
 TEXT_MISSING = (
     'there is no text to evaluate on: name it with --set \'megalowbit.data.validation={"corpus": "…"}\''
 )
-
-TOKENIZER_FILES = ("tokenizer*", "vocab.*")
 
 SHOWN = ("model ", "recipe ", "kernels ", "data ")  # labels of the lines that are printed
 SWITCHED = "a late switch of the run has ended the rounding in the forward"
@@ -131,7 +130,7 @@ def evaluate(
                 config,
                 identity,
                 RunFolder(run or Path()),
-                open_data=partial(_text_only, tokenizer_folder=source if run is None else run / "tokenizer"),
+                open_data=partial(_text_only, tokenizer_folder=_tokenizer_folder(source, run)),
             )
         if is_ours and agree(holds_run, source, recipe_of(config.recipe)):
             agree(_check_rows, source, job.engine.module.config.vocab_size)
@@ -316,7 +315,12 @@ class _TextOnly(ShardedLoader):
 
 
 def _text_only(
-    settings: DataSettings, *, micro_batch_size: int, rank: int, world_size: int, tokenizer_folder: Path
+    settings: DataSettings,
+    *,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    tokenizer_folder: Path | None,
 ) -> ShardedLoader:
     """A loader with the text for validation, and zeros for training; arguments as for `build_loader`.
 
@@ -343,13 +347,20 @@ def _text_only(
     return run_on_each_node_first(work, fingerprint)
 
 
-def _tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
-    """The tokenizer of `settings`, which must be that of the model in `folder`, if one is there.
+def _tokenizer_folder(source: Path, run: Path | None) -> Path | None:
+    """The folder with the tokenizer of the weights in `source`; None: they have none."""
+    if run is None:
+        return tokenizer_folder(source)
+    return RunFolder(run).tokenizer if has_tokenizer(RunFolder(run).tokenizer) else None
+
+
+def _tokenizer(settings: DataSettings, folder: Path | None) -> Tokenizer:
+    """The tokenizer of `settings`, which must be that of the model, in `folder`.
 
     Raises:
         UserError: they give other ids.
     """
-    if not any(found for pattern in TOKENIZER_FILES for found in folder.glob(pattern)):
+    if folder is None:
         return build_tokenizer(settings)
     if settings.tokenizer == BPE_TOKENIZER:
         return FolderTokenizer(folder, parse_special_tokens=settings.parse_special_tokens)

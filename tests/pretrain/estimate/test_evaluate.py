@@ -278,6 +278,15 @@ def test_weights_are_not_evaluated_with_the_ids_of_another_tokenizer(recorded, t
     with pytest.raises(UserError, match=r"'byte'.*add --set megalowbit\.data\.tokenizer=.*elsewhere"):
         losses()
     assert losses(f"megalowbit.data.tokenizer={elsewhere}")
+    start = tmp_path / "start"
+    import_checkpoint(elsewhere, start)
+    for path in (start, start / "step-00000000"):
+        with pytest.raises(
+            UserError, match=rf"{start}/tokenizer gives other ids than data\.tokenizer 'byte'"
+        ):
+            evaluated(path, tmp_path, text, config_file=config)
+    named = f"megalowbit.data.tokenizer={start / 'tokenizer'}"
+    assert figures(evaluated(start, tmp_path, text, named, config_file=config))
 
 
 def test_a_run_without_weights_is_one_without_a_checkpoint(tmp_path):
