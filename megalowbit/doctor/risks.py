@@ -140,8 +140,17 @@ def _schedule(plan: RunPlan) -> Iterator[Notice]:
             "moment has not settled (Ma and Yarats, arXiv:1910.04209)",
             setting("megalowbit.lr_schedule.warmup_steps", needed) if schedule is not None else "lengthen it",
         )
+    is_long = found is not None and found > plan.steps
+    if is_long:
+        yield warning(
+            "schedule-length",
+            f"the warm-up of {found:,} steps is longer than the run's {plan.steps:,}: it ends before its "
+            "full learning rate",
+            setting("megalowbit.lr_schedule.warmup_steps", needed) if schedule is not None else "shorten it",
+        )
     total = getattr(schedule, "total_steps", None)
-    if total is not None and total != plan.steps:
+    is_auto = is_long and total == found  # see `auto_total_steps`
+    if total is not None and total != plan.steps and not is_auto:
         when = "before" if total < plan.steps else "after"
         yield warning(
             "schedule-length",

@@ -44,6 +44,15 @@ def codes(plan, seconds=600.0, disk=None):
     return {each.code for each in check_risks(plan, H100, seconds, disk)}
 
 
+@pytest.mark.parametrize("kind", ["cosine", "constant"])
+def test_a_warm_up_longer_than_the_run_is_named_as_the_cause(good, kind):
+    long = f'megalowbit.lr_schedule={{"type": "{kind}", "warmup_steps": 1000}}'
+    [found] = check_risks(good(long), H100, 600.0, None)
+    assert "the warm-up of 1,000 steps is longer than the run's 900" in str(found)
+    assert "lr_schedule.warmup_steps=40" in str(found)
+    assert "total_steps" not in str(found)
+
+
 def test_a_good_run_has_no_notices(good):
     assert codes(good()) == set()
 
