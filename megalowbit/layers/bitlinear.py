@@ -35,7 +35,14 @@ from megalowbit.layers.matmul.function import lowbit_linear
 from megalowbit.layers.matmul.gemms import autocast_dtype
 from megalowbit.layers.matmul.quantizations import OPERANDS
 from megalowbit.layers.matmul.sharded_operands import ShardedOperands
-from megalowbit.layers.matmul.slots import Chooser, InputRecord, Observer, Probe, StaticInput
+from megalowbit.layers.matmul.slots import (
+    Chooser,
+    InputRecord,
+    Observer,
+    Probe,
+    StaticInput,
+    warn_of_uncounted,
+)
 from megalowbit.layers.matmul.use_counter import (
     LayerStream,
     ProductCounts,
@@ -419,7 +426,7 @@ class BitLinear(SplitLinear):
             is_replay=use.is_replay,
             needs_grad=needs_grad,
             step=use.step,
-            finish=partial(stream.finish, use.step) if use.is_training else None,
+            finish=partial(stream.finish, use.step) if use.is_training else self._warn_of_evaluation,
             sizes=self.sizes,
             title=self.title,
             split_state=partial(self._split_state, use),
@@ -459,6 +466,10 @@ class BitLinear(SplitLinear):
         is_repeatable = role.endswith("_split") and not use.is_training
         number = 0 if is_repeatable else use.number  # evaluations of one input start splits alike
         return stream.key(name, role, step=use.step, use=number, is_shared=is_shared, shard=shard)
+
+    def _warn_of_evaluation(self) -> None:
+        if self.observer is not None:
+            warn_of_uncounted()
 
     def _observe(self, observer: Observer, role: str, counts: Tensor, error: Tensor) -> None:
         if self.shards is None or self.shards.is_reported(role):

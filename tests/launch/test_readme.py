@@ -72,7 +72,7 @@ def test_the_code_shown_trains_a_model(tmp_path):
     prelude = (
         "import torch, transformers\n"
         f"config = transformers.AutoConfig.for_model(**{fields!r})\n"
-        "model = transformers.AutoModelForCausalLM.from_config(config)\n"
+        "model = transformers.AutoModelForCausalLM.from_config(config).eval()  # as from_pretrained does\n"
         "tokens = torch.randint(0, 256, (2, 32))\n"
         "loader = [{'input_ids': tokens, 'labels': tokens}] * 4\n"
     )
@@ -83,6 +83,7 @@ def test_the_code_shown_trains_a_model(tmp_path):
     done = run_script(tmp_path / "shown.py", env=variables, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "gradient_overflow/element_overflow_rate" in done.stdout
+    assert "'gradient_overflow/total_elements': 0" not in done.stdout
     assert "converted 7 layers" in done.stdout
 
 

@@ -3,7 +3,7 @@ import torch
 
 from megalowbit.layers.bitlinear import BitLinear
 from megalowbit.layers.conversion.convert import convert, set_observer
-from megalowbit.layers.matmul.slots import Observer
+from megalowbit.layers.matmul.slots import Observer, warn_of_uncounted
 from megalowbit.quantize.encoding import COUNT_NAMES
 
 
@@ -49,6 +49,22 @@ def test_evaluation_and_identity_operands_are_not_reported():
     assert layer.observer.seen == []
     layer.train()(torch.randn(2, 16))
     assert [role for _, role, _, _ in layer.observer.seen] == ["input"]
+
+
+def test_a_backward_in_evaluation_mode_warns_once_that_nothing_is_counted(caplog):
+    warn_of_uncounted.cache_clear()
+    model = torch.nn.Sequential(BitLinear(16, 16), BitLinear(16, 16)).eval()
+    x = torch.randn(2, 16)
+    model(x).sum().backward()  # without an observer
+    recorder = Recorder()
+    set_observer(model, recorder)
+    model(x)  # without a backward
+    assert not caplog.records
+    for _ in range(2):
+        model(x).sum().backward()
+    (warning,) = caplog.messages
+    assert "call model.train()" in warning
+    assert recorder.seen == []
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -27,6 +27,8 @@ of their batch: see `conversion.static_inputs`, which implements the record.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -37,6 +39,8 @@ from torch.autograd.graph import Node
 from megalowbit.layers.matmul.operand import MatmulOperand
 from megalowbit.layers.matmul.use_counter import Use
 from megalowbit.layers.recipe import Recipe
+
+logger = logging.getLogger("megalowbit")
 
 
 @runtime_checkable
@@ -53,6 +57,14 @@ class Observer(Protocol):
                 must not write to it: layers that share an input report the same tensors.
             error: float64 on the layer's device, one for each of `ERROR_NAMES`, likewise.
         """
+
+
+@functools.lru_cache(maxsize=1)  # so it is logged once
+def warn_of_uncounted() -> None:
+    """Say that a backward passed a layer whose observer gets nothing."""
+    logger.warning(
+        "the model is in eval() mode, so its observer counts nothing: call model.train() before training"
+    )
 
 
 @runtime_checkable
