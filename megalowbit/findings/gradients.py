@@ -115,7 +115,9 @@ def _finding(
 ) -> Finding:
     """The finding with the remedies that fit."""
     back = "--set megalowbit.loss_guard.nonfinite=rollback leaves such batches out; then --resume auto"
-    remedy = [back, "--set megalowbit.run.max_consecutive_skips=10 ends such a run earlier"]
+    remedy = ["--set megalowbit.run.max_consecutive_skips=10 ends such a run earlier"]
+    if run.has_checkpoint_before(step):
+        remedy.insert(0, back)
     if rank is not None:
         remedy = [f"leave out the device of rank {rank}, or test it (dcgmi diag -r 3)", *remedy]
     if run.setting("precision") == "fp16":
@@ -188,6 +190,8 @@ def _applied_nonfinite_loss(run: RunFiles) -> list[Finding]:
             name=base.LOSS, step=step, role="symptom",
             title=f"the loss of step {step} is not finite, but its gradients were: the step was applied",
             evidence=(Evidence(file=METRICS, step=step, text=f"loss {metrics['loss'][row]}, not skipped"),),
-            remedy=("--set megalowbit.loss_guard.nonfinite=rollback leaves such batches out",),
+            remedy=("--set megalowbit.loss_guard.nonfinite=rollback leaves such batches out",)
+            if run.has_checkpoint_before(step)
+            else (),
         )
     ]  # fmt: skip

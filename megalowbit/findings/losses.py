@@ -6,11 +6,11 @@ the batch, or from hardware. A rise over several steps comes from the updates. A
 weight by about the learning rate. The rate is therefore named where it is as large as the weights were at the
 start (`LARGE_UPDATE`), and otherwise, as likely, where loss and gradients rose together in the upper half of
 its course and no other cause was found before. At a rate far above that (`REPLACING`) a loss that never rises
-has not learnt what a lower rate would teach.
+has not learnt what a lower rate would teach, and one that is NaN after the first updates did not rise before.
 
 All comparisons are of the logarithm of the loss, with running medians and robust deviations. Not covered:
-runs of fewer than `LEAST_STEPS` steps, and a loss that is too high from the first step to the last at a
-usual rate.
+runs of fewer than `LEAST_STEPS` steps without such updates, and a loss that is too high from the first step
+to the last at a usual rate.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ SUDDEN = 0.6  # share of a change that one step must have
 UPPER = 0.5  # of the highest learning rate
 LARGE_UPDATE = 0.5  # learning rate / deviation of the initial weights: two updates replace a weight
 REPLACING = 2.0  # the same: each update replaces the weights
+BURSTING = 10.0  # the same: an update makes the weights ten times as large
 LARGER_NORM = 3.0  # times the gradient norm at the lowest loss
 SMALL_PATH = 0.05  # sum of all rates / deviation: the weights are still those of the start
 LEAST_STEPS_TO_LEARN = 20
@@ -63,6 +64,11 @@ class Change(NamedTuple):
 
 def findings(run: RunFiles, known: list[Finding]) -> list[Finding]:
     """What the losses show; `known` are causes that other records have shown."""
+    found = _of_course(run, known)
+    return found if any(each.name == base.RATE for each in found) else [*found, *_burst(run, known)]
+
+
+def _of_course(run: RunFiles, known: list[Finding]) -> list[Finding]:
     metrics = run.metrics
     rows = np.flatnonzero(np.isfinite(metrics["loss"]) & (metrics["loss"] > 0))
     if len(rows) < LEAST_STEPS:
@@ -348,6 +354,36 @@ def _replacing(run: RunFiles) -> list[Finding]:
             evidence=(
                 Evidence(
                     file=METRICS, step=step, text=f"lr {rates[first]:.3g}: {_beside_the_weights(run)}"
+                ),
+            ),
+            remedy=(f"--set optimizer.params.lr={_lower_rate(run, peak):g}, in a new run",),
+        )
+    ]  # fmt: skip
+
+
+def _burst(run: RunFiles, known: list[Finding]) -> list[Finding]:
+    """A rate whose first updates replaced the weights, after which loss or gradients are not finite."""
+    metrics, relative = run.metrics, _relative_rates(run)
+    ends = [each.step for each in known if each.name in (base.LOSS, base.GRADIENTS) and each.step is not None]
+    if not ends or _starts_trained(run):
+        return []
+    end = min(ends)
+    applied = np.flatnonzero(~metrics.is_skipped & (relative >= REPLACING) & (metrics.steps < end))
+    if not 0 < len(applied) <= LEAST_STEPS:
+        return []  # none, or the loss has a course that shows more
+    step, peak = int(metrics.steps[applied[0]]), float(np.nanmax(metrics["lr"][applied]))
+    ratio = float(np.nanmax(relative[applied]))
+    times = f"{len(applied)} update{'s' if len(applied) > 1 else ''}"
+    return [
+        Finding(
+            name=base.RATE, step=step, is_shown=ratio >= BURSTING,
+            title=f"the learning rate is too high: after {times} at lr {peak:.3g}, loss or gradients are not "
+            f"finite from step {end} on",
+            evidence=(
+                Evidence(
+                    file=METRICS, step=step,
+                    text=f"lr {metrics['lr'][applied[0]]:.3g}, the first such update that was applied: "
+                    f"{_beside_the_weights(run)}: × {ratio:.2g}",
                 ),
             ),
             remedy=(f"--set optimizer.params.lr={_lower_rate(run, peak):g}, in a new run",),

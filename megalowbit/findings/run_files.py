@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalowbit.durable_files import damaged_in
+from megalowbit.durable_files import complete_steps, damaged_in
 from megalowbit.errors import UserError, file_system_error
 from megalowbit.findings.layer_tables import LayerTables, read_layers
 from megalowbit.json_text import read_text
@@ -99,6 +99,13 @@ class RunFiles:
             elif line["event"] == ENDED:
                 ended.append(line)
         return begun, ended
+
+    def has_checkpoint_before(self, step: int) -> bool:
+        """Whether a complete checkpoint is there to which a run could go back from this step."""
+        try:
+            return any(each < step for each in complete_steps(self.folder / "checkpoints"))
+        except UserError:
+            return False  # the folder cannot be read
 
     @cached_property
     def initial_deviation(self) -> tuple[float, str]:

@@ -4,8 +4,10 @@ import math
 
 import pytest
 
+from megalowbit.durable_files import MANIFEST, step_name
 from megalowbit.findings import base
 from megalowbit.findings.gradients import findings
+from megalowbit.findings.run_files import read_run
 
 
 def skip(records, first, last, *, scale=None, tensor="h.1.up.weight", **more):
@@ -80,6 +82,18 @@ def test_a_loss_that_is_not_finite_names_the_first_layer_with_such_an_input(reco
     (found,) = findings(records.read(tmp_path / "run"))
     assert (found.name, found.step) == (base.LOSS, 25)
     assert any("is h.1.up: they arise before it" in str(each) for each in found.evidence)
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(None, False), (20, True), (40, False)])
+def test_a_rollback_is_advised_only_if_a_checkpoint_from_before_is_there(records, tmp_path, saved, expected):
+    skip(records, 25, 60, scale=1.0)
+    folder = records.write(tmp_path / "run")
+    if saved:
+        checkpoint = folder / "checkpoints" / step_name(saved)
+        checkpoint.mkdir(parents=True)
+        (checkpoint / MANIFEST).write_text("{}")
+    (found,) = findings(read_run(folder))
+    assert any("rollback" in each for each in found.remedy) is expected
 
 
 def test_a_loss_that_is_not_finite_in_an_applied_step_has_no_known_cause(records, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 from megalowbit.findings import base
 from megalowbit.findings.base import Finding
 from megalowbit.findings.losses import findings
+from megalowbit.findings.verdict import diagnosis_of
 
 
 def test_a_healthy_run_and_a_short_one_have_no_finding(records, tmp_path):
@@ -51,6 +52,47 @@ def test_a_flat_loss_at_a_rate_that_replaces_the_weights_is_the_rate(records, tm
     assert (found.name, found.is_shown) == (base.RATE, False)
     records.config["megalowbit"]["model"] = {"checkpoint": "start"}  # with weights of another deviation
     assert not findings(records.read(tmp_path / "trained"), [])
+
+
+def burst(records, rate, *, last=6):
+    """A search for the loss scale, updates at a rate from step 6 on, and a loss that is NaN after them."""
+    count = 0
+    for row in records.rows:
+        step = row["step"]
+        row |= {"lr": rate, "loss_scale": 65536.0 if step > 5 else 2.0**20}
+        if not 6 <= step <= last:
+            count += 1
+            row |= {"grad_norm": None, "skipped/tensor": "h.1.up.weight"}
+        if step > last:
+            row |= {"loss": math.nan, "loss_scale": max(1.0, 65536.0 / 2 ** (step - last))}
+        row["skipped_steps"] = count
+
+
+@pytest.mark.parametrize(("rate", "is_shown"), [(500.0, True), (0.1, False)])
+def test_a_loss_that_is_nan_after_the_first_update_at_such_a_rate_is_the_learning_rate(
+    records, tmp_path, rate, is_shown
+):
+    burst(records, rate)
+    verdict = diagnosis_of(records.read(tmp_path / "run"))
+    found = verdict.first
+    assert (found.name, found.step, found.is_shown) == (base.RATE, 6, is_shown)
+    assert "after 1 update at lr" in found.title
+    assert "not finite from step 7 on" in found.title
+    assert found.remedy == ("--set optimizer.params.lr=0.002, in a new run",)
+    assert base.LOSS in {each.name for each in verdict.consequences}
+
+
+@pytest.mark.parametrize("change", ["a usual rate", "SGD", "trained weights", "many updates"])
+def test_a_loss_that_is_nan_after_other_updates_is_not_blamed_on_the_rate(records, tmp_path, change):
+    burst(records, 1e-3 if change == "a usual rate" else 500.0, last=40 if change == "many updates" else 6)
+    if change == "SGD":
+        records.config["optimizer"] = {"type": "SGD"}
+    if change == "trained weights":
+        records.config["megalowbit"]["model"] = {"checkpoint": "start"}
+    verdict = diagnosis_of(records.read(tmp_path / "run"))
+    titles = [each.title for each in (verdict.first, *verdict.consequences, *verdict.others)]
+    assert titles
+    assert not any("after" in title and "at lr" in title for title in titles)
 
 
 @pytest.mark.parametrize("row", [60, 90, 300])
