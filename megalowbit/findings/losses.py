@@ -307,8 +307,9 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
         ),
         Evidence(file=METRICS, step=step, text=f"lr {rates[change.row]:.3g}{why}"),
     )  # fmt: skip
-    lower = _lower_rate(run, peak)
-    remedy = [f"--set optimizer.params.lr={lower:g}, in a new run or from a checkpoint before step {best}"]
+    first = min(since, step)
+    before = f" or from a checkpoint before step {first}" if first > 1 else ""
+    remedy = [f"--set optimizer.params.lr={_lower_rate(run, peak):g}, in a new run{before}"]
     no_warmup = "" if warmup else ", and there is no warm-up"
     if not warmup:
         steps = max(10, (run.planned_steps or 1000) // 50)
@@ -317,9 +318,9 @@ def _rate(run: RunFiles, change: Change) -> Finding | None:
             schedule = f"scheduler.params.warmup_num_steps={steps}"
         remedy.append(f"warm up: --set {schedule}")
     return Finding(
-        name=base.RATE, step=min(since, step), is_shown=ratio >= 1,
-        title=f"the learning rate is too high{no_warmup}: the loss rose from step {best} to {step}, at lr "
-        f"{now:.3g}",
+        name=base.RATE, step=first, is_shown=ratio >= 1,
+        title=f"the learning rate is too high from step {first} on{no_warmup}: the loss rose "
+        f"from step {best} to {step}, at lr {now:.3g}",
         evidence=evidence, remedy=tuple(remedy),
     )  # fmt: skip
 

@@ -30,6 +30,8 @@ def test_a_rise_at_a_rate_that_replaces_the_weights_is_the_learning_rate(records
     (found,) = findings(records.read(tmp_path / "run"), [])
     assert (found.name, found.role, found.is_shown) == (base.RATE, "cause", True)
     assert found.step == 1  # where the rate became too high; the loss rose later
+    assert "too high from step 1 on" in found.title
+    assert "before step" not in found.remedy[0]  # there is no checkpoint before step 1
     assert "to 3" in found.title
     assert "--set optimizer.params.lr=0.002" in found.remedy[0]  # a tenth of the weights at the start
 
