@@ -101,8 +101,7 @@ def evaluate(
         overrides: as for `load_config`.
         output: file for the figures as JSON; None: none.
         inputs: one of `INPUTS`; None: static, where the recipe needs it and the numbers were recorded.
-        forward: one of `FORWARDS`: with the precision of the checkpoint, or as the recipe rounds it, although
-            a late switch has ended that.
+        forward: one of `FORWARDS`: as the checkpoint rounds, or as the recipe does, also after a late switch.
 
     Returns:
         The figures, by the names that a run's metrics have.
